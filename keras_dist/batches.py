@@ -1,0 +1,114 @@
+"""A host batch becomes global arrays over the mesh, whatever its number of rows."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import sparse
+
+from keras_dist.mesh import DeviceMesh
+
+
+class BatchPlacer:
+    """Lays host batches over the batch axes of a mesh.
+
+    Dim 0 of an array holds the rows of the batch. It is sharded over all batch axes where their product divides
+    the number of rows, else over those of them with the largest product that does, else replicated: results do not
+    depend on it, only how much of the mesh works on the batch.
+
+    Args:
+        device_mesh: the mesh.
+        batch_axes: the axes that batches are sharded over, outermost first; `()` replicates them.
+
+    Example:
+
+    >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
+    >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
+    [('data', 'fsdp'), ('fsdp',), ('data',), ()]
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str]):
+        self.device_mesh = device_mesh
+        self.batch_axes = tuple(batch_axes)
+        sizes = device_mesh.axis_sizes
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(self.batch_axes, count) for count in range(len(self.batch_axes), -1, -1)
+        )
+        # Stable: of equal products the one with more axes comes first, so all batch axes before any part of them.
+        self._choices = sorted(
+            ((math.prod(sizes[name] for name in subset), subset) for subset in subsets), key=lambda c: -c[0]
+        )
+        self._shardings: dict[tuple[str, ...], jax.sharding.NamedSharding] = {}
+
+    def axes_for(self, rows: int) -> tuple[str, ...]:
+        """Returns the batch axes that a number of rows is sharded over, `()` where it is replicated."""
+        return next(axes for size, axes in self._choices if rows % size == 0)
+
+    def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
+        """Returns the sharding of an array of a batch.
+
+        Args:
+            shape: the array's shape. A 0-d array is replicated.
+
+        Returns:
+            The sharding of dim 0 over the axes of `axes_for`.
+        """
+        axes = self.axes_for(shape[0]) if len(shape) else ()
+        sharding = self._shardings.get(axes)
+        if sharding is None:
+            spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+            sharding = self._shardings[axes] = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
+        return sharding
+
+    def place(self, batch: Any) -> Any:
+        """Lays every array of a batch over the mesh, all of them in one transfer.
+
+        With several processes each passes its own part of the batch, and the global batch is their union.
+
+        Args:
+            batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. A sharded
+                array on this mesh's devices stays as it lies.
+
+        Returns:
+            The same structure of `jax.Array`.
+        """
+        leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
+        if jax.process_count() > 1:
+            placed = [self._place_part_of_process(leaf) for leaf in leaves]
+        else:
+            leaves = [_as_array(leaf) for leaf in leaves]
+            placed = jax.device_put(leaves, [self._target(leaf) for leaf in leaves])
+        return jax.tree.unflatten(structure, placed)
+
+    def _target(self, leaf) -> jax.sharding.Sharding:
+        if _is_sparse(leaf):
+            return self.sharding(())
+        if self.is_sharded_here(leaf):
+            return leaf.sharding
+        return self.sharding(leaf.shape)
+
+    def is_sharded_here(self, value: Any) -> bool:
+        """Whether a value is an array that somebody has sharded over this mesh's devices already."""
+        return (
+            isinstance(value, jax.Array)
+            and not value.sharding.is_fully_replicated
+            and value.sharding.device_set == self.sharding(()).device_set
+        )
+
+    def _place_part_of_process(self, leaf) -> jax.Array:
+        leaf = _as_array(leaf)
+        axes = self.batch_axes if leaf.ndim else ()
+        spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+        sharding = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, leaf)
+
+
+def _is_sparse(leaf) -> bool:
+    return isinstance(leaf, sparse.JAXSparse)
+
+
+def _as_array(leaf):
+    return leaf if isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse)) else np.asarray(leaf)

@@ -1,0 +1,201 @@
+"""The process and its devices: which there are, simulated ones, and joining a cluster of processes."""
+
+import os
+from collections.abc import Sequence
+
+import jax
+
+from keras_dist import keras_seam
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Returns the devices of one type over all processes, as `"type:id"` strings.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators where there are any, else CPUs.
+
+    Returns:
+        One string for each device, for example `["tpu:0", "tpu:1"]`.
+
+    Raises:
+        ValueError: this process has no devices of that type.
+
+    Example:
+
+    >>> list_devices("cpu")[:2]
+    ['cpu:0', 'cpu:1']
+    """
+    _require_platform(device_type)
+    return keras_seam.list_devices(device_type)
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """Returns how many devices of one type there are over all processes.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators where there are any, else CPUs.
+
+    Returns:
+        The number of devices.
+
+    Raises:
+        ValueError: this process has no devices of that type.
+
+    Example:
+
+    >>> get_device_count("cpu")
+    8
+    """
+    _require_platform(device_type)
+    return keras_seam.get_device_count(device_type)
+
+
+def num_processes() -> int:
+    """Returns the number of processes that work together: 1 unless `initialize` joined a cluster."""
+    return keras_seam.num_processes()
+
+
+def process_id() -> int:
+    """Returns the number of this process, from 0 to `num_processes() - 1`."""
+    return keras_seam.process_id()
+
+
+def initialize(
+    job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Joins this process to the others of a multi-process program. Call it before anything else uses JAX.
+
+    Each argument may come from the environment instead, which suits launch scripts. Where neither says
+    anything, JAX finds the cluster by itself (Cloud TPU, Slurm, Open MPI).
+
+    Args:
+        job_addresses: `"host:port"` of process 0, or the addresses of all processes joined by commas, process
+            0 first. Environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`.
+        num_processes: how many processes there are. Environment: `KERAS_DISTRIBUTION_NUM_PROCESSES`.
+        process_id: the number of this process, from 0. Environment: `KERAS_DISTRIBUTION_PROCESS_ID`.
+
+    Raises:
+        ValueError: a number in the environment that is no integer, or as many addresses as there are not processes.
+    """
+    if job_addresses is None:
+        job_addresses = os.environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
+    if num_processes is None:
+        num_processes = _integer_from_environment("KERAS_DISTRIBUTION_NUM_PROCESSES")
+    if process_id is None:
+        process_id = _integer_from_environment("KERAS_DISTRIBUTION_PROCESS_ID")
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id must lie between 0 and num_processes - 1. Received: process_id={process_id}, "
+            f"num_processes={num_processes}. Number the processes from 0."
+        )
+    keras_seam.initialize(job_addresses, num_processes, process_id)
+
+
+def simulate_devices(count: int) -> None:
+    """Makes `count` CPU devices in this process, to try a distribution where there are no accelerators.
+
+    Call it before anything starts JAX: before a Keras model, layer or variable is made, before any `jax.numpy`
+    operation, and before `list_devices`. It also gives XLA's CPU client enough threads for collectives among more
+    devices than there are cores; with fewer, a device can wait for a thread that another waiting device
+    holds, and the collective then aborts after 40 seconds.
+
+    Args:
+        count: how many devices, at least 1.
+
+    Raises:
+        TypeError: `count` is no integer.
+        ValueError: `count` is below 1, or JAX has started already with other devices.
+
+    Example:
+
+    >>> simulate_devices(8)
+    >>> get_device_count()
+    8
+    """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"simulate_devices takes a number of devices. Received: {count!r}.")
+    if count < 1:
+        raise ValueError(f"simulate_devices takes a number of devices of at least 1. Received: {count}.")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if jax.default_backend() == "cpu" and jax.local_device_count() == count:
+            return
+        raise ValueError(
+            f"Devices can be simulated only before JAX starts, and it has started with "
+            f"{jax.local_device_count()} {jax.default_backend()} device(s). Received: "
+            f"simulate_devices({count}). Call it directly after `import keras_dist`, before anything makes "
+            "a Keras layer or a JAX array."
+        ) from None
+    jax.config.update("jax_platforms", "cpu")
+    # XLA reads this when it makes the CPU client: the size of the pool that runs the devices' programs.
+    os.environ.setdefault("NPROC", str(max(16, 2 * count)))
+
+
+def to_jax_devices(devices: Sequence) -> list[jax.Device]:
+    """Returns the JAX devices behind names such as `"cpu:3"`; a JAX device stands for itself.
+
+    Args:
+        devices: names or `jax.Device` objects.
+
+    Returns:
+        As many `jax.Device` objects, in the same order.
+
+    Raises:
+        ValueError: a name of no device.
+    """
+    tables: dict[str, dict[int, jax.Device]] = {}
+    found = []
+    for device in devices:
+        if not isinstance(device, str):
+            found.append(device)
+            continue
+        platform, _, number = device.partition(":")
+        table = tables.get(platform)
+        if table is None:
+            table = tables[platform] = {d.id: d for d in _platform_devices(platform)}
+        try:
+            found.append(table[int(number or 0)])
+        except (KeyError, ValueError):
+            known = sorted(table)
+            raise ValueError(
+                f"Device not found: {device!r}. A device is named 'type:id', and the ids of {platform!r} here "
+                f"are {known if len(known) <= 16 else f'{known[0]} to {known[-1]}'}. "
+                "keras_dist.list_devices() names them all."
+            ) from None
+    return found
+
+
+def device_name(device) -> str:
+    """Returns `"platform:id"` for a JAX device; a string, such as the name of a device, stands for itself."""
+    return device if isinstance(device, str) else f"{device.platform}:{device.id}"
+
+
+def _platform_devices(platform: str) -> list[jax.Device]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        raise ValueError(
+            f"No devices of type {platform!r} are available. This process has "
+            f"{jax.device_count()} of type {jax.default_backend()!r}; keras_dist.list_devices() names them."
+        ) from None
+
+
+def _require_platform(device_type: str | None) -> None:
+    if device_type is None:
+        return
+    if not isinstance(device_type, str):
+        raise TypeError(f"device_type must be a string such as 'cpu' or 'tpu'. Received: {device_type!r}.")
+    _platform_devices(device_type.lower())
+
+
+def _integer_from_environment(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} must be an integer. Received: {text!r}. Correct or unset it."
+        ) from None

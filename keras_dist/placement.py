@@ -1,0 +1,181 @@
+"""Where the variables of a built model lie: whether that is where a distribution wants them, and moving them."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import keras
+import numpy as np
+
+from keras_dist import keras_seam
+from keras_dist.layout import TensorLayout
+
+ModelT = TypeVar("ModelT", bound=keras.Layer)
+
+
+class VariableSpec(NamedTuple):
+    """What a distribution is told of a variable that it has not laid out: a variable without a value or a layout."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+    trainable: bool
+
+    @classmethod
+    def of(cls, variable: keras.Variable) -> "VariableSpec":
+        """Returns the spec of a variable."""
+        return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable)
+
+
+def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
+    """Moves a built model onto a distribution: weights, optimizer, metrics and the state of random generators.
+
+    Every variable is laid out anew as the distribution says, as if the model had been made under it; optimizer slots
+    follow the variable that they belong to. What was compiled for the old layout is forgotten. Values stay the same.
+
+    Args:
+        model: a model, or a layer.
+        distribution: where to. By default the installed distribution; where none is installed, one device.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: no model, or no distribution.
+        ValueError: a rule that does not fit a variable (nothing has moved then), or a model whose `fit`, `evaluate`
+            or `predict` is running.
+
+    Example:
+
+    >>> from keras_dist import DataParallel
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    >>> len(model.weights[0].value.sharding.device_set)
+    1
+    >>> model = redistribute(model, DataParallel())
+    >>> len(model.weights[0].value.sharding.device_set)
+    8
+    """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(f"redistribute takes a Keras model or layer. Received: {model!r} ({type(model).__name__}).")
+    if distribution is not None and not isinstance(distribution, keras_seam.KerasDistribution):
+        raise TypeError(
+            f"redistribute takes a distribution or None. Received: {distribution!r} ({type(distribution).__name__}). "
+            "Pass, for example, keras_dist.DataParallel()."
+        )
+    if keras_seam.is_running(model):
+        raise ValueError(
+            f"A model can be moved only while it does not run. Received: {model.name!r}, in the middle of fit, "
+            "evaluate or predict. Call redistribute before or after, not from a callback."
+        )
+    target = keras_seam.current_distribution() if distribution is None else distribution
+    variables = list(_all_variables(model))
+    layouts = [None] * len(variables) if target is None else list(_wanted_layouts(model, variables, target))
+    for variable, layout in zip(variables, layouts, strict=True):
+        keras_seam.place_variable(variable, layout, _moved(keras_seam.variable_value(variable), layout))
+        keras_seam.remember_laid_out(variable, target if isinstance(target, keras_seam.Hooks) else None)
+    keras_seam.forget_compiled_functions(model)
+    return model
+
+
+def check_placement(model: keras.Model, variables: Iterable[keras.Variable], distribution: Any) -> None:
+    """Says so where variables of a model do not lie where a distribution wants them.
+
+    Args:
+        model: the model, for its name.
+        variables: those that a step is going to use.
+        distribution: the installed distribution.
+
+    Raises:
+        ValueError: a variable lies on other devices, or is laid out as another distribution said.
+    """
+    variables = list(variables)
+    problems = [(v, problem) for v in variables if (problem := _misplacement(v, distribution))]
+    if problems:
+        variable, problem = problems[0]
+        raise ValueError(
+            f"The variables of {model.name!r} must lie where the installed distribution wants them. Received: "
+            f"{len(problems)} of {len(variables)} variables that lie elsewhere under {distribution}; the first, "
+            f"'{variable.path}', {problem}. Call keras_dist.redistribute(model) to move the model, or install the "
+            "distribution before the model and its optimizer are made."
+        )
+
+
+def lies_on(value: Any, mesh: jax.sharding.Mesh) -> bool:
+    """Whether an array lies on the devices of a mesh, in its order where the array's sharding has one.
+
+    Args:
+        value: anything; what is no concrete `jax.Array` lies nowhere.
+        mesh: the mesh.
+
+    Returns:
+        Whether it does.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    sharding = value.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding.mesh is mesh or sharding.mesh.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+    return sharding.device_set == set(mesh.devices.flat)
+
+
+def _misplacement(variable: keras.Variable, distribution: Any) -> str | None:
+    value = keras_seam.variable_value(variable)
+    if isinstance(value, jax.Array) and not lies_on(value, distribution.device_mesh.backend_mesh):
+        devices = sorted(value.sharding.device_set, key=lambda device: device.id)
+        names = [f"{device.platform}:{device.id}" for device in devices[:4]]
+        return f"lies on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
+    author = keras_seam.laid_out_by(variable)
+    if author is None or author is distribution:
+        return None
+    lies, wanted = keras_seam.variable_layout(variable), distribution.get_variable_layout(VariableSpec.of(variable))
+    if not isinstance(lies, TensorLayout) or _sharding(lies).is_equivalent_to(_sharding(wanted), len(variable.shape)):
+        return None
+    return f"is laid out as {lies.axes} by {author}, and not as {wanted.axes}"
+
+
+def _all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
+    optimizer = getattr(model, "optimizer", None)
+    groups = (model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ())
+    seen = set()
+    for variable in (variable for group in groups for variable in group):
+        if id(variable) not in seen:
+            seen.add(id(variable))
+            yield variable
+
+
+def _wanted_layouts(model: keras.Layer, variables: list[keras.Variable], distribution: Any) -> Iterator[Any]:
+    """Yields the layout of each variable; an optimizer slot's is that of the variable it was made for."""
+    optimizer = getattr(model, "optimizer", None)
+    slots = {id(variable) for variable in optimizer.variables} if optimizer else set()
+    layouts: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for variable in variables:
+        spec = VariableSpec.of(variable)
+        owner = None
+        if id(variable) in slots:
+            # Keras names a slot after the path of its variable; of several that fit, the longest is meant.
+            owner = max(
+                (key for key in layouts if key[1] == spec.shape and spec.name.startswith(key[0])),
+                key=lambda key: len(key[0]),
+                default=None,
+            )
+        if owner is None:
+            layout = distribution.get_variable_layout(spec)
+            if id(variable) not in slots:
+                layouts[f"{spec.path.replace('/', '_')}_", spec.shape] = layout
+        else:
+            layout = layouts[owner]
+        yield layout
+
+
+def _sharding(layout: Any) -> Any:
+    return layout.backend_layout if isinstance(layout, keras.distribution.TensorLayout) else layout
+
+
+def _moved(value: Any, layout: Any) -> Any:
+    if value is None:
+        return None
+    if layout is None:
+        # Not tied to a device, like the value of a variable that was made without a distribution.
+        return jax.device_put(np.asarray(value))
+    return jax.device_put(value, _sharding(layout))
