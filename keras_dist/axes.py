@@ -26,13 +26,10 @@ def validate_axes(shape: Sequence[int], axis_names: Sequence[str]) -> dict[str, 
     received = f"Received: shape={shape}, axis_names={axis_names}"
     if isinstance(axis_names, str) and axis_names:
         raise TypeError(
-            f"axis_names must be a list or tuple of names, one per axis. {received}. "
-            f"Write axis_names=[{axis_names!r}]."
+            f"axis_names must be a list or tuple of names, one per axis. {received}. Write axis_names=[{axis_names!r}]."
         )
     if isinstance(shape, int):
-        raise TypeError(
-            f"shape must be a tuple with one size per axis. {received}. Write shape=({shape},)."
-        )
+        raise TypeError(f"shape must be a tuple with one size per axis. {received}. Write shape=({shape},).")
     if len(shape) == 0 or len(axis_names) == 0:
         raise ValueError(
             f"Shape and axis_names cannot be empty. {received}. "
@@ -40,8 +37,7 @@ def validate_axes(shape: Sequence[int], axis_names: Sequence[str]) -> dict[str, 
         )
     if len(shape) != len(axis_names):
         raise ValueError(
-            f"Shape and axis_names should have same size. {received}. "
-            "Give one name for each axis of the mesh."
+            f"Shape and axis_names should have same size. {received}. Give one name for each axis of the mesh."
         )
     axes: dict[str, int] = {}
     for size, name in zip(shape, axis_names, strict=True):
@@ -63,7 +59,5 @@ def _positive_integer(size, name: str, received: str) -> int:
             f"The size of an axis must be an integer, but axis {name!r} has size {size!r}. {received}."
         ) from None
     if value < 1:
-        raise ValueError(
-            f"The size of an axis must be at least 1, but axis {name!r} has size {value}. {received}."
-        )
+        raise ValueError(f"The size of an axis must be at least 1, but axis {name!r} has size {value}. {received}.")
     return value

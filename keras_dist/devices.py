@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -129,7 +130,7 @@ def simulate_devices(count: int) -> None:
         ) from None
     jax.config.update("jax_platforms", "cpu")
     # XLA reads this when it makes the CPU client: the size of the pool that runs the devices' programs.
-    os.environ.setdefault("NPROC", str(max(16, 2 * count)))
+    os.environ.setdefault("NPROC", str(min(max(16, 2 * count), 256)))
 
 
 def to_jax_devices(devices: Sequence) -> list[jax.Device]:
@@ -144,31 +145,36 @@ def to_jax_devices(devices: Sequence) -> list[jax.Device]:
     Raises:
         ValueError: a name of no device.
     """
-    tables: dict[str, dict[int, jax.Device]] = {}
-    found = []
-    for device in devices:
-        if not isinstance(device, str):
-            found.append(device)
-            continue
-        platform, _, number = device.partition(":")
-        table = tables.get(platform)
-        if table is None:
-            table = tables[platform] = {d.id: d for d in _platform_devices(platform)}
-        try:
-            found.append(table[int(number or 0)])
-        except (KeyError, ValueError):
-            known = sorted(table)
-            raise ValueError(
-                f"Device not found: {device!r}. A device is named 'type:id', and the ids of {platform!r} here "
-                f"are {known if len(known) <= 16 else f'{known[0]} to {known[-1]}'}. "
-                "keras_dist.list_devices() names them all."
-            ) from None
-    return found
+    platforms = {device.partition(":")[0] for device in devices if isinstance(device, str)}
+    by_name: dict[str, jax.Device] = {}
+    for platform in platforms:
+        by_name |= _devices_by_name(platform)
+    try:
+        return [by_name[device] if isinstance(device, str) else device for device in devices]
+    except KeyError as error:
+        names = list(by_name)
+        shown = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
+        raise ValueError(
+            f"Device not found: {error.args[0]!r}. A device is named 'type:id', and here there are: {shown}. "
+            "keras_dist.list_devices() names them all."
+        ) from None
 
 
 def device_name(device) -> str:
     """Returns `"platform:id"` for a JAX device; a string, such as the name of a device, stands for itself."""
     return device if isinstance(device, str) else f"{device.platform}:{device.id}"
+
+
+_tables: dict[str, tuple[Any, dict[str, jax.Device]]] = {}
+
+
+def _devices_by_name(platform: str) -> dict[str, jax.Device]:
+    devices = _platform_devices(platform)
+    client, table = _tables.get(platform, (None, {}))
+    if client is not devices[0].client:  # the first call, or JAX has made its devices anew
+        table = {f"{platform}:{device.id}": device for device in devices} | {platform: devices[0]}
+        _tables[platform] = (devices[0].client, table)
+    return table
 
 
 def _platform_devices(platform: str) -> list[jax.Device]:

@@ -44,7 +44,9 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         auto_shard_dataset: bool = True,
     ):
         self._device_mesh = as_device_mesh(device_mesh)
-        batch_axes = axis_tuple(batch_dim_name if isinstance(batch_dim_name, (str, type(None))) else tuple(batch_dim_name))
+        batch_axes = axis_tuple(
+            batch_dim_name if isinstance(batch_dim_name, (str, type(None))) else tuple(batch_dim_name)
+        )
         for name in batch_axes:
             if name not in self._device_mesh.axis_sizes or batch_axes.count(name) > 1:
                 raise ValueError(
@@ -371,8 +373,8 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     Example:
 
     >>> layout = TensorLayout(("data", None), DeviceMesh((4, 2), ["data", "model"]))
-    >>> distribute_tensor(np.ones((8, 3)), layout).sharding.spec
-    PartitionSpec('data', None)
+    >>> distribute_tensor(np.ones((8, 3)), layout).sharding.shard_shape((8, 3))
+    (2, 3)
     """
     installed = distribution()
     if isinstance(layout, (tuple, list)):

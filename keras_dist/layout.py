@@ -29,10 +29,10 @@ class TensorLayout(keras.distribution.TensorLayout):
     Example:
 
     >>> mesh = DeviceMesh((2, 4), ["data", "model"])
-    >>> TensorLayout((None, "model"), mesh).backend_layout.spec
-    PartitionSpec(None, 'model')
-    >>> TensorLayout((("data", "model"), None), mesh).backend_layout.spec
-    PartitionSpec(('data', 'model'), None)
+    >>> TensorLayout((None, "model"), mesh).backend_layout.shard_shape((16, 16))
+    (16, 4)
+    >>> TensorLayout((("data", "model"), None), mesh).backend_layout.shard_shape((16, 16))
+    (2, 16)
     """
 
     def __init__(self, axes: Iterable, device_mesh: keras.distribution.DeviceMesh | None = None):
@@ -178,9 +178,7 @@ def misfit(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> s
             axis, product = f"axis {names[0]!r} (size {size})", f"a {names[0]!r} axis of size {_divisors(rows)}"
         else:
             axis, product = f"axes {names} (product {size})", f"axes whose product is {_divisors(rows)}"
-        return (
-            f"dim {dim} has size {rows}, which {axis} does not divide. Replicate that dim with {whole}, or use {product}."
-        )
+        return f"dim {dim} has size {rows}, which {axis} does not divide. Replicate that dim with {whole}, or use {product}."
     return None
 
 

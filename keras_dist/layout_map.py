@@ -9,10 +9,11 @@ import keras
 
 from keras_dist.layout import TensorLayout, as_tensor_layout
 from keras_dist.mesh import DeviceMesh, as_device_mesh
+from keras_dist.path_index import PathIndex
 
 # Keras puts the name of a Sequential before the paths of its variables, counts that name up from model to model, and
 # drops it when the model is loaded from a file. Names that Keras gives by itself are no part of what a rule spells.
-_AUTOMATIC_MODEL_NAME = re.compile(r"(?:sequential|functional|model)(?:_\d+)?/")
+_AUTOMATIC_MODEL_NAME = re.compile(r"(?:sequential|functional)(?:_\d+)?/")
 
 
 class Rule(NamedTuple):
@@ -52,8 +53,9 @@ class LayoutMap(keras.distribution.LayoutMap):
     def __init__(self, device_mesh: keras.distribution.DeviceMesh | None):
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
         self._device_mesh = None if device_mesh is None else as_device_mesh(device_mesh)
-        self._regexes: list[tuple[str, re.Pattern[str], str]] = []
-        self._found: dict[str, list[str]] = {}
+        self._regexes: dict[str, re.Pattern[str]] = {}
+        self._index: PathIndex | None = None  # made anew at the first look-up after a change
+        self._rules: dict[str, Rule | None] = {}  # what was looked up since then
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -72,13 +74,17 @@ class LayoutMap(keras.distribution.LayoutMap):
         Raises:
             ValueError: several rules match.
         """
+        if path in self._rules:
+            return self._rules[path]
         patterns = self._matching(path)
         if len(patterns) > 1:
             raise ValueError(
                 f"Path '{path}' matches multiple layout specification keys: {patterns}. Make sure that each path "
                 "matches at most one: narrow the regexes, or add the path itself as a key, which wins."
             )
-        return Rule(patterns[0], self._layout_map[patterns[0]]) if patterns else None
+        rule = Rule(patterns[0], self._layout_map[patterns[0]]) if patterns else None
+        self._rules[path] = rule
+        return rule
 
     def __getitem__(self, key: str) -> TensorLayout | None:
         """Returns the layout that the rules give a path, None where no rule matches.
@@ -144,8 +150,8 @@ class LayoutMap(keras.distribution.LayoutMap):
             self._layout_map[key] = as_tensor_layout(layout).on_mesh_of_map(self._device_mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
-        self._regexes.append((key, regex, _literal_in(key)))
-        self._found.clear()
+        self._regexes[key] = regex
+        self._rules_changed()
 
     def __delitem__(self, key: str) -> None:
         """Removes the rule of a key, which must be the key itself and no path that it matches.
@@ -157,8 +163,8 @@ class LayoutMap(keras.distribution.LayoutMap):
             KeyError: there is no such key.
         """
         del self._layout_map[key]
-        self._regexes = [entry for entry in self._regexes if entry[0] != key]
-        self._found.clear()
+        del self._regexes[key]
+        self._rules_changed()
 
     def __len__(self) -> int:
         return len(self._layout_map)
@@ -204,19 +210,18 @@ class LayoutMap(keras.distribution.LayoutMap):
         return f"<{type(self).__name__} {{{rules}}}, device_mesh={self._device_mesh}>"
 
     def _matching(self, path: str) -> list[str]:
-        patterns = self._found.get(path)
-        if patterns is None:
-            patterns = self._match_whole(path)
-            model_name = _AUTOMATIC_MODEL_NAME.match(path)
-            if not patterns and model_name:
-                patterns = self._match_whole(path[model_name.end() :])
-            self._found[path] = patterns
-        return patterns
-
-    def _match_whole(self, path: str) -> list[str]:
         if path in self._layout_map:
             return [path]
-        return [key for key, regex, literal in self._regexes if literal in path and regex.fullmatch(path)]
+        if self._index is None:
+            self._index = PathIndex(self._regexes)
+        patterns = self._index.matching(path)
+        if not patterns and (model_name := _AUTOMATIC_MODEL_NAME.match(path)):
+            return self._matching(path[model_name.end() :])
+        return patterns
+
+    def _rules_changed(self) -> None:
+        self._index = None
+        self._rules.clear()
 
 
 def as_layout_map(layout_map) -> LayoutMap:
@@ -242,33 +247,3 @@ def as_layout_map(layout_map) -> LayoutMap:
     for key in layout_map:
         ours[key] = layout_map[key]
     return ours
-
-
-def _literal_in(pattern: str) -> str:
-    """Returns text that every match of a regex holds, `""` where there is none for certain.
-
-    Looking for text in a path takes a tenth of the time of a regex, and settles most rules that do not match.
-
-    Args:
-        pattern: a valid regex.
-
-    Returns:
-        The longest such text.
-
-    Example:
-
-    >>> _literal_in(r".*attention/(query|key)/kernel")
-    'attention/'
-    """
-    if re.search(r"\\|\[|\(\?", pattern):
-        return ""
-    outside, depth = "", 0
-    for char in pattern:
-        depth += char == "("
-        outside += char if depth == 0 else "\0"
-        depth -= char == ")"
-    if "|" in outside or depth:
-        return ""
-    # A character before a quantifier may be missing from a match; what a wildcard or a group matches is unknown.
-    outside = re.sub(r"[^\0](?:[*?]|\{[^}]*\})", "\0", outside)
-    return max(re.split(r"[\0.^$*+?{}]", outside), key=len)

@@ -90,8 +90,8 @@ class DeviceMesh(keras.distribution.DeviceMesh):
             ValueError: a device that this process does not know.
         """
         if not hasattr(self, "_backend_mesh"):
-            devices = np.empty(self._devices.size, dtype=object)
-            devices[:] = to_jax_devices(self._devices.ravel().tolist())
+            # Not np.array: it would look at every device for the parts of a nested sequence, as long as all the rest.
+            devices = np.fromiter(to_jax_devices(self._devices.ravel().tolist()), object, self._devices.size)
             self._backend_mesh = jax.sharding.Mesh(devices.reshape(self._devices.shape), tuple(self._axis_names))
         return self._backend_mesh
 
