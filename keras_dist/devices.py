@@ -8,6 +8,8 @@ import jax
 
 from keras_dist import keras_seam
 
+Device = Any  # a jax.Device, which type checkers take for a variable
+
 
 def list_devices(device_type: str | None = None) -> list[str]:
     """Returns the devices of one type over all processes, as `"type:id"` strings.
@@ -133,7 +135,7 @@ def simulate_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(min(max(16, 2 * count), 256)))
 
 
-def to_jax_devices(devices: Sequence) -> list[jax.Device]:
+def to_jax_devices(devices: Sequence) -> list[Device]:
     """Returns the JAX devices behind names such as `"cpu:3"`; a JAX device stands for itself.
 
     Args:
@@ -146,7 +148,7 @@ def to_jax_devices(devices: Sequence) -> list[jax.Device]:
         ValueError: a name of no device.
     """
     platforms = {device.partition(":")[0] for device in devices if isinstance(device, str)}
-    by_name: dict[str, jax.Device] = {}
+    by_name: dict[str, Device] = {}
     for platform in platforms:
         by_name |= _devices_by_name(platform)
     try:
@@ -165,10 +167,10 @@ def device_name(device) -> str:
     return device if isinstance(device, str) else f"{device.platform}:{device.id}"
 
 
-_tables: dict[str, tuple[Any, dict[str, jax.Device]]] = {}
+_tables: dict[str, tuple[Any, dict[str, Device]]] = {}
 
 
-def _devices_by_name(platform: str) -> dict[str, jax.Device]:
+def _devices_by_name(platform: str) -> dict[str, Device]:
     devices = _platform_devices(platform)
     client, table = _tables.get(platform, (None, {}))
     if client is not devices[0].client:  # the first call, or JAX has made its devices anew
@@ -177,7 +179,7 @@ def _devices_by_name(platform: str) -> dict[str, jax.Device]:
     return table
 
 
-def _platform_devices(platform: str) -> list[jax.Device]:
+def _platform_devices(platform: str) -> list[Device]:
     try:
         return jax.devices(platform)
     except RuntimeError:

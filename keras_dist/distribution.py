@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.core import Tracer
 
 from keras_dist import keras_seam
 from keras_dist.batches import BatchPlacer
 from keras_dist.devices import list_devices
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
-from keras_dist.layout_map import LayoutMap, Rule, as_layout_map
+from keras_dist.layout_map import Rule, as_layout_map
 from keras_dist.mesh import DeviceMesh, as_device_mesh
 from keras_dist.placement import check_placement, lies_on
 
@@ -25,7 +26,8 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
     """Says where variables, batches and layer outputs lie. The base of all distributions here.
 
     As it is, it replicates variables and leaves the outputs of layers to the compiler; a subclass may answer
-    `get_variable_layout`, `get_data_layout` and `get_tensor_layout` otherwise. A distribution decides; it holds no model.
+    `get_variable_layout`, `get_data_layout` and `get_tensor_layout` otherwise. A distribution decides; it holds no
+    model.
 
     Args:
         device_mesh: the mesh that everything lies on.
@@ -108,18 +110,21 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         if layout is not None:
             return layout
         rule = self._rule(variable.path)
-        layout = TensorLayout([None] * len(variable.shape), self._device_mesh) if rule is None else rule.layout
-        problem = misfit(layout.axes, variable.shape, layout.device_mesh.axis_sizes)
-        if problem and 0 not in variable.shape:  # nothing of an empty tensor lies anywhere
-            raise ValueError(
-                f"Cannot shard '{variable.path}' (shape {tuple(variable.shape)}) by the rule {rule.pattern!r}, "
-                f"{layout.axes}: {problem}"
-            )
+        if rule is None:
+            layout = TensorLayout([None] * len(variable.shape), self._device_mesh)
+        else:
+            layout = rule.layout
+            problem = misfit(layout.axes, variable.shape, (layout.device_mesh or self._device_mesh).axis_sizes)
+            if problem and 0 not in variable.shape:  # nothing of an empty tensor lies anywhere
+                raise ValueError(
+                    f"Cannot shard '{variable.path}' (shape {tuple(variable.shape)}) by the rule {rule.pattern!r}, "
+                    f"{layout.axes}: {problem}"
+                )
         if isinstance(variable, keras.Variable):
             keras_seam.remember_laid_out(variable, self)
         return layout
 
-    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+    def get_tensor_layout(self, path: str) -> Any:
         """Returns the layout that a layer's output is given, None to leave it to the compiler.
 
         Args:
@@ -131,10 +136,10 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         return None
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["Distribution"]:
+    def scope(self) -> Iterator[None]:
         """Installs this distribution for a block of code, in this thread."""
         with keras_seam.installed_in_this_thread(self):
-            yield self
+            yield
 
     def distribute_batch(self, batch: Any) -> Any:
         """Lays a host batch over the mesh, as `fit` does; for training loops of one's own.
@@ -205,7 +210,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         return jax.tree.unflatten(structure, [self._distribute_argument(leaf) for leaf in leaves])
 
     def _distribute_argument(self, leaf):
-        is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, jax.core.Tracer)
+        is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
         if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask"):
             return leaf
         return self._placer.place(leaf)
@@ -267,6 +272,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
 
     Example:
 
+    >>> from keras_dist import LayoutMap
     >>> layout_map = LayoutMap(DeviceMesh((2, 4), ["data", "model"]))
     >>> layout_map["dense.*/kernel"] = (None, "model")
     >>> distribution = ModelParallel(layout_map=layout_map, batch_dim_name="data")
@@ -360,7 +366,7 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     """Lays a tensor out: a move outside of a compiled function, a sharding constraint inside.
 
     Args:
-        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors are returned as they are.
+        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors come back as they are.
         layout: a `TensorLayout`, a tuple or list of axes of the installed distribution's mesh, or a sharding of JAX.
 
     Returns:

@@ -45,10 +45,10 @@ import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
 
 try:
-    from keras.src.backend import distribution_lib as _backend_lib
     from keras.src.backend.common import global_state as _global_state
     from keras.src.backend.common.name_scope import current_path as _current_path
     from keras.src.backend.common.stateless_scope import in_stateless_scope as _in_stateless_scope
+    from keras.src.backend.jax import distribution_lib as _backend_lib
     from keras.src.backend.jax import trainer as _trainer
     from keras.src.distribution import distribution_lib as _lib
 except ImportError as error:
@@ -286,7 +286,9 @@ class _Leaves(Sequence):
         return iter(self.values)
 
 
-jax.tree_util.register_pytree_node(_Leaves, lambda leaves: (leaves.values, None), lambda _, values: list(values))
+jax.tree_util.register_pytree_node(
+    _Leaves, lambda leaves: (leaves.values, None), lambda _, values: _Leaves(list(values))
+)
 
 
 def _step_function(model, step: str, keras_function: Callable) -> Callable:

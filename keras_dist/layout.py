@@ -173,12 +173,15 @@ def misfit(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> s
         rows = shape[dim]
         if rows is None or rows % size == 0:
             continue
-        whole = axes[:dim] + (None,) + axes[dim + 1 :]
+        whole = (*axes[:dim], None, *axes[dim + 1 :])
         if len(names) == 1:
             axis, product = f"axis {names[0]!r} (size {size})", f"a {names[0]!r} axis of size {_divisors(rows)}"
         else:
             axis, product = f"axes {names} (product {size})", f"axes whose product is {_divisors(rows)}"
-        return f"dim {dim} has size {rows}, which {axis} does not divide. Replicate that dim with {whole}, or use {product}."
+        return (
+            f"dim {dim} has size {rows}, which {axis} does not divide. "
+            f"Replicate that dim with {whole}, or use {product}."
+        )
     return None
 
 

@@ -70,7 +70,7 @@ class PathIndex:
 
 
 def _telling_literals(skeletons: Mapping[str, str]) -> dict[str, str]:
-    """Returns for each pattern the literal text in its skeleton that the fewest of the others have, of those the longest."""
+    """Returns the literal text of each pattern that the fewest others have, of those the longest."""
     literals = {pattern: set(skeleton.split(_UNKNOWN)) for pattern, skeleton in skeletons.items()}
     uses = Counter(literal for found in literals.values() for literal in found)
     uses[""] = len(literals) + 1

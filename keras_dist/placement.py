@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import keras
 import numpy as np
+from jax.core import Tracer
 
 from keras_dist import keras_seam
 from keras_dist.layout import TensorLayout
@@ -111,11 +112,11 @@ def lies_on(value: Any, mesh: jax.sharding.Mesh) -> bool:
     Returns:
         Whether it does.
     """
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
     sharding = value.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding.mesh is mesh or sharding.mesh.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
+        return sharding.mesh is mesh or list(sharding.mesh.devices.flat) == list(mesh.devices.flat)
     return sharding.device_set == set(mesh.devices.flat)
 
 
