@@ -1,4 +1,16 @@
-"""keras_dist: the distribution layer for Keras 3 on JAX. A drop-in superset of `keras.distribution`."""
+"""keras_dist: the distribution layer for Keras 3 on JAX. A drop-in superset of `keras.distribution`.
+
+Which file does what; each imports only from those above it:
+
+* `axes.py`: names and sizes of mesh axes, as plain data. `path_index.py`: which of many regexes match a path.
+* `keras_seam.py`: every private name of Keras that is touched, and the functions of Keras that are replaced.
+* `devices.py`: the process and its devices; simulated ones.
+* `mesh.py`: `DeviceMesh`.
+* `layout.py`: `TensorLayout`.
+* `layout_map.py`: `LayoutMap`. `batches.py`: a host batch becomes global arrays. `outputs.py`: what layers
+  return. `placement.py`: where the variables of a built model lie, and moving them.
+* `distribution.py`: `Distribution`, `DataParallel`, `ModelParallel`, and the one that is installed.
+"""
 
 from keras_dist.devices import (
     get_device_count,

@@ -17,6 +17,7 @@ from keras_dist.devices import list_devices
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
 from keras_dist.layout_map import Rule, as_layout_map
 from keras_dist.mesh import DeviceMesh, as_device_mesh
+from keras_dist.outputs import distribute_outputs
 from keras_dist.placement import check_placement, lies_on
 
 BatchDimName = str | Sequence[str] | None
@@ -169,38 +170,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
     # What follows is asked by keras_seam's overrides.
 
     def _distribute_tensor(self, tensor, layout):
-        if not isinstance(layout, keras.distribution.TensorLayout):
-            return keras_seam.distribute_with_keras(tensor, layout)
-        leaves, structure = jax.tree.flatten(tensor, is_leaf=lambda x: isinstance(x, keras.KerasTensor))
-        ranks = [np.ndim(leaf) for leaf in leaves if not isinstance(leaf, keras.KerasTensor)]
-        if ranks and max(ranks) < len(layout.axes):
-            self._raise_misfit(layout.axes, (0,) * max(ranks))
-        leaves = [self._distribute_leaf(leaf, layout) for leaf in leaves]
-        return jax.tree.unflatten(structure, leaves)
-
-    def _distribute_leaf(self, leaf, layout):
-        if isinstance(leaf, keras.KerasTensor) or np.ndim(leaf) < len(layout.axes):
-            return leaf
-        shape = np.shape(leaf)
-        axes = tuple(self._fit_batch_axes(entry, rows) for entry, rows in zip(layout.axes, shape, strict=False))
-        if axes != layout.axes:
-            layout = TensorLayout(axes, layout.device_mesh)
-        if misfit(axes, shape, dict(layout.backend_layout.mesh.shape)):
-            self._raise_misfit(axes, shape)
-        return keras_seam.distribute_with_keras(leaf, layout)
-
-    def _fit_batch_axes(self, entry, rows: int):
-        names = axis_tuple(entry)
-        if not names or not set(names) <= set(self._placer.batch_axes):
-            return entry
-        return BatchPlacer(self._device_mesh, names).axes_for(rows)
-
-    def _raise_misfit(self, axes, shape):
-        path = keras_seam.path_of_open_scope()
-        where = f"the output of '{path}'" if path else "a tensor"
-        raise ValueError(
-            f"Cannot lay out {where} (shape {shape}) as {axes}: {misfit(axes, shape, self._device_mesh.axis_sizes)}"
-        )
+        return distribute_outputs(tensor, layout, self._placer.batch_axes)
 
     def _distribute_call(self, model, args, kwargs):
         weights = model.weights if model.built else []
@@ -244,6 +214,10 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
             )
         if device_mesh is None:
             devices = np.array(list_devices() if devices is None else devices)
+            if devices.size == 0:
+                raise ValueError(
+                    "DataParallel needs at least one device. Received: devices=[]. Leave `devices` out for all of them."
+                )
             device_mesh = DeviceMesh(devices.shape, [keras_seam.DEFAULT_BATCH_DIM_NAME], devices)
         device_mesh = as_device_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
@@ -390,11 +364,5 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
                 "Pass TensorLayout(axes, device_mesh)."
             )
         layout = TensorLayout(layout, installed.device_mesh)
-    if isinstance(installed, Distribution):
-        return installed._distribute_tensor(tensor, layout)
-    if isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is not None:
-        return Distribution(layout.device_mesh)._distribute_tensor(tensor, layout)
-    return jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, keras.KerasTensor) else keras_seam.distribute_with_keras(leaf, layout),
-        tensor,
-    )
+    batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()
+    return distribute_outputs(tensor, layout, batch_axes)

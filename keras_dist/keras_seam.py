@@ -365,7 +365,7 @@ def _warn_if_not_installed(model) -> None:
                 "its batches are not sharded and every device computes all of them. Call set_distribution(...) "
                 "before, or stay inside `with distribution.scope():`; keras_dist.redistribute(model) brings it "
                 "back to one device.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -1,0 +1,137 @@
+"""The process and its devices. What must happen before JAX starts is tested in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import keras_dist as kd
+from keras_dist import keras_seam
+from keras_dist.devices import to_jax_devices
+
+
+def run(code, **environment):
+    """Runs code in a new process and returns it; a variable set to None is unset."""
+    variables = {key: value for key, value in os.environ.items() if key not in ("KERAS_BACKEND", "NPROC", "XLA_FLAGS")}
+    variables |= {key: value for key, value in environment.items() if value is not None}
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+
+
+def test_devices_are_listed_and_counted():
+    assert kd.list_devices() == [f"cpu:{i}" for i in range(8)]
+    assert kd.list_devices("CPU") == kd.list_devices()
+    assert kd.get_device_count() == kd.get_device_count("cpu") == 8
+    assert kd.num_processes() == 1
+    assert kd.process_id() == 0
+
+
+@pytest.mark.parametrize("ask", [kd.list_devices, kd.get_device_count])
+def test_an_unknown_type_of_device_is_named(ask):
+    with pytest.raises(ValueError, match=r"No devices of type 'abacus'.*8 of type 'cpu'"):
+        ask("abacus")
+    with pytest.raises(TypeError, match="Received: 3"):
+        ask(3)
+
+
+def test_names_and_devices_become_devices():
+    devices = jax.devices()
+    assert to_jax_devices(["cpu:3", devices[1], "cpu"]) == [devices[3], devices[1], devices[0]]
+    with pytest.raises(ValueError, match=r"Device not found: 'cpu:99'.*cpu:0"):
+        to_jax_devices(["cpu:1", "cpu:99"])
+    with pytest.raises(ValueError, match="No devices of type 'abacus'"):
+        to_jax_devices(["abacus:0"])
+
+
+def test_devices_can_be_simulated_until_jax_starts():
+    code = (
+        "import keras_dist as kd, jax, os\n"
+        "kd.simulate_devices(6)\n"
+        "kd.simulate_devices(5)\n"
+        "assert kd.get_device_count() == 5 and jax.default_backend() == 'cpu'\n"
+        "assert os.environ['NPROC'] == '16'\n"
+        "kd.simulate_devices(5)\n"
+        "try:\n"
+        "    kd.simulate_devices(4)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert "only before JAX starts" in done.stdout
+    assert "5 cpu device(s)" in done.stdout
+    assert "simulate_devices(4)" in done.stdout
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_only_a_number_of_devices_can_be_simulated(count, error):
+    with pytest.raises(error, match="simulate_devices takes a number of devices"):
+        kd.simulate_devices(count)
+
+
+def test_jax_is_chosen_where_no_backend_is():
+    done = run("import keras_dist, keras; print(keras.backend.backend())")
+    assert done.stdout.strip() == "jax", done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import keras_dist", "import os; os.environ['KERAS_BACKEND'] = 'numpy'; import keras, keras_dist"],
+    ids=["Keras not imported yet", "Keras imported already"],
+)
+def test_another_backend_is_one_clear_error(code):
+    done = run(code, KERAS_BACKEND="numpy")
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: keras_dist needs Keras's JAX backend")
+    assert "'numpy'" in last
+    assert "KERAS_BACKEND=jax" in last
+
+
+class TestInitialize:
+    """Arguments come first, then the environment; JAX's part of it is Keras's own and replaced here."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(keras_seam, "initialize", lambda *arguments: calls.append(arguments))
+        for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
+            monkeypatch.delenv(f"KERAS_DISTRIBUTION_{name}", raising=False)
+        return calls
+
+    def test_nothing_is_left_to_jax(self, calls):
+        kd.initialize()
+        assert calls == [(None, None, None)]
+
+    def test_arguments_win_over_the_environment(self, calls, monkeypatch):
+        monkeypatch.setenv("KERAS_DISTRIBUTION_JOB_ADDRESSES", "10.0.0.1:1234")
+        monkeypatch.setenv("KERAS_DISTRIBUTION_NUM_PROCESSES", "4")
+        monkeypatch.setenv("KERAS_DISTRIBUTION_PROCESS_ID", "3")
+        kd.initialize()
+        kd.initialize(num_processes=2, process_id=1)
+        assert calls == [("10.0.0.1:1234", 4, 3), ("10.0.0.1:1234", 2, 1)]
+
+    def test_a_number_that_is_none_is_named(self, calls, monkeypatch):
+        monkeypatch.setenv("KERAS_DISTRIBUTION_NUM_PROCESSES", "two")
+        with pytest.raises(ValueError, match=r"KERAS_DISTRIBUTION_NUM_PROCESSES must be an integer. Received: 'two'"):
+            kd.initialize()
+
+    def test_a_process_beyond_the_last_is_refused(self, calls):
+        with pytest.raises(ValueError, match="process_id=2, num_processes=2"):
+            kd.initialize("10.0.0.1:1234", 2, 2)
+        assert calls == []
+
+
+def test_a_process_can_join_a_cluster_of_one():
+    code = (
+        "import socket, keras_dist as kd\n"
+        "with socket.socket() as s:\n"
+        "    s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]\n"
+        "kd.simulate_devices(2)\n"
+        "kd.initialize(f'127.0.0.1:{port}', 1, 0)\n"
+        "print(kd.num_processes(), kd.process_id(), kd.get_device_count())\n"
+    )
+    done = run(code)
+    assert done.stdout.strip().endswith("1 0 2"), done.stderr
