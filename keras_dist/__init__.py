@@ -3,7 +3,8 @@
 Which file does what; each imports only from those above it:
 
 * `axes.py`: names and sizes of mesh axes, as plain data. `path_index.py`: which of many regexes match a path.
-* `keras_seam.py`: every private name of Keras that is touched, and the functions of Keras that are replaced.
+* `keras_seam.py`: every private name of Keras that is touched. `keras_seam_overrides.py`: what of Keras is replaced
+  while a distribution of ours is installed.
 * `devices.py`: the process and its devices; simulated ones.
 * `mesh.py`: `DeviceMesh`.
 * `layout.py`: `TensorLayout`.

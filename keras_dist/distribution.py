@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist import keras_seam
+from keras_dist import keras_seam, keras_seam_overrides
 from keras_dist.batches import BatchPlacer
 from keras_dist.devices import list_devices
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
@@ -23,7 +23,7 @@ from keras_dist.placement import check_placement, lies_on
 BatchDimName = str | Sequence[str] | None
 
 
-class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
+class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
     """Says where variables, batches and layer outputs lie. The base of all distributions here.
 
     As it is, it replicates variables and leaves the outputs of layers to the compiler; a subclass may answer
@@ -90,7 +90,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         Returns:
             The layout.
         """
-        keras_seam.notice(self)
+        keras_seam_overrides.notice(self)
         batch = [self._placer.batch_axes] if len(data_shape) else []
         return TensorLayout(batch + [None] * (len(data_shape) - 1), self._device_mesh)
 
@@ -106,7 +106,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         Raises:
             ValueError: several rules match the path, or the rule does not fit the variable's shape.
         """
-        keras_seam.notice(self)
+        keras_seam_overrides.notice(self)
         layout = keras_seam.variable_layout(variable)
         if layout is not None:
             return layout
@@ -122,7 +122,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
                     f"{layout.axes}: {problem}"
                 )
         if isinstance(variable, keras.Variable):
-            keras_seam.remember_laid_out(variable, self)
+            keras_seam_overrides.remember_laid_out(variable, self)
         return layout
 
     def get_tensor_layout(self, path: str) -> Any:
@@ -139,7 +139,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Installs this distribution for a block of code, in this thread."""
-        with keras_seam.installed_in_this_thread(self):
+        with keras_seam_overrides.installed_in_this_thread(self):
             yield
 
     def distribute_batch(self, batch: Any) -> Any:
@@ -167,7 +167,7 @@ class Distribution(keras_seam.Hooks, keras_seam.KerasDistribution):
         """The rule for the path of a variable, None to replicate it."""
         return None
 
-    # What follows is asked by keras_seam's overrides.
+    # What follows is asked by keras_seam_overrides.
 
     def _distribute_tensor(self, tensor, layout):
         return distribute_outputs(tensor, layout, self._placer.batch_axes)
@@ -333,7 +333,7 @@ def set_distribution(value: Any) -> None:
             f"set_distribution takes a distribution or None. Received: {value!r} (of type {type(value).__name__}). "
             "Pass, for example, keras_dist.DataParallel()."
         )
-    keras_seam.install(value)
+    keras_seam_overrides.install(value)
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:

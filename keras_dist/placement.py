@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist import keras_seam
+from keras_dist import keras_seam, keras_seam_overrides
 from keras_dist.layout import TensorLayout
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
@@ -34,6 +34,7 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
 
     Every variable is laid out anew as the distribution says, as if the model had been made under it; optimizer slots
     follow the variable that they belong to. What was compiled for the old layout is forgotten. Values stay the same.
+    A callback may call it in the middle of a run, which then goes on under the installed distribution.
 
     Args:
         model: a model, or a layer.
@@ -44,8 +45,7 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
 
     Raises:
         TypeError: no model, or no distribution.
-        ValueError: a rule that does not fit a variable (nothing has moved then), or a model whose `fit`, `evaluate`
-            or `predict` is running.
+        ValueError: a rule that does not fit a variable; nothing has moved then.
 
     Example:
 
@@ -64,17 +64,15 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
             f"redistribute takes a distribution or None. Received: {distribution!r} ({type(distribution).__name__}). "
             "Pass, for example, keras_dist.DataParallel()."
         )
-    if keras_seam.is_running(model):
-        raise ValueError(
-            f"A model can be moved only while it does not run. Received: {model.name!r}, in the middle of fit, "
-            "evaluate or predict. Call redistribute before or after, not from a callback."
-        )
     target = keras_seam.current_distribution() if distribution is None else distribution
+    keras_seam.put_values_back(model)
     variables = list(_all_variables(model))
     layouts = [None] * len(variables) if target is None else list(_wanted_layouts(model, variables, target))
     for variable, layout in zip(variables, layouts, strict=True):
         keras_seam.place_variable(variable, layout, _moved(keras_seam.variable_value(variable), layout))
-        keras_seam.remember_laid_out(variable, target if isinstance(target, keras_seam.Hooks) else None)
+        keras_seam_overrides.remember_laid_out(
+            variable, target if isinstance(target, keras_seam_overrides.Hooks) else None
+        )
     keras_seam.forget_compiled_functions(model)
     return model
 
@@ -126,7 +124,7 @@ def _misplacement(variable: keras.Variable, distribution: Any) -> str | None:
         devices = sorted(value.sharding.device_set, key=lambda device: device.id)
         names = [f"{device.platform}:{device.id}" for device in devices[:4]]
         return f"lies on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
-    author = keras_seam.laid_out_by(variable)
+    author = keras_seam_overrides.laid_out_by(variable)
     if author is None or author is distribution:
         return None
     lies, wanted = keras_seam.variable_layout(variable), distribution.get_variable_layout(VariableSpec.of(variable))

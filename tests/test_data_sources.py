@@ -20,7 +20,8 @@ random = np.random.default_rng(0)
 X = random.normal(size=(ROWS, 4)).astype("float32")
 Y = random.normal(size=(ROWS, 3)).astype("float32")
 WEIGHT = random.uniform(0.5, 2, size=ROWS).astype("float32")
-SPARSE_X = np.where(X > 0, X, 0)
+# Two values in each row: JAX compiles anew for each number of values in a batch.
+SPARSE_X = np.where((np.arange(4) + np.arange(ROWS)[:, None]) % 2 == 0, X, 0)
 CLASS_WEIGHT = {0: 1.0, 1: 3.0, 2: 0.5}  # the class of a row of Y is the index of its largest value
 
 TENSORFLOW = "needs TensorFlow, which the extra 'test' of keras-dist brings"
@@ -88,7 +89,7 @@ def compiled(model: keras.Model, **options) -> keras.Model:
 def one_input(**compile_options) -> keras.Model:
     """Makes a model from `X` to `Y`."""
     new_process()
-    stack = [layers.Dense(8, activation="tanh", name="hidden"), layers.Dropout(0.2), layers.Dense(3, name="head")]
+    stack = [layers.Dense(8, activation="tanh", name="hidden"), layers.Dense(3, name="head")]
     return compiled(keras.Sequential([keras.Input((4,)), *stack]), **compile_options)
 
 
@@ -419,7 +420,7 @@ def changing_structure(method, steps_per_execution):
     """Runs a method on a generator whose batches come with, without, and with absent sample weights in turn."""
 
     def batches():
-        for start in itertools.cycle(STARTS):
+        for start in itertools.cycle(STARTS[:-1]):
             rows = slice(start, start + BATCH)
             yield X[rows], Y[rows]
             yield X[rows], Y[rows], WEIGHT[rows]

@@ -125,7 +125,7 @@ class TestVariableLayout:
         [
             (
                 (8, 6),
-                r"Cannot shard 'kernel' \(shape \(8, 6\)\) by the rule '.\*kernel', \(None, 'model'\): dim 1 has size 6",
+                r"Cannot shard 'kernel' \(shape \(8, 6\)\) by the rule '.\*kernel', \(None, 'model'\): dim 1 has",
             ),
             ((8,), r"'kernel' \(shape \(8,\)\) by the rule '.\*kernel'.*has 2 entries, but the tensor has 1 dim"),
         ],

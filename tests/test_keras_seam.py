@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
-from keras_dist import keras_seam
+from keras_dist import keras_seam, keras_seam_overrides
 
 
 def in_thread(function):
@@ -22,7 +22,7 @@ def in_thread(function):
 
 def overridden():
     """The names that stand replaced now."""
-    return {o.name for o in keras_seam.OVERRIDES if vars(o.owner).get(o.name) is o.replacement}
+    return {o.name for o in keras_seam_overrides.OVERRIDES if vars(o.owner).get(o.name) is o.replacement}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_plain_distribution_may_be_installed_and_overrides_nothing():
 def test_overrides_come_and_go_with_the_distribution():
     assert not overridden()
     with kd.DataParallel().scope():
-        assert overridden() == {o.name for o in keras_seam.OVERRIDES}
+        assert overridden() == {o.name for o in keras_seam_overrides.OVERRIDES}
         with keras.distribution.DataParallel().scope():
             assert kd.distribution() is not None
     assert not overridden()
@@ -137,7 +137,7 @@ def test_only_a_distribution_can_be_installed(value):
 
 def test_somebody_elses_override_over_ours_stays(monkeypatch):
     calls = []
-    trainer = keras_seam._trainer
+    trainer = keras_seam.trainer
     kd.set_distribution(kd.DataParallel())
     ours = trainer._distribute_data
     monkeypatch.setattr(trainer, "_distribute_data", lambda *a, **k: calls.append(1) or ours(*a, **k))

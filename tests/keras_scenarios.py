@@ -1,0 +1,94 @@
+"""What the tests of Keras's failures share: a scenario is a function of a module, `keras.distribution` or ours."""
+
+import contextlib
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import keras_dist as kd
+
+KERAS = keras.distribution
+DEVICES = 8
+
+ROWS = 16
+X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def start_anew():
+    """Nothing installed, names and seed as in a new process: a scenario that runs again makes the same model."""
+    kd.set_distribution(None)
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+
+
+def dense_model(optimizer="sgd"):
+    """A compiled model of two layers, `a` (4 x 8) and `b` (8 x 1)."""
+    layers = [keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")]
+    model = keras.Sequential(layers)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fit(model, **kwargs):
+    """One fit on all rows in batches of 8, in their order whatever random numbers were drawn before; the losses."""
+    return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **kwargs).history["loss"]
+
+
+def data_parallel(api):
+    """All devices on the batch."""
+    return api.DataParallel()
+
+
+def model_parallel(api, rules=None, shape=(2, 4), batch_dim_name="data"):
+    """A distribution of a module by rules over a mesh of axes "data" and "model"."""
+    layout_map = api.LayoutMap(api.DeviceMesh(shape, ["data", "model"]))
+    for pattern, layout in (rules or {}).items():
+        layout_map[pattern] = layout
+    return api.ModelParallel(layout_map=layout_map, batch_dim_name=batch_dim_name)
+
+
+def run(api, use, build=dense_model, distribution=data_parallel):
+    """Builds a model under a module's distribution (None: one device); what `use` returns for it, and the weights."""
+    start_anew()
+    with distribution(api).scope() if api else contextlib.nullcontext():
+        model = build()
+        result = use(model)
+        weights = model.get_weights()
+        assert len(devices_of(model.weights[0])) == (DEVICES if api else 1)
+    return result, weights
+
+
+def check_as_on_one_device(use, build=dense_model, distribution=data_parallel):
+    """Asserts that a scenario has the same numbers under a distribution of ours as on one device."""
+    assert_same_numbers(run(kd, use, build, distribution), run(None, use, build))
+
+
+def assert_same_numbers(actual, expected):
+    """Asserts the same structure of arrays, equal as far as float32 sums in another order are."""
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def devices_of(variable):
+    """The devices that a variable lies on."""
+    return variable.value.sharding.device_set
+
+
+def shard_shape(variable):
+    """The shape of a variable's part on one device."""
+    return variable.value.sharding.shard_shape(tuple(variable.shape))
+
+
+@contextlib.contextmanager
+def raises_error_of_jax(name, match):
+    """Expects an error of JAX by the name of its type, which JAX does not export."""
+    with pytest.raises(Exception, match=match) as error:
+        yield error
+    assert error.type.__name__ == name
+
+
+def raises_indivisible():
+    """Expects JAX's error for a dim that the mesh does not divide; it names the sharding, and no variable or batch."""
+    return raises_error_of_jax("IndivisibleError", "should evenly divide the shape")
