@@ -159,7 +159,7 @@ def step_function(model, step: str, keras_function: Callable) -> Callable:
     """
 
     def function(state, iterator):
-        state = tuple(map(_as_list, state))
+        state = _without_sharing(state) if type(state[0]) is list else tuple(map(_as_list, state))
         try:
             outputs, new_state = keras_function(state, iterator)
         except BaseException:
@@ -169,6 +169,22 @@ def step_function(model, step: str, keras_function: Callable) -> Callable:
         return outputs, tuple(_Leaves(part) if type(part) is list else part for part in new_state)
 
     return function
+
+
+def _without_sharing(state: tuple) -> tuple:
+    """Copies arrays that two variables share: a step gives its arrays away, and can give each away once.
+
+    After a fit with a moving average of the weights, Keras leaves each weight and its average with one array.
+    """
+    seen: set[int] = set()
+
+    def own(value):
+        if id(value) in seen:
+            return value.copy()
+        seen.add(id(value))
+        return value
+
+    return tuple([own(value) for value in part] for part in state)
 
 
 def forget_compiled_functions(model) -> None:

@@ -54,18 +54,21 @@ class Hooks:
 
 _lock = threading.RLock()
 _everywhere: Hooks | None = None  # ours, for every thread that has none of its own
-_set_aside: Hooks | None = None  # was ours everywhere until Keras's own functions installed another
 _by_thread: "weakref.WeakKeyDictionary[threading.Thread, Hooks]" = weakref.WeakKeyDictionary()
+# Ours in threads where Keras's own functions have installed one of Keras's since, and whether it held everywhere. It
+# comes back if that was the beginning of a scope.
+_set_aside: "weakref.WeakKeyDictionary[threading.Thread, tuple[Hooks, bool]]" = weakref.WeakKeyDictionary()
 _laid_out: dict[int, tuple[weakref.ref, Hooks]] = {}  # living variables, by id, and who laid them out
 
 
 def install(distribution) -> None:
     """Installs a distribution through Keras's global, and ours for threads that have none of their own."""
-    global _everywhere, _set_aside
+    global _everywhere
     with _lock:
         if isinstance(distribution, Hooks):
             _require_known_keras()
-        _everywhere, _set_aside = distribution if isinstance(distribution, Hooks) else None, None
+        _everywhere = distribution if isinstance(distribution, Hooks) else None
+        _set_aside.pop(threading.current_thread(), None)
         _install_in_this_thread(distribution)
 
 
@@ -88,12 +91,9 @@ def notice(distribution: Hooks) -> None:
 
 def _install_in_this_thread(distribution) -> None:
     """Installs a distribution in this thread; `_MISSING` leaves it to what is installed everywhere."""
-    global _everywhere, _set_aside
     with _lock:
         if isinstance(distribution, Hooks):
             _require_known_keras()
-            if distribution is _set_aside:
-                _everywhere, _set_aside = distribution, None
             _by_thread[threading.current_thread()] = distribution
         else:
             _by_thread.pop(threading.current_thread(), None)
@@ -139,17 +139,26 @@ def _get_global_attribute(name, default=None, set_to_default=False):
 
 
 def _set_global_attribute(name, value):
-    global _everywhere, _set_aside
+    global _everywhere
     if name != GLOBAL_NAME:
         _original(global_state, "set_global_attribute")(name, value)
         return
     with _lock:
-        own = _by_thread.get(threading.current_thread())
-        if own is None and value is not None and value is _everywhere:
-            value = _MISSING  # the end of a scope of Keras's in a thread that had nothing of its own
-        elif own is not None and own is _everywhere and not isinstance(value, Hooks):
-            # Given back if this is the beginning of a scope of Keras's.
-            _everywhere, _set_aside = None, own
+        thread = threading.current_thread()
+        own, aside = _by_thread.get(thread), _set_aside.pop(thread, None)
+        held_everywhere = own is not None and own is _everywhere
+        if isinstance(value, Hooks):
+            if aside == (value, True):
+                _everywhere = value
+            elif own is None and aside is None and value is _everywhere:
+                value = _MISSING  # the end of a scope of Keras's in a thread that had nothing of its own
+        else:
+            if held_everywhere:
+                _everywhere = None
+            if own is not None:
+                aside = own, held_everywhere
+            if value is not None and aside is not None:
+                _set_aside[thread] = aside
         _install_in_this_thread(value)
 
 
@@ -319,7 +328,7 @@ def _original(owner, name: str) -> Callable:
 
 def _put_in_or_out() -> None:
     with _lock:
-        if _everywhere is not None or _by_thread:
+        if _everywhere is not None or _by_thread or _set_aside:
             _activate()
         else:
             _deactivate()

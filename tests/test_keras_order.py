@@ -390,3 +390,19 @@ def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     result = CALLS[verb](model, callbacks=[moving(moment, to, model)], **more)
     assert shard_shape(model.weights[0]) == (4, 2)
     assert_same_numbers([result, fit(model)], expected)
+
+
+@pytest.mark.parametrize(
+    "distribution", [kd.DataParallel, lambda: model_parallel(kd, BY_COLUMNS)], ids=["data", "model"]
+)
+def test_a_moving_average_of_the_weights_survives_a_second_fit(distribution):
+    """On one device, and under Keras's distributions, the second fit crashes: the reference is one fit of two epochs."""
+
+    def build():
+        return dense_model(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2))
+
+    expected = on_one_device(lambda model: fit(model, epochs=2), build=build)
+    start_anew()
+    kd.set_distribution(distribution())
+    model = build()
+    assert_same_numbers([fit(model) + fit(model)], expected)
