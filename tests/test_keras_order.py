@@ -396,7 +396,7 @@ def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     "distribution", [kd.DataParallel, lambda: model_parallel(kd, BY_COLUMNS)], ids=["data", "model"]
 )
 def test_a_moving_average_of_the_weights_survives_a_second_fit(distribution):
-    """On one device, and under Keras's distributions, the second fit crashes: the reference is one fit of two epochs."""
+    """On one device and under Keras's distributions the second fit crashes; the reference is one fit of two epochs."""
 
     def build():
         return dense_model(keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2))
