@@ -105,17 +105,8 @@ def test_after_a_failure_the_weights_lie_as_before(verb, breaks_at):
         assert shard_shape(model.weights[0]) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("verb", "breaks_at"),
-    [
-        ("fit", 0),
-        ("fit", 1),
-        ("evaluate", 0),
-        ("evaluate", 1),
-        ("predict", 0),
-        ("predict", 1),
-    ],
-)
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("breaks_at", [0, 1])
 def test_weights_that_are_set_after_a_failure_stay(verb, breaks_at):
     source = Fragile()
     with kd.DataParallel().scope():
@@ -127,17 +118,8 @@ def test_weights_that_are_set_after_a_failure_stay(verb, breaks_at):
         assert {value for weight in model.get_weights() for value in np.ravel(weight)} == {0.5}
 
 
-@pytest.mark.parametrize(
-    ("verb", "breaks_at"),
-    [
-        ("fit", 0),
-        ("fit", 1),
-        ("evaluate", 0),
-        ("evaluate", 1),
-        ("predict", 0),
-        ("predict", 1),
-    ],
-)
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("breaks_at", [0, 1])
 def test_a_model_can_be_moved_after_a_failure(verb, breaks_at):
     source = Fragile()
     with kd.DataParallel().scope():

@@ -59,6 +59,7 @@ def test_every_match_holds_the_texts_of_the_skeleton(pattern, path):
     if re.fullmatch(pattern, path):
         position = 0
         for text in _skeleton(pattern).split("\0"):
+            assert text in path[position:]
             position = path.index(text, position) + len(text)
 
 
