@@ -88,7 +88,7 @@ class BatchPlacer:
             return self.sharding(())
         if self.is_sharded_here(leaf):
             return leaf.sharding
-        return self.sharding(leaf.shape)
+        return self.sharding(np.shape(leaf))
 
     def is_sharded_here(self, value: Any) -> bool:
         """Whether a value is an array that somebody has sharded over this mesh's devices already."""
@@ -100,6 +100,8 @@ class BatchPlacer:
 
     def _place_part_of_process(self, leaf) -> jax.Array:
         leaf = _as_array(leaf)
+        if isinstance(leaf, _NUMBERS):
+            leaf = np.asarray(leaf)
         axes = self.batch_axes if leaf.ndim else ()
         spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
         sharding = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
@@ -110,5 +112,8 @@ def _is_sparse(leaf) -> bool:
     return isinstance(leaf, sparse.JAXSparse)
 
 
+_NUMBERS = (bool, int, float, complex)  # a Python number has no dtype of its own in JAX, and must not be given one
+
+
 def _as_array(leaf):
-    return leaf if isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse)) else np.asarray(leaf)
+    return leaf if isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse, *_NUMBERS)) else np.asarray(leaf)

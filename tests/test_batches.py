@@ -32,6 +32,15 @@ def test_structure_and_none_are_kept(placer):
     assert float(placed[0]["b"][1]) == 0.5
 
 
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_a_python_number_takes_the_type_of_what_it_meets_as_on_one_device(placer, number):
+    array = np.full((8, 1), 200, "uint8")
+    placed_array, placed_number = placer.place((array, number))
+    expected = jax.device_put(array) * jax.device_put(number)
+    assert (placed_array * placed_number).dtype == expected.dtype
+    np.testing.assert_array_equal(placed_array * placed_number, expected)
+
+
 def test_no_batch_axes_replicate():
     placed = BatchPlacer(kd.DeviceMesh((8,), ["model"]), ()).place(np.ones((16, 2)))
     assert placed.sharding.is_fully_replicated
