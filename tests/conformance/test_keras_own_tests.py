@@ -27,6 +27,9 @@ FILES = {
 def test_all_but_the_excluded_pass(file, tmp_path):
     """Every test of the file passes or is excluded, and as many ran as the file is known to have."""
     pytest.importorskip("tensorflow", reason="Keras's tests import tensorflow: pip install 'keras-dist[test]'")
+    path = pathlib.Path(keras.__file__).parent / "src" / file
+    if not path.exists():
+        pytest.skip(f"the wheel of Keras {keras.__version__} does not hold its tests; that of 3.15.1 does")
     if "orbax" in file:
         pytest.importorskip("orbax.checkpoint", reason="needs Orbax: pip install 'keras-dist[test]'")
     report = tmp_path / "report.xml"
@@ -34,7 +37,7 @@ def test_all_but_the_excluded_pass(file, tmp_path):
         *(sys.executable, "-m", "pytest", "-p", "keras_on_ours", "-p", "no:cacheprovider", "-c", os.devnull),
         # Keras mostly lies in a virtual environment, and that in a hidden folder: pytest would pass over both.
         *("--rootdir", str(tmp_path), "--collect-in-virtualenv", "-o", "norecursedirs=", f"--junitxml={report}"),
-        str(pathlib.Path(keras.__file__).parent / "src" / file),
+        str(path),
     ]
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent), "KERAS_BACKEND": "jax"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -48,4 +51,4 @@ def test_all_but_the_excluded_pass(file, tmp_path):
     skipped = {name for name, case in names.items() if case.find("skipped") is not None}
     assert failed == set(EXCLUDED) & set(names), run.stdout[-8000:]
     assert not skipped
-    assert len(cases) >= FILES[file]
+    assert len(cases) >= FILES[file], run.stdout + run.stderr
