@@ -56,7 +56,9 @@ class BatchPlacer:
         Returns:
             The sharding of dim 0 over the axes of `axes_for`.
         """
-        axes = self.axes_for(shape[0]) if len(shape) else ()
+        return self._sharding_over(self.axes_for(shape[0]) if len(shape) else ())
+
+    def _sharding_over(self, axes: tuple[str, ...]) -> jax.sharding.NamedSharding:
         sharding = self._shardings.get(axes)
         if sharding is None:
             spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
@@ -102,9 +104,7 @@ class BatchPlacer:
         leaf = _as_array(leaf)
         if isinstance(leaf, _NUMBERS):
             leaf = np.asarray(leaf)
-        axes = self.batch_axes if leaf.ndim else ()
-        spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
+        sharding = self._sharding_over(self.batch_axes if leaf.ndim else ())
         return jax.make_array_from_process_local_data(sharding, leaf)
 
 
