@@ -12,6 +12,9 @@ Which file does what; each imports only from those above it:
 * `layout_map.py`: `LayoutMap`. `batches.py`: a host batch becomes global arrays. `outputs.py`: what layers
   return. `placement.py`: where the variables of a built model lie, and moving them.
 * `distribution.py`: `Distribution`, `DataParallel`, `ModelParallel`, and the one that is installed.
+* `keras_seam_deferred.py`: what of Keras is replaced while variables are made without values.
+* `planning/`: foresight; its files are listed in its own docstring.
+* `cli.py`: `keras-dist` in a shell.
 """
 
 from keras_dist.devices import (
@@ -44,34 +47,50 @@ from keras_dist.mesh_compat import (
 )
 from keras_dist.mock_devices import mock_gpus, mock_tpus
 from keras_dist.placement import redistribute
+from keras_dist.planning.compare import Comparison, compare
+from keras_dist.planning.deferred import deferred, materialize
+from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
+from keras_dist.planning.plan import Plan, plan
+from keras_dist.planning.target import Target, target
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "DataParallel",
     "DeviceMesh",
     "DeviceMeshManager",
     "Distribution",
+    "GpuCompilerTarget",
+    "Hardware",
     "LayoutMap",
     "ModelParallel",
+    "Plan",
+    "Target",
     "TensorLayout",
     "calculate_host_mesh_shape",
+    "compare",
     "cpu_context",
     "create_cpu_mesh",
     "create_device_mesh",
     "create_mesh",
+    "deferred",
     "distribute_tensor",
     "distribution",
     "force_cpu",
     "get_device_count",
+    "hardware",
     "initialize",
     "list_devices",
+    "materialize",
     "mock_gpus",
     "mock_tpus",
     "num_processes",
     "parse_mesh_from_string",
+    "plan",
     "process_id",
     "redistribute",
     "set_distribution",
     "simulate_devices",
+    "target",
 ]

@@ -262,10 +262,13 @@ def available_devices(device: Device | str) -> int | None:
 
 def is_alive(device: Device) -> bool:
     """Returns whether a device is not of a backend that was cleared; those that are no part of one always are."""
+    return is_described(device) or device.client is get_backend(device.platform)
+
+
+def is_described(device: Device) -> bool:
+    """Returns whether a device is described only, or compiled for: nothing can be put on it."""
     client = getattr(device, "client", None)
-    if client is None or type(client).__name__ == "CompileOnlyPyClient":
-        return True
-    return client is get_backend(device.platform)
+    return client is None or type(client).__name__ == "CompileOnlyPyClient"
 
 
 _tables: dict[str, tuple[Any, dict[str, Device]]] = {}

@@ -112,7 +112,7 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         layout = keras_seam.variable_layout(variable)
         if layout is not None:
             return layout
-        rule = self._rule(variable.path)
+        rule = self.rule(variable.path)
         if rule is None:
             layout = TensorLayout([None] * len(variable.shape), self._device_mesh)
         else:
@@ -165,8 +165,26 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         """
         return self._placer.place(batch)
 
-    def _rule(self, path: str) -> Rule | None:
-        """The rule for the path of a variable, None to replicate it."""
+    def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
+        """Returns how an array of a batch is sharded when it is placed.
+
+        Args:
+            shape: the shape of the array.
+
+        Returns:
+            The sharding: dim 0 over the batch axes, or over the largest part of them that divides it.
+        """
+        return self._placer.sharding(shape)
+
+    def rule(self, path: str) -> Rule | None:
+        """Returns the rule for the path of a variable, None where it is replicated.
+
+        Args:
+            path: the path of a variable.
+
+        Returns:
+            The key of a layout map and its layout, or None.
+        """
         return None
 
     # What follows is asked by keras_seam_overrides.
@@ -305,7 +323,18 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         """
         return self._layout_map[path]
 
-    def _rule(self, path: str) -> Rule | None:
+    def rule(self, path: str) -> Rule | None:
+        """Returns the rule of the layout map for the path of a variable, None where it is replicated.
+
+        Args:
+            path: the path of a variable.
+
+        Returns:
+            The key of the layout map and its layout, or None.
+
+        Raises:
+            ValueError: several rules match.
+        """
         return self._layout_map.rule(path)
 
 

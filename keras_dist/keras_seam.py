@@ -4,9 +4,10 @@ Small functions around private names, so that a new Keras is met in one place. W
 in `keras_seam_overrides.py`, which takes Keras's modules from here.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def _require_jax_backend() -> None:
@@ -38,6 +39,7 @@ try:
     from keras.src.backend.jax import distribution_lib as _backend_lib
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
+    from keras.src.random.seed_generator import draw_seed as draw_seed
 except ImportError as error:
     raise ImportError(
         f"This keras_dist does not know Keras {keras.__version__}: {error}. Install a Keras that its "
@@ -233,3 +235,46 @@ def _fill(variables, values) -> list:
 
 def _fill_from_state(model, step: str, state: tuple) -> list:
     return [v for part in zip(state_variables(model, step), state, strict=True) for v in _fill(*part)]
+
+
+# -------------------------------------------------------------------------------------------- a step as a function
+
+
+@contextlib.contextmanager
+def unbuilt_parts_apart(model) -> Iterator[None]:
+    """Puts new ones in the place of a model's optimizer, loss and metrics that are not built, for a block that builds them."""
+    unbuilt = {name: part for name in _PARTS if (part := vars(model).get(name)) is not None and not part.built}
+    # Not by assignment, which would make the model track the new ones.
+    vars(model).update({name: _PARTS[name](part) for name, part in unbuilt.items()})
+    try:
+        yield
+    finally:
+        vars(model).update(unbuilt)
+
+
+_PARTS: dict[str, Callable] = {
+    "optimizer": lambda part: type(part).from_config(part.get_config()),
+    "_compile_loss": lambda part: type(part)(
+        part._user_loss, part._user_loss_weights, part.reduction, part.output_names
+    ),
+    "_compile_metrics": lambda part: type(part)(
+        part._user_metrics, part._user_weighted_metrics, output_names=part.output_names
+    ),
+}
+
+
+def symbolic_build(model, data) -> None:
+    """Makes the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
+    model._symbolic_build(data_batch=data)
+
+
+def pure_step(model, step: str) -> Callable:
+    """The function from state and batch to outputs and state that Keras compiles for a step."""
+    if step != "predict":
+        return getattr(model, f"{step}_step")
+
+    def predict_step(state, data):
+        outputs, non_trainable_variables = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step

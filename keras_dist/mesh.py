@@ -17,12 +17,13 @@ from keras_dist.devices import (
     device_name,
     first_devices,
     is_alive,
+    is_described,
     list_devices,
     num_processes,
     to_jax_devices,
 )
 from keras_dist.mesh_picture import picture_html, picture_text
-from keras_dist.topology import arrange_devices, longest_links, slice_of
+from keras_dist.topology import arrange_devices, coordinates_of, longest_links, slice_of
 
 
 class DeviceMesh(keras.distribution.DeviceMesh):
@@ -408,13 +409,13 @@ def _arranged(devices: list, axes: dict[str, int], dcn: Any = None) -> np.ndarra
 
 def _identity(mesh: keras.distribution.DeviceMesh) -> tuple:
     devices = np.ravel(mesh.devices).tolist()
-    # A name says all of a device of this process. Described ones may be of another kind.
-    kinds = {d.device_kind for d in devices if not isinstance(d, (str, jax.Device))}
+    # A name says all of a device of this process. Described ones may be of another kind, or elsewhere on a torus.
+    described = [d for d in devices if not isinstance(d, str) and is_described(d)]
     types = mesh.axis_types if isinstance(mesh, DeviceMesh) else (AxisType.Auto,) * len(mesh.axis_names)
     return (
         tuple(mesh.axis_names),
         tuple(np.shape(mesh.devices)),
         types,
         tuple(map(device_name, devices)),
-        *sorted(kinds),
+        tuple((device.device_kind, coordinates_of(device)) for device in described),
     )

@@ -66,8 +66,8 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
         )
     target = keras_seam.current_distribution() if distribution is None else distribution
     keras_seam.put_values_back(model)
-    variables = list(_all_variables(model))
-    layouts = [None] * len(variables) if target is None else list(_wanted_layouts(model, variables, target))
+    variables = list(all_variables(model))
+    layouts = [None] * len(variables) if target is None else wanted_layouts(model, variables, target)
     for variable, layout in zip(variables, layouts, strict=True):
         keras_seam.place_variable(variable, layout, _moved(keras_seam.variable_value(variable), layout))
         keras_seam_overrides.remember_laid_out(
@@ -128,12 +128,15 @@ def _misplacement(variable: keras.Variable, distribution: Any) -> str | None:
     if author is None or author is distribution:
         return None
     lies, wanted = keras_seam.variable_layout(variable), distribution.get_variable_layout(VariableSpec.of(variable))
-    if not isinstance(lies, TensorLayout) or _sharding(lies).is_equivalent_to(_sharding(wanted), len(variable.shape)):
+    if not isinstance(lies, TensorLayout) or as_sharding(lies).is_equivalent_to(
+        as_sharding(wanted), len(variable.shape)
+    ):
         return None
     return f"is laid out as {lies.axes} by {author}, and not as {wanted.axes}"
 
 
-def _all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
+def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
+    """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
     optimizer = getattr(model, "optimizer", None)
     groups = (model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ())
     seen = set()
@@ -143,31 +146,43 @@ def _all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
             yield variable
 
 
-def _wanted_layouts(model: keras.Layer, variables: list[keras.Variable], distribution: Any) -> Iterator[Any]:
-    """Yields the layout of each variable; an optimizer slot's is that of the variable it was made for."""
+def owners_of_slots(model: keras.Layer, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
+    """Returns the variable that each optimizer slot was made for.
+
+    Args:
+        model: the model.
+        variables: its variables, those of the optimizer among them.
+
+    Returns:
+        The owner by the `id` of the slot. A variable of the optimizer that belongs to no other one is not in it.
+    """
     optimizer = getattr(model, "optimizer", None)
-    slots = {id(variable) for variable in optimizer.variables} if optimizer else set()
-    layouts: dict[tuple[str, tuple[int, ...]], Any] = {}
+    slots = {id(variable): variable for variable in optimizer.variables} if optimizer else {}
+    # Keras names a slot after the path of its variable; of several that fit, the longest is meant.
+    weights = {(v.path.replace("/", "_"), tuple(v.shape)): v for v in variables if id(v) not in slots}
+    owners = {}
+    for key, slot in slots.items():
+        name = slot.name
+        while "_" in name and key not in owners:
+            name = name[: name.rindex("_")]
+            if (name, tuple(slot.shape)) in weights:
+                owners[key] = weights[name, tuple(slot.shape)]
+    return owners
+
+
+def wanted_layouts(model: keras.Layer, variables: list[keras.Variable], distribution: Any) -> list[Any]:
+    """Returns the layout that a distribution gives each variable; an optimizer slot's is that of its owner."""
+    owners = owners_of_slots(model, variables)
+    layouts: dict[int, Any] = {}
     for variable in variables:
-        spec = VariableSpec.of(variable)
-        owner = None
-        if id(variable) in slots:
-            # Keras names a slot after the path of its variable; of several that fit, the longest is meant.
-            owner = max(
-                (key for key in layouts if key[1] == spec.shape and spec.name.startswith(key[0])),
-                key=lambda key: len(key[0]),
-                default=None,
-            )
-        if owner is None:
-            layout = distribution.get_variable_layout(spec)
-            if id(variable) not in slots:
-                layouts[f"{spec.path.replace('/', '_')}_", spec.shape] = layout
-        else:
-            layout = layouts[owner]
-        yield layout
+        of = owners.get(id(variable), variable)
+        if id(of) not in layouts:
+            layouts[id(of)] = distribution.get_variable_layout(VariableSpec.of(of))
+    return [layouts[id(owners.get(id(variable), variable))] for variable in variables]
 
 
-def _sharding(layout: Any) -> Any:
+def as_sharding(layout: Any) -> Any:
+    """Returns a layout in JAX's terms; one of JAX's, or None, as it is."""
     return layout.backend_layout if isinstance(layout, keras.distribution.TensorLayout) else layout
 
 
@@ -177,4 +192,4 @@ def _moved(value: Any, layout: Any) -> Any:
     if layout is None:
         # Not tied to a device, like the value of a variable that was made without a distribution.
         return jax.device_put(np.asarray(value))
-    return jax.device_put(value, _sharding(layout))
+    return jax.device_put(value, as_sharding(layout))

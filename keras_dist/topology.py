@@ -84,12 +84,8 @@ def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
     """
     flat = devices.ravel().tolist()
     index = np.arange(devices.size).reshape(devices.shape)
-    slices = np.array(list(map(slice_of, flat)))
-    torus, networks = None, slices
-    if coordinates_of(flat[0]) is not None:
-        torus = _Torus(flat, slices)
-    elif not _has_slices(flat[0]):
-        networks = np.array(list(map(_process_of, flat)))
+    networks = networks_of(flat)
+    torus = None if coordinates_of(flat[0]) is None else Torus(flat, networks)
     links = []
     for axis in range(devices.ndim):
         here, there = networks[index], networks[np.roll(index, -1, axis)]
@@ -100,6 +96,19 @@ def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
         else:
             links.append(Link(False, int(devices.shape[axis] > 1)))
     return tuple(links)
+
+
+def networks_of(devices: Sequence[Device]) -> np.ndarray:
+    """Returns for each device the number of the slice or host whose devices it shares fast links with.
+
+    Off a torus processes are hosts where JAX knows of no slices, or of one slice and processes of several devices.
+    """
+    slices = np.array(list(map(slice_of, devices)))
+    if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
+        return slices
+    processes = np.array(list(map(_process_of, devices)))
+    are_hosts = len(np.unique(processes)) < len(devices) or not _has_slices(devices[0])
+    return processes if are_hosts else slices
 
 
 def slice_of(device: Device) -> int:
@@ -113,11 +122,13 @@ def _has_slices(device: Device) -> bool:
 
 def coordinates_of(device: Device) -> tuple[int, ...] | None:
     """Returns where the chip of a device lies on the torus of its slice, None for devices on no torus."""
+    if device.platform != "tpu":  # the described GPUs of JAX have coordinates too
+        return None
     coordinates = getattr(device, "coords", None)
     return None if coordinates is None else tuple(coordinates)
 
 
-class _Torus:
+class Torus:
     """Where the devices of slices of TPUs are on the torus of their slice.
 
     Attributes:
@@ -222,7 +233,7 @@ def _arrange_granule(devices: list[Device], axes: Mapping[str, int], allow_split
         if devices[0].platform == "gpu":  # JAX's own order of GPUs is that of processes
             devices = sorted(devices, key=lambda device: device.id)
         return _object_array(devices).reshape(tuple(axes.values()))
-    torus = _Torus(devices, np.zeros(len(devices), int))
+    torus = Torus(devices, np.zeros(len(devices), int))
     shape = [size for size in axes.values() if size > 1] or [1]
     # mesh_utils relies on JAX's order for some slices: host by host, each by z, y, x and core.
     x, y, z, core = torus.coordinates.T
@@ -258,7 +269,7 @@ def _index_by_mesh_utils(
     return np.array([index_of[id(device)] for device in arranged.ravel().tolist()]).reshape(shape)
 
 
-def _with_short_rings(index: np.ndarray, torus: _Torus) -> np.ndarray:
+def _with_short_rings(index: np.ndarray, torus: Torus) -> np.ndarray:
     """Reorders each axis so that its longest way is as short as can be, which leaves the ways along others alone."""
     for axis in range(index.ndim):
         way = torus.longest_way(index, axis)
@@ -268,7 +279,7 @@ def _with_short_rings(index: np.ndarray, torus: _Torus) -> np.ndarray:
     return index
 
 
-def _ring_along(index: np.ndarray, axis: int, torus: _Torus) -> np.ndarray:
+def _ring_along(index: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
     """The order of one axis in which it runs around the box of its chips, as it is where they are no box."""
     along = torus.coordinates[np.moveaxis(index, axis, 0).reshape(index.shape[axis], -1)[:, 0]]
     values = [np.unique(column) for column in along.T]
@@ -276,13 +287,13 @@ def _ring_along(index: np.ndarray, axis: int, torus: _Torus) -> np.ndarray:
     at = np.arange(len(along))
     if math.prod(sizes) != len(along):
         return at
-    closed = [_is_closed(column, ring) for column, ring in zip(values, torus.rings[index.flat[0]], strict=True)]
+    closed = [is_closed(column, ring) for column, ring in zip(values, torus.rings[index.flat[0]], strict=True)]
     ranks = tuple(np.searchsorted(column, places) for column, places in zip(values, along.T, strict=True))
     at[np.ravel_multi_index(ranks, sizes)] = np.arange(len(along))
     return at[_ring_order(sizes, closed)]
 
 
-def _is_closed(values: np.ndarray, ring: int) -> bool:
+def is_closed(values: np.ndarray, ring: int) -> bool:
     """Whether the last of evenly spaced places on a ring is next to the first."""
     steps = np.diff(values, append=values[0] + ring)
     return len(values) > 1 and ring > 0 and bool((steps == steps[0]).all())

@@ -1,0 +1,207 @@
+"""What a compiler makes of a step, read off the compiled program."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_dist.planning.flops import asked_flops
+from keras_dist.planning.hardware import Hardware
+from keras_dist.planning.hlo import Collective, LargeValue, read_module
+from keras_dist.planning.roofline import Roofline, roofline
+from keras_dist.planning.step import Step, forward_step, warn_of_constants
+
+# libtpu then finishes a program that does not fit, so that what it would need is known.
+_COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over the same axes, summed over one step of one device.
+
+    Attributes:
+        kind: the HLO operation: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+            `"collective-permute"`.
+        axes: the mesh axes, outermost first; None where the groups are those of no axes.
+        count: how many of them run.
+        tensors: how many tensors they carry; a compiler combines several into one collective.
+        bytes: the size of what is reduced, gathered, scattered or sent.
+        wire_bytes: what one device sends, by the ring formulas.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    count: float
+    tensors: float
+    bytes: float
+    wire_bytes: float
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What one device does in a compiled step, and holds besides the variables and the batch.
+
+    Attributes:
+        argument_bytes: variables and batch as the compiler lays them out, bytes.
+        outputs: results that take the place of no argument, bytes.
+        temporaries: bytes.
+        program: the program itself, bytes.
+        traffic: the collectives, summed by kind and axes.
+        collectives: each collective instruction.
+        flops: FLOP of matrix multiplications and convolutions.
+        model_flops: FLOP that the model asks for, on all devices together.
+        memory_traffic: bytes read from and written to device memory.
+        roofline: seconds that the step takes at least.
+        largest_values: the largest temporaries.
+        refusal: what the compiler said where memory does not suffice, else None.
+        notes: what to know of these figures.
+        seconds: how long the compiler took.
+    """
+
+    argument_bytes: float
+    outputs: float
+    temporaries: float
+    program: float
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    flops: float
+    model_flops: float
+    memory_traffic: float
+    roofline: Roofline
+    largest_values: tuple[LargeValue, ...]
+    refusal: str | None
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation:
+    """Traces and compiles a step and reads the program.
+
+    Args:
+        step: the step.
+        hardware: what the devices are.
+        say: a function that is told what is being done.
+
+    Returns:
+        What it will do.
+
+    Raises:
+        ValueError: the batch does not fit the model.
+    """
+    mesh = step.distribution.device_mesh
+    say(f"Tracing the {step.name} step of {step.model.name}")
+    traced = step.trace()
+    warn_of_constants(step, traced.jaxpr)
+    model_flops, recomputes = asked_flops(traced.jaxpr.jaxpr)
+    if recomputes and step.name == "train":
+        model_flops = 3 * asked_flops(forward_step(step).trace().jaxpr.jaxpr)[0]
+    say(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
+    started = time.perf_counter()
+    compiled, refusal = _compile(traced.lower())
+    seconds = time.perf_counter() - started
+    say("Reading the compiled program")
+    memory, costs = compiled.memory_analysis(), read_module(compiled.as_text(), mesh.axis_sizes)
+    return Compilation(
+        argument_bytes=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        program=memory.generated_code_size_in_bytes,
+        traffic=_summed(costs.collectives),
+        collectives=costs.collectives,
+        flops=costs.flops,
+        model_flops=model_flops,
+        memory_traffic=costs.memory_bytes,
+        roofline=roofline(
+            hardware, mesh.backend_mesh.devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives
+        ),
+        largest_values=costs.largest_values,
+        refusal=refusal,
+        notes=_notes(costs),
+        seconds=seconds,
+    )
+
+
+def _compile(lowered: Any) -> tuple[Any, str | None]:
+    try:
+        return lowered.compile(), None
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        refusal = str(error).splitlines()[0]
+        try:
+            return lowered.compile(compiler_options=_COMPILE_ALL_THE_SAME), refusal
+        except jax.errors.JaxRuntimeError:
+            raise error from None
+
+
+def _notes(costs: Any) -> tuple[str, ...]:
+    notes = []
+    if costs.unknown_loops:
+        notes.append(
+            f"{costs.unknown_loops} loops run a number of times that the program does not say; they count once."
+        )
+    if costs.opaque_calls:
+        notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are not known and count as none.")
+    return tuple(notes)
+
+
+def _summed(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
+    sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    for each in collectives:
+        if each.group_size > 1:
+            figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
+            sums[each.kind, each.axes] += figures
+    traffic = [Traffic(kind, axes, *map(float, figures)) for (kind, axes), figures in sums.items()]
+    return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
+
+
+# ------------------------------------------------------------------------------------------ from two depths to a third
+
+
+def extrapolated(shallow: Compilation, deep: Compilation, depths: tuple[int, int], depth: int) -> Compilation:
+    """Returns what a deeper model does: every figure goes on in the straight line through two that were compiled.
+
+    Args:
+        shallow: the model of the fewer blocks.
+        deep: the model of more blocks.
+        depths: how many blocks these have.
+        depth: how many blocks the model has that is asked for.
+    """
+    factor = (depth - depths[0]) / (depths[1] - depths[0])
+
+    def line(first: Any, second: Any) -> Any:
+        return None if first is None or second is None else max(0.0, first + (second - first) * factor)
+
+    figures = {name: line(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
+    seconds = {name: line(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}
+    before = {(each.kind, each.axes): each for each in shallow.traffic}
+    none = Traffic("", None, 0, 0, 0, 0)
+    traffic = []
+    for each in deep.traffic:
+        first = before.pop((each.kind, each.axes), none)
+        figures_of = {name: line(getattr(first, name), getattr(each, name)) for name in _TRAFFIC}
+        traffic.append(Traffic(each.kind, each.axes, **figures_of))
+    refusal = deep.refusal or shallow.refusal
+    return Compilation(
+        **figures,
+        traffic=tuple(sorted(traffic, key=lambda each: -each.wire_bytes)),
+        collectives=deep.collectives,
+        roofline=Roofline(**seconds),
+        largest_values=deep.largest_values,
+        refusal=refusal,
+        notes=(
+            f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
+            "exact.",
+            *deep.notes,
+        ),
+        seconds=shallow.seconds + deep.seconds,
+    )
+
+
+_FIGURES = ("argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic")
+_TRAFFIC = ("count", "tensors", "bytes", "wire_bytes")
+_SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")

@@ -1,0 +1,175 @@
+"""Models without values: `deferred` makes them, `materialize` gives them values that are sharded from the start."""
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jax
+import keras
+
+from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
+from keras_dist.devices import is_described
+from keras_dist.keras_seam import variable_layout, variable_value
+from keras_dist.placement import all_variables, as_sharding
+from keras_dist.planning.fused_random import fused_key
+
+ModelT = TypeVar("ModelT", bound=keras.Layer)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Models, optimizers and metrics made inside have shapes, dtypes and layouts, but no values.
+
+    A model of any size is made in seconds and without memory, for devices that are not attached too. Values that are
+    given (a learning rate, an array) are kept where they are. Layouts are those of the distribution that is installed.
+
+    Raises:
+        ValueError: Keras runs with NNX enabled; later, where the value of a deferred variable is used.
+
+    Example:
+
+    >>> with deferred():
+    ...     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1_000_000_000)])
+    >>> model.count_params()
+    17000000000
+    """
+    with keras_seam_deferred.deferring():
+        yield
+
+
+def materialize(model: ModelT) -> ModelT:
+    """Gives a deferred model its values, each part on its device from the start.
+
+    The values are those of the same model built in the normal way with the same seed, up to the rounding of the last
+    bits, which a compiler may do otherwise. Only an initializer that draws from a generator with a state (a
+    `keras.random.SeedGenerator`, or no seed at all in a function of one's own) may give others, since the values
+    are drawn in another order. Variables of equal initializer, shape and layout share one compiled program; an
+    initializer that is no class of Keras runs on one device, and its value is then distributed.
+
+    Args:
+        model: a model, or a layer, made inside `deferred()`. A compiled model's optimizer is built with it. Variables
+            that have values keep them; values that do not lie where they should are moved there.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: no model.
+        ValueError: a model that is not built, or a layout on devices that are only described.
+
+    Example:
+
+    >>> from keras_dist import DataParallel
+    >>> with DataParallel().scope():
+    ...     with deferred():
+    ...         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    ...     model = materialize(model)
+    >>> len(model.weights[0].value.sharding.device_set)
+    8
+    """
+    if not isinstance(model, keras.Layer):
+        raise TypeError(f"materialize takes a Keras model or layer. Received: {model!r} ({type(model).__name__}).")
+    build_optimizer(model)
+    variables = list(all_variables(model))
+    if not model.built:
+        raise ValueError(
+            f"Only a built model has variables to give values to. Received: {model.name!r}, which is not built. Call "
+            "model.build(input_shape) inside keras_dist.deferred()."
+        )
+    for variable in variables:
+        _require_attached(variable)
+    with ThreadPoolExecutor() as pool:
+        # All programs compile while the first ones run.
+        programs: dict[Any, Future] = {}
+        steps = [_program(variable, programs, pool) for variable in variables]
+        for variable, program in zip(variables, steps, strict=True):
+            _materialize(variable, program)
+    return model
+
+
+def build_optimizer(model: keras.Layer) -> None:
+    """Makes the variables of a model's optimizer, without values, where it has one that is not built.
+
+    Args:
+        model: a model or a layer. The optimizer of a model that is not built is left as it is.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and model.built and not optimizer.built:
+        author = next(filter(None, map(keras_seam_overrides.laid_out_by, model.variables)), None)
+        with keras_seam_deferred.deferring(), contextlib.nullcontext() if author is None else author.scope():
+            optimizer.build(model.trainable_variables)
+
+
+def _require_attached(variable: keras.Variable) -> None:
+    sharding = as_sharding(variable_layout(variable))
+    described = next(filter(is_described, sharding.device_set), None) if sharding is not None else None
+    if described is not None:
+        raise ValueError(
+            f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(sharding.device_set)} "
+            f"devices that are not attached ({described.device_kind}). Call keras_dist.redistribute(model, distribution) "
+            "with one on attached devices before."
+        )
+
+
+def _program(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Future | None:
+    """The compiled program that draws the value of a variable, None where it has a value or must draw by itself."""
+    initializer = keras_seam_deferred.deferred_initializer(variable)
+    key = None if initializer is None else _key(initializer)
+    if initializer is None or key is None:
+        return None
+    key = (*key, tuple(variable.shape), variable._dtype, as_sharding(variable_layout(variable)))
+    if key not in programs:
+        programs[key] = pool.submit(_lower(initializer, *key[2:]).compile)
+    return programs[key]
+
+
+def _materialize(variable: keras.Variable, program: Future | None) -> None:
+    sharding = as_sharding(variable_layout(variable))
+    initializer = keras_seam_deferred.deferred_initializer(variable)
+    if initializer is None:
+        value = variable_value(variable)
+        if sharding is not None and not value.sharding.is_equivalent_to(sharding, value.ndim):
+            keras_seam_deferred.give_value(variable, jax.device_put(value, sharding))
+    elif program is None:
+        value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=variable._dtype), dtype=variable._dtype)
+        keras_seam_deferred.give_value(variable, value if sharding is None else jax.device_put(value, sharding))
+    else:
+        keras_seam_deferred.give_value(variable, program.result()(_seed(initializer)))
+
+
+def _key(initializer: Callable) -> tuple | None:
+    """What tells one initializer from another but for its seed; None for one that must run by itself.
+
+    Only of Keras's own initializers it is known that their configuration says all, and that their seed, where it is a
+    number, only goes to a function of Keras that takes an array in its place.
+    """
+    kind = type(initializer)
+    if getattr(keras.initializers, kind.__name__, None) is not kind:
+        return None
+    if not isinstance(getattr(initializer, "seed", 0), int):
+        return None
+    config = {name: value for name, value in initializer.get_config().items() if name != "seed"}
+    try:
+        return kind, json.dumps(config, sort_keys=True)
+    except TypeError:  # an array among the arguments
+        return None
+
+
+def _seed(initializer: Callable) -> jax.Array | None:
+    seed = getattr(initializer, "seed", None)
+    return None if seed is None else keras_seam.draw_seed(seed)
+
+
+def _lower(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: Any) -> Any:
+    """Lowers the program from a seed, or from None, to the value of a variable, laid out."""
+
+    def program(seed):
+        seeded = copy.copy(initializer)
+        if seed is not None:
+            seeded.seed = fused_key(seed)  # pyright: ignore[reportFunctionMemberAccess]
+        return keras.ops.convert_to_tensor(seeded(shape, dtype=dtype), dtype=dtype)
+
+    return jax.jit(program, out_shardings=sharding).lower(_seed(initializer))

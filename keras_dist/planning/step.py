@@ -1,0 +1,260 @@
+"""The step that a model runs, with shapes and layouts in place of arrays: made ready, traced, and compiled."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
+from keras_dist.distribution import Distribution
+from keras_dist.placement import all_variables, as_sharding, wanted_layouts
+
+LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model that is ready to be traced.
+
+    Attributes:
+        model: the built model.
+        name: `"train"`, `"test"` or `"predict"`.
+        distribution: under which it runs.
+        variables: those that the step takes and returns, in the parts and the order of Keras's training state.
+        layouts: the layout of each variable, by its `id`.
+        batch: `jax.ShapeDtypeStruct`s with shardings, in the structure in which `fit` hands batches on.
+    """
+
+    model: keras.Model
+    name: str
+    distribution: Distribution
+    variables: list[list[keras.Variable]]
+    layouts: dict[int, Any]
+    batch: Any
+
+    def trace(self) -> Any:
+        """Traces the step that Keras compiles; returns JAX's traced function, which can be lowered.
+
+        Raises:
+            ValueError: the batch does not fit the model.
+        """
+        state = tuple([self._spec(variable) for variable in part] for part in self.variables)
+        shardings = tuple([spec.sharding for spec in part] for part in state)
+        function = jax.jit(
+            keras_seam.pure_step(self.model, self.name),
+            donate_argnums=0,
+            out_shardings=(None, shardings),
+            keep_unused=True,  # what a step does not use takes memory too
+        )
+        with self.distribution.scope(), _misfits(self.model, self.batch, self.name):
+            return function.trace(state, self.batch)
+
+    def _spec(self, variable: keras.Variable) -> jax.ShapeDtypeStruct:
+        sharding = as_sharding(self.layouts[id(variable)])
+        return jax.ShapeDtypeStruct(variable.shape, variable._dtype, sharding=sharding)
+
+
+@contextlib.contextmanager
+def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
+    """Makes the model where it is to be made, and what a step needs besides: optimizer, metrics, the batch's shapes.
+
+    A model that is passed is, when the block ends, as it was.
+
+    Args:
+        build_model: a model, or a function without arguments that returns one.
+        distribution: under which the step runs.
+        batch: as `keras_dist.plan` takes it.
+        name: `"train"`, `"test"` or `"predict"`.
+
+    Yields:
+        The step.
+
+    Raises:
+        TypeError: no model and no function.
+        ValueError: a function that returns no model, a model that is not compiled, or a batch that does not fit.
+    """
+    if not callable(build_model):
+        raise TypeError(
+            "A plan is of a model, or of a function without arguments that returns one. "
+            f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
+        )
+    with distribution.scope(), keras_seam_deferred.deferring():
+        model = build_model if isinstance(build_model, keras.Model) else build_model()
+        _require_model(model, build_model, name)
+        if model is build_model and not model.built:
+            raise ValueError(
+                f"A model that is passed is built already. Received: {model.name!r}, which is not. Pass the function "
+                "that makes it."
+            )
+        with keras_seam.unbuilt_parts_apart(model) if model is build_model else contextlib.nullcontext():
+            specs = batch_specs(model, batch, name, distribution)
+            _build(model, specs, name)
+            if name == "train":
+                model.optimizer.build(model.trainable_variables)
+            yield Step(
+                model, name, distribution, keras_seam.state_variables(model, name), _layouts(model, distribution), specs
+            )
+
+
+def forward_step(step: Step) -> Step:
+    """Returns the test step of a model that a training step was prepared of: its forward pass and its loss."""
+    variables = [*step.variables[:2], step.variables[3]]
+    return Step(step.model, "test", step.distribution, variables, step.layouts, step.batch)
+
+
+def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
+    """Returns the shapes, dtypes and shardings of a batch, in the structure in which `fit` hands it on."""
+    if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
+        batch = _derived_batch(model, int(batch), name)
+
+    def spec(leaf):
+        shape, dtype = _shape_and_dtype(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=distribution.batch_sharding(shape))
+
+    parts = batch if isinstance(batch, tuple) and not _is_shape(batch) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(
+            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several inputs of a "
+            "model into a list or a dict."
+        )
+    return tuple(jax.tree.map(spec, part, is_leaf=_is_leaf) for part in parts)
+
+
+def warn_of_constants(step: Step, jaxpr: ClosedJaxpr) -> None:
+    """Warns where large arrays are part of a program, so that every device holds them, in vain where it is a weight."""
+    large = [value for value in jaxpr.consts if getattr(value, "nbytes", 0) >= LARGE_CONSTANT]
+    if large:
+        biggest = max(large, key=lambda value: value.nbytes)
+        warnings.warn(
+            f"Arrays that a step reads belong to its variables or its batch. The {step.name} step of {step.model.name!r} "
+            f"holds {len(large)} constants of {LARGE_CONSTANT // 2**20} MiB or more, the largest {biggest.dtype} of shape "
+            f"{tuple(biggest.shape)}, which every device will hold besides. Look for a layer that reads a variable's "
+            "value when it is built, or an array outside of the model.",
+            stacklevel=4,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ the model
+
+
+def _require_model(model: Any, build_model: Any, name: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"build_model returns a keras.Model. Received: {model!r} ({type(model).__name__}) from {build_model!r}. "
+            "Return the model that it builds."
+        )
+    if name != "predict" and (not model.compiled or (name == "train" and model.optimizer is None)):
+        raise ValueError(
+            f"A {name} step needs a loss{' and an optimizer' if name == 'train' else ''}. Received: {model.name!r}, which "
+            'is not compiled. Call model.compile(...) where it is built, or plan with step="predict".'
+        )
+    if model.run_eagerly or not model.jit_compile:
+        raise ValueError(
+            f"Only a compiled step can be planned. Received: {model.name!r} with run_eagerly={model.run_eagerly}, "
+            f"jit_compile={model.jit_compile}. Compile the model without them."
+        )
+
+
+def _build(model: keras.Model, specs: Any, name: str) -> None:
+    """Makes the variables that a model, its loss and its metrics make at their first use."""
+    symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, str(leaf.dtype)), specs)
+    with _misfits(model, specs, name):
+        if name != "predict":
+            keras_seam.symbolic_build(model, symbolic)
+        elif not model.built:
+            model(symbolic[0])
+
+
+@contextlib.contextmanager
+def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
+    """Says what of a batch a model cannot take, in place of what Keras and JAX say."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while isinstance(cause, RuntimeError) and cause.__context__ is not None:
+            cause = cause.__context__  # Keras wraps what went wrong
+        shapes = ", ".join(
+            f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}"
+            for part, value in zip(("x", "y", "sample_weight"), specs, strict=False)
+        )
+        raise ValueError(
+            f"The {name} step of {model.name!r} must take the batch. Received: {shapes}, with which it raises "
+            f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}. Pass the shapes of a whole batch, as fit "
+            "gets it: x, (x, y) or (x, y, sample_weight)."
+        ) from error
+
+
+def _layouts(model: keras.Model, distribution: Distribution) -> dict[int, Any]:
+    variables = list(all_variables(model))
+    layouts = {
+        id(v): layout for v, layout in zip(variables, wanted_layouts(model, variables, distribution), strict=True)
+    }
+    if any(keras_seam_overrides.laid_out_by(variable) is distribution for variable in variables):
+        # Made under this distribution: layouts that variables brought with them hold too.
+        layouts |= {id(v): layout for v in variables if (layout := keras_seam.variable_layout(v)) is not None}
+    return layouts
+
+
+# ------------------------------------------------------------------------------------------------------ the batch
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(isinstance(size, int) for size in value)
+
+
+def _is_leaf(value: Any) -> bool:
+    return _is_shape(value) or hasattr(value, "shape")
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    if _is_shape(leaf):
+        shape, dtype = tuple(leaf), keras.config.floatx()
+    else:
+        leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+        shape, dtype = tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
+    if dtype == "float64":
+        dtype = keras.config.floatx()  # as Keras's data adapters do
+    if any(size is None or size < 1 for size in shape):
+        raise ValueError(
+            f"A batch has whole shapes. Received: {list(shape)}. Give every dim its size, the number of rows first."
+        )
+    return shape, jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
+    """The batch of a number of rows, from a model's inputs and its loss."""
+    inputs = model.input if getattr(model, "inputs", None) else None
+    way_out = "Pass the shapes of a batch, for example with jax.ShapeDtypeStruct(shape, dtype)."
+    if rows < 1:
+        raise ValueError(f"A batch has one row or more. Received: batch={rows}. {way_out}")
+    if inputs is None or any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs)):
+        raise ValueError(
+            f"A number of rows is enough where the shapes of a model's inputs are known. Received: batch={rows} for "
+            f"{model.name!r} with the inputs {jax.tree.map(lambda tensor: tensor.shape, inputs)}. {way_out}"
+        )
+
+    def tensor(shape, dtype):
+        return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype)
+
+    x = jax.tree.map(lambda leaf: tensor(leaf.shape, leaf.dtype), inputs)
+    if name == "predict" or model.loss is None:
+        return (x,)
+
+    def target(output, loss):
+        label = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        if loss is None:
+            return None
+        if "sparse" in label.lower():
+            return tensor(output.shape[:-1], "int32")
+        return tensor(output.shape, keras.config.floatx())
+
+    outputs = model.output
+    losses = model.loss if isinstance(model.loss, (list, tuple, dict)) else jax.tree.map(lambda _: model.loss, outputs)
+    return x, jax.tree.map(target, outputs, losses)

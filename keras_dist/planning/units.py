@@ -1,0 +1,77 @@
+"""Figures as people read them: bytes in binary units (KiB, MiB, GiB), all else in decimal ones, three digits."""
+
+
+def bytes_text(count: float) -> str:
+    """Returns bytes, held or sent, in binary units.
+
+    Example:
+
+    >>> bytes_text(512), bytes_text(3.4 * 2**30), bytes_text(1023 * 2**20)
+    ('512 B', '3.40 GiB', '0.999 GiB')
+    """
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def flops_text(count: float) -> str:
+    """Returns FLOP in decimal units.
+
+    Example:
+
+    >>> flops_text(1.234e13)
+    '12.3 TFLOP'
+    """
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def count_text(count: float) -> str:
+    """Returns how many there are, in thousands (k), millions (M), billions (G) and trillions (T).
+
+    Example:
+
+    >>> count_text(70_553_706_496), count_text(12)
+    ('70.6 G', '12')
+    """
+    return _scaled(count, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Returns a time in s, ms or us.
+
+    Example:
+
+    >>> seconds_text(0.01234), seconds_text(90), seconds_text(0.0), seconds_text(None)
+    ('12.3 ms', '90 s', '0 s', 'not known')
+    """
+    if seconds is None:
+        return "not known"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds == 0 or seconds >= 0.9995 * size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds / 1e-6)} us"
+
+
+def percent_text(part: float) -> str:
+    """Returns a part of 1 in percent.
+
+    Example:
+
+    >>> percent_text(0.0371), percent_text(1.5), percent_text(1e-6)
+    ('3.71%', '150%', '<0.1%')
+    """
+    return "<0.1%" if 0 < part < 0.001 else f"{_digits(100 * part)}%"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if value < 999.5:
+            return f"{_digits(value)} {unit}"
+        value /= base
+    return f"{_digits(value)} {units[-1]}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, whole numbers below a thousand as they are, larger ones whole."""
+    if value == round(value) and value < 1000:
+        return f"{value:.0f}"
+    decimals = next((d for d, limit in ((3, 0.9995), (2, 9.995), (1, 99.95)) if value < limit), 0)
+    return f"{value:.{decimals}f}"

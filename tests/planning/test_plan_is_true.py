@@ -1,0 +1,129 @@
+"""What a plan says is what a model really holds and does on eight devices: bytes to the byte, collectives one by one."""
+
+from collections import Counter
+
+import jax
+import keras
+import pytest
+from planned_models import LAYOUTS, MODELS, gpt
+
+import keras_dist as kd
+from keras_dist import keras_seam
+from keras_dist.planning.hlo import read_module
+
+
+@pytest.fixture
+def quick_compilation():
+    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def compiled_texts(monkeypatch):
+    """The programs that Keras compiles from now on."""
+    texts = []
+
+    def recording_jit(function, **options):
+        jitted = jax.jit(function, **options)
+
+        def call(*arguments):
+            texts.append(jitted.lower(*arguments).compile().as_text())
+            return jitted(*arguments)
+
+        return call
+
+    monkeypatch.setattr(keras_seam.trainer, "jit", recording_jit)
+    return texts
+
+
+def held_bytes(variables):
+    """The bytes of variables on each of the devices, which must be the same on all."""
+    held = Counter()
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert len(held) in (0, 8)
+    assert len(set(held.values())) <= 1
+    return max(held.values(), default=0)
+
+
+def collectives(found):
+    return Counter((c.kind, c.axes, c.tensors, c.bytes, c.wire_bytes, c.count, c.dtype) for c in found)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_state_and_collectives_are_those_of_fit(name, layout, compiled_texts):
+    build, (x, y) = MODELS[name]
+    distribution = LAYOUTS[layout]()
+    planned = kd.plan(build, distribution, (x, y))
+    keras.utils.clear_session(free_memory=False)
+    with distribution.scope():
+        model = build()
+        model.fit(x, y, batch_size=len(jax.tree.leaves(x)[0]), verbose=0)
+    weights = {id(variable) for variable in model.weights}
+    rest = [v for v in model.variables + model.metrics_variables if id(v) not in weights]
+    assert planned.memory.weights == held_bytes(model.weights)
+    assert planned.memory.optimizer == held_bytes(model.optimizer.variables)
+    assert planned.memory.other == held_bytes({id(v): v for v in rest}.values())
+    batch = [distribution.batch_sharding(a.shape).shard_shape(a.shape) for a in jax.tree.leaves((x, y))]
+    assert planned.memory.batch == sum(4 * int(jax.numpy.prod(jax.numpy.array(shape))) for shape in batch)
+    [text] = compiled_texts
+    axes = distribution.device_mesh.axis_sizes
+    assert collectives(planned.collectives) == collectives(read_module(text, axes).collectives)
+    assert planned.collectives
+
+
+@pytest.mark.parametrize("step", ["test", "predict"])
+def test_the_other_steps_are_planned_too(step, compiled_texts):
+    build, (x, y) = MODELS["gpt"]
+    distribution = LAYOUTS["tensor parallel"]()
+    planned = kd.plan(build, distribution, x if step == "predict" else (x, y), step=step)
+    with distribution.scope():
+        model = build()
+        if step == "test":
+            model.evaluate(x, y, batch_size=16, verbose=0)
+        else:
+            model.predict(x, batch_size=16, verbose=0)
+    assert planned.memory.optimizer == 0
+    assert planned.memory.weights == held_bytes(model.weights)
+    found = read_module(compiled_texts[0], distribution.device_mesh.axis_sizes).collectives
+    assert collectives(planned.collectives) == collectives(found)
+
+
+def test_data_parallel_moves_the_gradients_and_nothing_else():
+    planned = kd.plan(gpt, kd.DataParallel(), 16)
+    floor = 2 * planned.memory.weights * 7 / 8
+    assert {each.kind for each in planned.traffic} == {"all-reduce"}
+    assert floor <= planned.wire_bytes <= 1.01 * floor
+
+
+def test_tensor_parallel_has_four_all_reduces_in_a_block():
+    distribution = LAYOUTS["tensor parallel"]()
+    counts = []
+    for depth in (2, 3):
+        planned = kd.plan(lambda depth=depth: gpt(depth), distribution, 16)
+        activation = 8 * 16 * 32 * 4  # rows on a device, length, width, float32
+        reduced = [c for c in planned.collectives if (c.kind, c.axes) == ("all-reduce", ("model",))]
+        counts.append(sum(c.count for c in reduced if c.bytes % activation == 0))
+    assert counts[1] - counts[0] == 4
+
+
+def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones():
+    for layout in ("tensor parallel", "fully sharded"):
+        distribution = LAYOUTS[layout]()
+        whole = kd.plan(lambda: gpt(8), distribution, 16)
+        line = kd.plan(lambda depth: gpt(depth), distribution, 16, depth=8)
+        assert line.depth == 8
+        assert line.memory.state == whole.memory.state
+        assert line.variables == whole.variables
+        assert line.flops == pytest.approx(whole.flops, rel=1e-6)
+        assert line.model_flops == pytest.approx(whole.model_flops, rel=1e-6)
+        assert line.wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
+        assert line.memory.temporaries == pytest.approx(whole.memory.temporaries, rel=0.05)
+        assert line.memory_traffic == pytest.approx(whole.memory_traffic, rel=0.05)
+        assert any("Extrapolated to 8 blocks from compilations of 2 and 4" in note for note in line.notes)
