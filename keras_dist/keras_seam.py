@@ -4,8 +4,10 @@ Small functions around private names, so that a new Keras is met in one place. W
 in `keras_seam_overrides.py`, which takes Keras's modules from here.
 """
 
+import collections
 import contextlib
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -242,7 +244,7 @@ def _fill_from_state(model, step: str, state: tuple) -> list:
 
 @contextlib.contextmanager
 def unbuilt_parts_apart(model) -> Iterator[None]:
-    """Puts new ones in the place of a model's optimizer, loss and metrics that are not built, for a block that builds them."""
+    """Puts others in the place of a model's optimizer, loss and metrics, where not built, for a block that builds them."""
     unbuilt = {name: part for name in _PARTS if (part := vars(model).get(name)) is not None and not part.built}
     # Not by assignment, which would make the model track the new ones.
     vars(model).update({name: _PARTS[name](part) for name, part in unbuilt.items()})
@@ -263,9 +265,41 @@ _PARTS: dict[str, Callable] = {
 }
 
 
+@contextlib.contextmanager
+def no_trace_left() -> Iterator[None]:
+    """Takes Keras's automatic names and its random seeds back to where they were, after a block that makes models."""
+    names = dict(global_state.get_global_attribute(_NAMES) or {})
+    generator, seeds = global_state.get_global_attribute(_GENERATOR), random.getstate()
+    value = None if generator is None else variable_value(generator.state)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_NAMES, collections.defaultdict(int, names))
+        global_state.set_global_attribute(_GENERATOR, generator)
+        random.setstate(seeds)
+        if generator is not None:
+            generator.state._value = value
+
+
+_NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
+
+
+def forget_generator_without_value() -> None:
+    """Lets Keras make its global random generator anew where it was made while values are deferred."""
+    generator = global_state.get_global_attribute(_GENERATOR)
+    if generator is not None and variable_value(generator.state) is None:
+        global_state.set_global_attribute(_GENERATOR, None)
+
+
 def symbolic_build(model, data) -> None:
     """Makes the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
     model._symbolic_build(data_batch=data)
+
+
+def inputs_and_outputs(model) -> tuple:
+    """The symbolic inputs and outputs of a functional or sequential model in their structures, else None and None."""
+    graph = getattr(model, "_functional", None) or model
+    return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
 
 
 def pure_step(model, step: str) -> Callable:

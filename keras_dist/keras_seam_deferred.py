@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import keras
 
-from keras_dist.keras_seam import in_stateless_scope
+from keras_dist.keras_seam import forget_generator_without_value, in_stateless_scope
 
 _lock = threading.RLock()
 _this_thread = threading.local()
@@ -89,6 +89,8 @@ def _leave() -> None:
     with _lock:
         _blocks -= 1
         _this_thread.blocks -= 1
+        if not _this_thread.blocks:
+            forget_generator_without_value()
         if not _blocks:
             for name, original in _originals.items():
                 setattr(keras.Variable, name, original)

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from keras_dist.planning.hardware import Hardware
 from keras_dist.planning.hlo import Collective, LargeValue, read_module
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.planning.step import Step, forward_step, warn_of_constants
+from keras_dist.topology import networks_of
 
 # libtpu then finishes a program that does not fit, so that what it would need is known.
 _COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}
@@ -31,6 +32,7 @@ class Traffic:
         tensors: how many tensors they carry; a compiler combines several into one collective.
         bytes: the size of what is reduced, gathered, scattered or sent.
         wire_bytes: what one device sends, by the ring formulas.
+        crosses_network: whether they go between slices or hosts, over DCN, and not only over ICI or NVLink.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class Traffic:
     tensors: float
     bytes: float
     wire_bytes: float
+    crosses_network: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,19 +108,18 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
     seconds = time.perf_counter() - started
     say("Reading the compiled program")
     memory, costs = compiled.memory_analysis(), read_module(compiled.as_text(), mesh.axis_sizes)
+    devices = mesh.backend_mesh.devices
     return Compilation(
         argument_bytes=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         program=memory.generated_code_size_in_bytes,
-        traffic=_summed(costs.collectives),
+        traffic=_summed(costs.collectives, networks_of(devices.ravel().tolist())),
         collectives=costs.collectives,
         flops=costs.flops,
         model_flops=model_flops,
         memory_traffic=costs.memory_bytes,
-        roofline=roofline(
-            hardware, mesh.backend_mesh.devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives
-        ),
+        roofline=roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives),
         largest_values=costs.largest_values,
         refusal=refusal,
         notes=_notes(costs),
@@ -149,13 +151,21 @@ def _notes(costs: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _summed(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
+def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Traffic, ...]:
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    crossing: dict[Any, bool] = {}
     for each in collectives:
         if each.group_size > 1:
+            if each.groups not in crossing:
+                crossing[each.groups] = any(np.ptp(networks[list(group)]) > 0 for group in each.groups)
             figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
-            sums[each.kind, each.axes] += figures
-    traffic = [Traffic(kind, axes, *map(float, figures)) for (kind, axes), figures in sums.items()]
+            sums[each.kind, each.axes, crossing[each.groups]] += figures
+    return _most_sent_first(
+        Traffic(kind, axes, *map(float, figures), crosses) for (kind, axes, crosses), figures in sums.items()
+    )
+
+
+def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
 
 
@@ -178,17 +188,16 @@ def extrapolated(shallow: Compilation, deep: Compilation, depths: tuple[int, int
 
     figures = {name: line(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
     seconds = {name: line(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}
-    before = {(each.kind, each.axes): each for each in shallow.traffic}
-    none = Traffic("", None, 0, 0, 0, 0)
+    before = {(each.kind, each.axes, each.crosses_network): each for each in shallow.traffic}
     traffic = []
     for each in deep.traffic:
-        first = before.pop((each.kind, each.axes), none)
-        figures_of = {name: line(getattr(first, name), getattr(each, name)) for name in _TRAFFIC}
-        traffic.append(Traffic(each.kind, each.axes, **figures_of))
+        first = before.get((each.kind, each.axes, each.crosses_network))
+        sums = {name: line(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
+        traffic.append(replace(each, **sums))
     refusal = deep.refusal or shallow.refusal
     return Compilation(
         **figures,
-        traffic=tuple(sorted(traffic, key=lambda each: -each.wire_bytes)),
+        traffic=_most_sent_first(traffic),
         collectives=deep.collectives,
         roofline=Roofline(**seconds),
         largest_values=deep.largest_values,

@@ -109,8 +109,8 @@ def _require_attached(variable: keras.Variable) -> None:
     if described is not None:
         raise ValueError(
             f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(sharding.device_set)} "
-            f"devices that are not attached ({described.device_kind}). Call keras_dist.redistribute(model, distribution) "
-            "with one on attached devices before."
+            f"devices that are not attached ({described.device_kind}). Call keras_dist.redistribute(model, "
+            "distribution) with one on attached devices before."
         )
 
 

@@ -147,6 +147,11 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     What only slices an operand reads the slices, and an update in place reads and writes the update. Values in
     another memory (VMEM of a TPU, the host) are no traffic, copies between the two are. Caches count for nothing.
 
+    XLA's own `cost_analysis()["bytes accessed"]` counts the same on CPUs: within 0.01% in 34 of 35 programs without
+    loops, and twice as much in one, where it takes a fused slice for its whole operand. On TPUs it also counts VMEM,
+    and asynchronous copies at their start and again at their end. With VMEM counted here, too, this is 0.65 to 1.00
+    of it (v5e and v5p, 33 programs each), and equal in the half of them that have no such copies.
+
     Args:
         module: the module, for the computations of fusions.
         computation: the computation that the instruction is in, which is none of a fusion.
@@ -255,7 +260,7 @@ def _read(module: Module, fused: Computation, name: str) -> float:
             continue
         if opcode == "bitcast" or (opcode == "fusion" and _is_bitcast(module, user)):
             total += _read(module, fused, user.name)
-        elif opcode in _SLICES and is_first:
+        elif opcode == "get-tuple-element" or (opcode in _SLICES and is_first):
             total += sum(leaf.stored_bytes for leaf in leaves(user.shape))
         elif opcode == "fusion":
             inner = module.computations[user.names("calls")[0]]

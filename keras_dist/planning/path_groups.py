@@ -55,6 +55,8 @@ def _alternatives(words: list[str]) -> str:
         return words[0]
     stems, numbers = zip(*map(_stem_and_number, words), strict=True)
     stem, differing = (stems[0], numbers) if len(set(stems)) == 1 else ("", words)
+    if all(re.match(r"_\d", each) for each in differing):
+        stem, differing = f"{stem}_", [each[1:] for each in differing]
     listed = [each for each in differing if each]
     values = [int(each.strip("_")) for each in listed if each.strip("_").isdecimal()]
     if len(values) > 2 and values == list(range(values[0], values[0] + len(listed))):

@@ -105,7 +105,7 @@ class Plan:
         traffic: the collectives, summed by kind and axes.
         collectives: each collective instruction. Where the plan is extrapolated, those of the deepest model compiled.
         flops: FLOP of matrix multiplications and convolutions that one device executes.
-        model_flops: FLOP that the model asks for, on all devices together; nothing that is recomputed or computed twice.
+        model_flops: FLOP that the model asks for, on all devices together; nothing recomputed, nothing twice.
         model_flops_utilization: the part of the hardware's peak that these are, if a step takes `roofline.seconds`.
         memory_traffic: bytes that one device reads from and writes to its memory, an estimate.
         roofline: seconds that a step takes at least, by what bounds it.
@@ -158,6 +158,12 @@ class Plan:
         holders = [(f"{v.path} ({v.part})", v.bytes) for v in self.variables]
         holders += [(f"{v.op_name or v.name} {v.shape} (temporary)", v.bytes) for v in self.largest_values]
         return sorted(holders, key=lambda holder: -holder[1])[:count]
+
+    def picture(self) -> str:
+        """Returns memory and time of one device as bars of text."""
+        from keras_dist.planning.plan_report import picture
+
+        return picture(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can spell."""

@@ -172,7 +172,7 @@ def _collectives(plan: Plan) -> Section:
     rows = [
         (
             each.kind,
-            "other groups" if each.axes is None else ", ".join(each.axes),
+            ("other groups" if each.axes is None else ", ".join(each.axes)) + " (DCN)" * each.crosses_network,
             count_text(each.count),
             count_text(each.tensors),
             bytes_text(each.bytes),
@@ -193,8 +193,9 @@ def _variables(plan: Plan) -> Section:
     rows: list[tuple[str, ...]] = []
     for part, most in _MOST_GROUPS.items():
         groups = groups_of(variable for variable in plan.variables if variable.part == part)
-        rows += map(_row, groups[:most])
-        rest = [variable for group in groups[most:] for variable in group]
+        shown = most if len(groups) > most + 1 else len(groups)  # the last one takes no more room than its mention
+        rows += map(_row, groups[:shown])
+        rest = [variable for group in groups[shown:] for variable in group]
         if rest:
             replicated = sum(map(_is_replicated, rest))
             text = f"... and {len(rest)} more of {part}" + f", {replicated} of them replicated" * (replicated > 0)
@@ -208,13 +209,18 @@ def _variables(plan: Plan) -> Section:
 
 def _row(group: Sequence[PlannedVariable]) -> tuple[str, ...]:
     """A line for variables that are alike, and where they are sharded a second one for the rule and what is left."""
-    first, pattern = group[0], path_pattern([variable.path for variable in group])
+    first, pattern = group[0], _folded(path_pattern([variable.path for variable in group]))
     shape, held = f"{first.dtype}{list(first.shape)}", bytes_text(sum(variable.bytes for variable in group))
     if _is_replicated(first):
         return pattern, f"{len(group)}", shape, "replicated", held
     shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
     layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
-    return f"{pattern}\n  {first.rule or 'no rule'}", f"{len(group)}", shape, f"({layout})", held
+    return f"{pattern}\n  {_folded(first.rule or 'no rule')}", f"{len(group)}", shape, f"({layout})", held
+
+
+def _folded(path: str) -> str:
+    """A path, or a rule, in lines that end between its words."""
+    return "\n  ".join(re.findall(r".{1,56}(?:(?<=[/_,|])|$)|.{56}", path))
 
 
 def _is_replicated(variable: PlannedVariable) -> bool:

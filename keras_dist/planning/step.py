@@ -64,7 +64,7 @@ class Step:
 def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
     """Makes the model where it is to be made, and what a step needs besides: optimizer, metrics, the batch's shapes.
 
-    A model that is passed is, when the block ends, as it was.
+    When the block ends, a model that is passed is as it was, and so are Keras's automatic names and random seeds.
 
     Args:
         build_model: a model, or a function without arguments that returns one.
@@ -84,7 +84,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             "A plan is of a model, or of a function without arguments that returns one. "
             f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
-    with distribution.scope(), keras_seam_deferred.deferring():
+    with distribution.scope(), keras_seam.no_trace_left(), keras_seam_deferred.deferring():
         model = build_model if isinstance(build_model, keras.Model) else build_model()
         _require_model(model, build_model, name)
         if model is build_model and not model.built:
@@ -120,8 +120,8 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     parts = batch if isinstance(batch, tuple) and not _is_shape(batch) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise ValueError(
-            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several inputs of a "
-            "model into a list or a dict."
+            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several inputs of "
+            "a model into a list or a dict."
         )
     return tuple(jax.tree.map(spec, part, is_leaf=_is_leaf) for part in parts)
 
@@ -132,10 +132,10 @@ def warn_of_constants(step: Step, jaxpr: ClosedJaxpr) -> None:
     if large:
         biggest = max(large, key=lambda value: value.nbytes)
         warnings.warn(
-            f"Arrays that a step reads belong to its variables or its batch. The {step.name} step of {step.model.name!r} "
-            f"holds {len(large)} constants of {LARGE_CONSTANT // 2**20} MiB or more, the largest {biggest.dtype} of shape "
-            f"{tuple(biggest.shape)}, which every device will hold besides. Look for a layer that reads a variable's "
-            "value when it is built, or an array outside of the model.",
+            "Arrays that a step reads belong to its variables or its batch. Received: the "
+            f"{step.name} step of {step.model.name!r} with {len(large)} constants of {LARGE_CONSTANT // 2**20} MiB or "
+            f"more, the largest {biggest.dtype} of shape {tuple(biggest.shape)}, which every device will hold besides. "
+            "Look for a layer that reads a variable's value when it is built, or an array outside of the model.",
             stacklevel=4,
         )
 
@@ -150,9 +150,10 @@ def _require_model(model: Any, build_model: Any, name: str) -> None:
             "Return the model that it builds."
         )
     if name != "predict" and (not model.compiled or (name == "train" and model.optimizer is None)):
+        needs = "a loss and an optimizer" if name == "train" else "a loss"
         raise ValueError(
-            f"A {name} step needs a loss{' and an optimizer' if name == 'train' else ''}. Received: {model.name!r}, which "
-            'is not compiled. Call model.compile(...) where it is built, or plan with step="predict".'
+            f"A {name} step needs {needs}. Received: {model.name!r}, which is not compiled with them. Call "
+            'model.compile(...) where it is built, or plan with step="predict".'
         )
     if model.run_eagerly or not model.jit_compile:
         raise ValueError(
@@ -230,7 +231,7 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
     """The batch of a number of rows, from a model's inputs and its loss."""
-    inputs = model.input if getattr(model, "inputs", None) else None
+    inputs, outputs = keras_seam.inputs_and_outputs(model)
     way_out = "Pass the shapes of a batch, for example with jax.ShapeDtypeStruct(shape, dtype)."
     if rows < 1:
         raise ValueError(f"A batch has one row or more. Received: batch={rows}. {way_out}")
@@ -255,6 +256,5 @@ def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
             return tensor(output.shape[:-1], "int32")
         return tensor(output.shape, keras.config.floatx())
 
-    outputs = model.output
     losses = model.loss if isinstance(model.loss, (list, tuple, dict)) else jax.tree.map(lambda _: model.loss, outputs)
     return x, jax.tree.map(target, outputs, losses)

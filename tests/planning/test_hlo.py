@@ -478,20 +478,16 @@ class TestMemory:
     def test_the_largest_values_are_named(self, compiler):
         mesh = mesh_of(compiler, "x")
 
-        def program(a, b):
-            return jnp.tanh(a @ b) @ b.T
+        # A sum over devices is never fused, and this one is larger than a TPU's VMEM.
+        def program(t):
+            return jnp.tanh(lax.psum(t * 2, "x")).sum()
 
-        arguments = ((8192 * mesh.size, 512), jnp.float32, P("x")), ((512, 32768), jnp.float32, P())
-        costs = read_module(partitioned(mesh, program, P("x"), *arguments))
-        largest = costs.largest_values[0]
-        # TPUs keep it in bfloat16, for the next matmul.
-        assert (largest.shape, largest.bytes) in [
-            ("f32[8192,32768]", 8192 * 32768 * 4),
-            ("bf16[8192,32768]", 8192 * 32768 * 2),
-        ]
-        assert list(costs.largest_values) == sorted(costs.largest_values, key=lambda value: -value.bytes)
-        assert len(costs.largest_values) <= 10
-        assert any("dot_general" in value.op_name or "tanh" in value.op_name for value in costs.largest_values)
+        costs = read_module(mapped(mesh, program, (P("x"),), P(), ((8192, 16384), jnp.float32)))
+        assert {(value.shape, value.bytes) for value in costs.largest_values[:2]} == {
+            ("f32[8192,16384]", 8192 * 16384 * 4)
+        }
+        assert "psum" in [value.op_name.split("/")[-1] for value in costs.largest_values]
+        assert all(value.bytes < 8192 * 16384 for value in costs.largest_values[3:])
 
 
 class TestWireBytes:

@@ -84,6 +84,7 @@ class TestGroups:
             ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
             ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
             ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+            ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
             ("mesh[a=2,b=2] {b}", ((0, 1), (2, 3))),
             ("mesh['a'=4,'b'=1] {'b'}", ((0,), (1,), (2,), (3,))),
             ("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", ((3, 2), (1, 0))),
@@ -318,23 +319,96 @@ class TestCollectiveForms:
         )
         assert (found.kind, found.wire_bytes) == ("all-reduce", 1792)
 
-    def test_the_fragments_of_one_collective_count_once(self):
-        def fragment(name, end):
-            return (
-                f"%{name} (p.{name}: f32[32]) -> f32[256] {{\n  %p.{name} = f32[32]{{0}} parameter(0)\n"
-                f"  %g.{name} = f32[256]{{0}} all-gather(%p.{name}), channel_id=5, replica_groups={{}}, "
-                f'dimensions={{0}}, frontend_attributes={{chain_id="0"}}\n  {end}\n}}\n'
-            )
+    @staticmethod
+    def fragment(name, *end):
+        """One of the fusions that a TPU spreads an all-gather of 1024 bytes over."""
+        lines = "\n  ".join(end)
+        return (
+            f"%{name} (p.{name}: f32[32], q.{name}: f32[256]) -> f32[256] {{\n"
+            f"  %p.{name} = f32[32]{{0}} parameter(0)\n  %q.{name} = f32[256]{{0}} parameter(1)\n"
+            f"  %g.{name} = f32[256]{{0}} all-gather(%p.{name}), channel_id=5, replica_groups={{}}, dimensions={{0}}, "
+            f'frontend_attributes={{chain_id="0"}}\n  {lines}\n}}\n'
+        )
 
-        start = 'ROOT %c = (f32[32]{0}, f32[256]{0}) custom-call(%g.first), custom_call_target="AsyncCollectiveStart"'
-        middle = "ROOT %t = f32[256]{0} copy(%g.second)"
-        done = 'ROOT %e = f32[256]{0} custom-call(%g.third), custom_call_target="AsyncCollectiveDone"'
-        for parts in ([start, middle, done], [middle, middle.replace("%t", "%t2").replace("second", "third")]):
-            names = ["first", "second", "third"] if len(parts) == 3 else ["second", "third"]
-            computations = "\n".join(fragment(name, end) for name, end in zip(names, parts, strict=True))
-            entry = [f"%f.{name} = f32[256]{{0}} fusion(%y), kind=kLoop, calls=%{name}" for name in names]
-            found = collectives_of("%y = f32[32]{0} parameter(0)", *entry, computations=computations)
-            assert [(each.kind, each.bytes, each.count) for each in found] == [("all-gather", 1024, 1)]
+    START = 'ROOT %c = (f32[32]{0}, f32[256]{0}) custom-call(%g.first), custom_call_target="AsyncCollectiveStart"'
+    MIDDLE = (
+        "%mul = f32[256]{0} multiply(%q.second, %q.second)",
+        "ROOT %t = (f32[256]{0}, f32[32]{0}, f32[256]{0}) tuple(%mul, %p.second, %g.second)",
+    )
+    DONE = 'ROOT %e = f32[256]{0} custom-call(%p.third, %q.third, %g.third), custom_call_target="AsyncCollectiveDone"'
+    FRAGMENTS = (
+        "%y = f32[32]{0} parameter(0)",
+        "%z = f32[256]{0} parameter(1)",
+        "%f1 = (f32[32]{0}, f32[256]{0}) fusion(%y, %z), kind=kLoop, calls=%first",
+        "%y1 = f32[32]{0} get-tuple-element(%f1), index=0",
+        "%z1 = f32[256]{0} get-tuple-element(%f1), index=1",
+        "%f2 = (f32[256]{0}, f32[32]{0}, f32[256]{0}) fusion(%y1, %z), kind=kOutput, calls=%second",
+        "%z2 = f32[256]{0} get-tuple-element(%f2), index=2",
+        "ROOT %f3 = f32[256]{0} fusion(%y1, %z2), kind=kLoop, calls=%third",
+    )
+
+    def test_the_fragments_of_one_collective_count_once(self):
+        parts = [("first", self.START), ("second", *self.MIDDLE), ("third", self.DONE)]
+        text = module_of(*self.FRAGMENTS, computations="\n".join(self.fragment(*part) for part in parts))
+        costs = read_module(text)
+        assert [(each.kind, each.bytes, each.count) for each in costs.collectives] == [("all-gather", 1024, 1)]
+        # The start reads the shard and writes what is gathered, the middle squares another tensor meanwhile.
+        assert costs.memory_bytes == 128 + 1024 + 2 * 1024
+        assert [value.name for value in costs.largest_values] == ["f1", "f2"]
+
+    def test_the_same_chain_started_twice_counts_twice(self):
+        parts = [("first", self.START), ("second", *self.MIDDLE), ("third", self.DONE)]
+        computations = "\n".join(self.fragment(*part) for part in parts)
+        again = computations.replace("first", "fourth").replace("second", "fifth").replace("third", "sixth")
+        entry = ["%y = f32[32]{0} parameter(0)", "%z = f32[256]{0} parameter(1)"]
+        for name in ("first", "second", "third", "fourth", "fifth", "sixth"):
+            entry.append(f"%f.{name} = f32[256]{{0}} fusion(%y, %z), kind=kLoop, calls=%{name}")
+        found = collectives_of(*entry, computations=computations + again)
+        assert [(each.bytes, each.count) for each in found] == [(1024, 1), (1024, 1)]
+
+    def test_a_chain_without_a_start_counts_once(self):
+        middle, later = self.fragment("second", *self.MIDDLE), self.fragment("second", *self.MIDDLE)
+        found = collectives_of(
+            "%y = f32[32]{0} parameter(0)",
+            "%z = f32[256]{0} parameter(1)",
+            "%f1 = (f32[256]{0}, f32[32]{0}, f32[256]{0}) fusion(%y, %z), kind=kOutput, calls=%second",
+            "%f2 = (f32[256]{0}, f32[32]{0}, f32[256]{0}) fusion(%y, %z), kind=kOutput, calls=%later",
+            computations=middle + later.replace("second", "later"),
+        )
+        assert [(each.bytes, each.count) for each in found] == [(1024, 1)]
+
+    def test_a_mesh_with_device_ids_among_other_attributes(self):
+        [found] = collectives_of(
+            self.X,
+            "ROOT %c = f32[256,4]{1,0} all-gather(%x), channel_id=1, replica_groups=mesh['a'=2,'b'=4], "
+            "device_ids=(0,2,4,6,1,3,5,7) {'b'}, dimensions={0}, use_global_device_ids=true",
+            axes={"a": 4, "b": 2},
+        )
+        assert (found.groups, found.axes, found.bytes) == (((0, 2, 4, 6), (1, 3, 5, 7)), ("a",), 4096)
+
+    def test_the_permutes_of_a_windowed_einsum_are_part_of_its_gather_also_outside_the_loop(self):
+        permute = 'collective-permute(%{}), source_target_pairs={{{{0,1}},{{1,0}}}}, metadata={{op_name="jit(f)/{}"}}'
+        body = (
+            "%windowed_dot_general_body_ag.1 (p: (f32[256])) -> (f32[256]) {\n"
+            "  %p = (f32[256]{0}) parameter(0)\n  %t = f32[256]{0} get-tuple-element(%p), index=0\n"
+            f"  %r = f32[256]{{0}} {permute.format('t', 'dot')}\n  ROOT %o = (f32[256]{{0}}) tuple(%r)\n}}\n"
+            "%windowed_dot_general_cond_ag.1 (q: (f32[256])) -> pred[] {\n"
+            "  %q = (f32[256]{0}) parameter(0)\n  ROOT %yes = pred[] constant(true)\n}\n"
+        )
+        found = collectives_of(
+            self.X,
+            f"%first = f32[256]{{0}} {permute.format('x', 'dot')}",
+            f"%other = f32[256]{{0}} {permute.format('first', 'ppermute')}",
+            "%tuple = (f32[256]{0}) tuple(%other)",
+            "ROOT %loop = (f32[256]{0}) while(%tuple), condition=%windowed_dot_general_cond_ag.1, "
+            'body=%windowed_dot_general_body_ag.1, backend_config={"known_trip_count":{"n":"3"}}',
+            computations=body,
+        )
+        assert {each.name: (each.part_of, each.count) for each in found} == {
+            "first": ("all-gather", 1),
+            "other": (None, 1),
+            "r": ("all-gather", 3),
+        }
 
 
 class TestTripCounts:
@@ -457,6 +531,27 @@ class TestTripCounts:
     def test_what_does_not_follow_is_unknown(self, options):
         assert self.count(**options) is None
 
+    def test_a_computation_that_two_instructions_call_says_nothing_about_their_operands(self):
+        computations = self.BODY.format(
+            step=1,
+            operation="fusion(%i, %one), kind=kLoop, calls=%step",
+            kept="%k",
+            limit=10,
+            comparison="fusion(%j, %limit), kind=kLoop, calls=%less",
+        )
+        costs = read_module(
+            module_of(
+                "%zero = s32[] constant(0)",
+                "%eight = s32[] constant(8)",
+                "%x = f32[256]{0} parameter(0)",
+                "%other = s32[] fusion(%eight, %eight), kind=kLoop, calls=%step",
+                "%tuple = (s32[], f32[256]{0}, s32[]) tuple(%zero, %x, %eight)",
+                "ROOT %loop = (s32[], f32[256]{0}, s32[]) while(%tuple), condition=%condition, body=%body",
+                computations=computations,
+            )
+        )
+        assert costs.unknown_loops == 1
+
     def test_long_chains_and_sums_of_sums_end(self):
         # Each sum of the one before and itself: following every path would never end.
         sums = [f"%s{number} = s32[] add(%s{number - 1}, %s{number - 1})" for number in range(1, 3000)]
@@ -559,6 +654,29 @@ class TestFlopOfLibraryCalls:
         )
         assert costs.flops == 2 * 8 * 128 * 256 * 512
 
+    @pytest.mark.parametrize("stride", [1, 2, 3, 4])
+    @pytest.mark.parametrize("dilation", [1, 2, 4, 6])
+    @pytest.mark.parametrize("pad", [-1, 0, 3])
+    def test_a_window_counts_what_it_meets(self, stride, dilation, pad):
+        image, kernel, kernel_dilation = 7, 4, 3
+        spread = (image - 1) * dilation + 1 + 2 * pad - ((kernel - 1) * kernel_dilation + 1)
+        result = spread // stride + 1 if spread >= 0 else 0
+        met = sum(
+            (place := out * stride + tap * kernel_dilation - pad) % dilation == 0
+            and 0 <= place <= (image - 1) * dilation
+            for out in range(result)
+            for tap in range(kernel)
+        )
+        costs = read_module(
+            module_of(
+                f"%a = f32[2,{image},8]{{2,1,0}} parameter(0)",
+                f"%b = f32[{kernel},8,5]{{2,1,0}} parameter(1)",
+                f"ROOT %c = f32[2,{result},5]{{2,1,0}} convolution(%a, %b), window={{size={kernel} stride={stride} "
+                f"pad={pad}_{pad} lhs_dilate={dilation} rhs_dilate={kernel_dilation}}}, dim_labels=b0f_0io->b0f",
+            )
+        )
+        assert costs.flops == 2 * (2 * 8 * 5) * met
+
     def test_a_kernel_that_says_what_it_costs(self):
         call = 'ROOT %c = bf16[4,128,512]{2,1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call"'
         config = (
@@ -607,6 +725,33 @@ class TestMemoryOfInstructions:
             )
         )
         assert costs.memory_bytes == 2 * 64 * 4 + 2 * 4
+
+    def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to(self):
+        costs = read_module(
+            module_of(
+                "%table = f32[50000,64]{1,0} parameter(0)",
+                "%ids = s32[16,1]{1,0} parameter(1)",
+                "%rows = f32[16,64]{1,0} parameter(2)",
+                "ROOT %new = f32[50000,64]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, to_apply=%add",
+            )
+        )
+        assert costs.memory_bytes == 2 * 16 * 64 * 4 + 16 * 4
+
+    def test_what_a_fusion_passes_on_is_no_traffic(self):
+        fused = (
+            "%fused (p: f32[256], q: f32[256]) -> (f32[256], f32[256]) {\n"
+            "  %p = f32[256]{0} parameter(0)\n  %q = f32[256]{0} parameter(1)\n  %n = f32[256]{0} negate(%q)\n"
+            "  ROOT %t = (f32[256]{0}, f32[256]{0}) tuple(%p, %n)\n}\n"
+        )
+        costs = read_module(
+            module_of(
+                "%x = f32[256]{0} parameter(0)",
+                "%y = f32[256]{0} parameter(1)",
+                "ROOT %f = (f32[256]{0}, f32[256]{0}) fusion(%x, %y), kind=kLoop, calls=%fused",
+                computations=fused,
+            )
+        )
+        assert costs.memory_bytes == 2 * 1024
 
     def test_results_parameters_and_updates_are_no_large_values(self):
         costs = read_module(

@@ -262,9 +262,21 @@ def test_no_line_is_longer_than_the_report_is_wide(plan):
     assert max(map(len, as_text(plan).split("\n"))) <= WIDTH
 
 
-def test_nothing_of_a_long_path_is_lost():
-    words = "".join(line.split("  ")[0].strip() for line in as_text(LONG).split("\n"))
-    assert "layer/" * 30 + "kernel" in words
+def test_a_long_path_goes_on_in_the_next_line_between_its_words():
+    long = variable("layer/" * 30 + "kernel", (64,), ("data",), (32,), rule="layer/" * 30)
+    lines = section(as_text(made(variables=(long,))), "Variables, and their bytes on one device")
+    words = [re.split(r"\s{2,}", line.strip())[0] for line in lines]
+    assert words[2:7] == ["layer/" * 9, "layer/" * 9, "layer/" * 9, "layer/" * 3 + "kernel", "layer/" * 9]
+
+
+def test_nothing_of_a_long_path_without_words_is_lost():
+    text = as_text(made(variables=(variable("Z" * 200, (4,), (None,), (4,)),)))
+    assert text.count("Z") == 200
+
+
+def test_a_single_row_that_is_left_over_is_shown_itself():
+    many = tuple(variable(f"{chr(97 + n)}/kernel", (100 + n,), (None,), (100 + n,)) for n in range(13))
+    assert "more of weights" not in as_text(made(variables=many))
 
 
 def test_brackets_and_colons_of_names_are_no_markup():
@@ -429,8 +441,8 @@ def test_only_plans_are_compared(arguments):
         (["block0/kernel", "block1/kernel"], "block{0,1}/kernel"),
         ([f"block{n}/conv{n}/kernel" for n in range(3)], "block{0..2}/conv{0..2}/kernel"),
         (["dense/kernel", "dense_1/kernel", "dense_2/kernel", "dense_3/kernel"], "dense{,_1.._3}/kernel"),
-        (["layer_9/a", "layer_10/a", "layer_11/a"], "layer{_9.._11}/a"),
-        ([f"layer_{n}/a" for n in range(0, 12, 2)], "layer{_0,_2,..,_10}/a"),
+        (["layer_9/a", "layer_10/a", "layer_11/a"], "layer_{9..11}/a"),
+        ([f"layer_{n}/a" for n in range(0, 12, 2)], "layer_{0,2,..,10}/a"),
         (["adam/d_kernel_momentum", "adam/d_1_kernel_velocity"], "adam/d{,_1}_kernel_{momentum,velocity}"),
     ],
 )

@@ -1,0 +1,316 @@
+"""Plans of all sorts of models and batches, and what cannot be planned."""
+
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subclassed, tensor_parallel
+
+import keras_dist as kd
+from keras_dist.keras_seam import variable_value
+from keras_dist.planning.flops import asked_flops
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def figures(planned):
+    return planned.memory, planned.variables, planned.traffic, planned.flops, planned.model_flops
+
+
+@pytest.mark.parametrize("layout", ["tensor parallel", "fully sharded"])
+def test_functions_deferred_models_and_real_ones_have_the_same_plan(layout):
+    distribution = LAYOUTS[layout]()
+    of_function = kd.plan(gpt, distribution, 16)
+    with distribution.scope():
+        with kd.deferred():
+            deferred = gpt()
+        real = gpt()
+    on_one_device = gpt()
+    for model in (deferred, real, on_one_device):
+        assert figures(kd.plan(model, distribution, 16)) == figures(of_function)
+
+
+def test_a_model_that_is_passed_stays_as_it_was():
+    distribution = LAYOUTS["tensor parallel"]()
+    x, y = MODELS["gpt"][1]
+    histories = []
+    for plans in (False, True):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(4)
+        with distribution.scope():
+            model = gpt()
+            if plans:
+                kd.plan(model, distribution, (x, y))
+                kd.plan(gpt, distribution, (x, y))
+                assert not model.optimizer.built
+                assert layers.Dense(2).name == "dense"
+                keras.utils.clear_session(free_memory=False)
+                assert all(variable_value(variable) is not None for variable in model.variables)
+            histories.append(model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"])
+            if plans:
+                before = model.get_weights()
+                kd.plan(model, distribution, (x, y))
+                model.optimizer.iterations.assign_add(0)
+                for value, expected in zip(model.get_weights(), before, strict=True):
+                    np.testing.assert_array_equal(value, expected)
+                model.fit(x, y, batch_size=4, verbose=0)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_may_be_arrays_shapes_or_a_number_of_rows(name):
+    build, (x, y) = MODELS[name]
+    distribution = LAYOUTS["fully sharded"]()
+    spec = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (x, y))
+    of_arrays = kd.plan(build, distribution, (x, y))
+    assert figures(kd.plan(build, distribution, spec)) == figures(of_arrays)
+    if name == "subclassed":
+        with pytest.raises(ValueError, match=r"the inputs None\. Pass the shapes of a batch"):
+            kd.plan(build, distribution, 16)
+        of_sizes = kd.plan(build, distribution, (x.shape, y.shape))
+        assert figures(of_sizes) == figures(of_arrays)
+    else:
+        assert figures(kd.plan(build, distribution, 16)) == figures(of_arrays)
+
+
+def test_sample_weights_and_float64_are_taken_as_fit_takes_them():
+    x, y = (array.astype("float64") for array in MODELS["perceptron"][1])
+    planned = kd.plan(perceptron, LAYOUTS["data parallel"](), (x, y, np.ones(16)))
+    assert planned.batch == ("float32[16, 16]", "float32[16, 8]", "float32[16]")
+    assert planned.memory.batch == 4 * (2 * 16 + 2 * 8 + 2)
+
+
+def test_the_batch_is_sharded_as_far_as_its_rows_allow():
+    planned = kd.plan(perceptron, LAYOUTS["data parallel"](), 12)
+    assert planned.memory.batch == 12 * (16 + 8) * 4
+
+
+def test_each_variable_has_its_rule_layout_and_bytes():
+    mesh = kd.create_device_mesh("data:2,model:4")
+    planned = kd.plan(gpt, tensor_parallel(mesh), 16)
+    variables = {v.path: v for v in planned.variables}
+    up = variables["block1_up/kernel"]
+    assert (up.part, up.shape, up.dtype, up.rule) == ("weights", (32, 128), "float32", ".*(up|head)/kernel")
+    assert (up.axes, up.shard_shape, up.bytes) == ((None, "model"), (32, 32), 4096)
+    slot = variables["adamw/block1_up_kernel_velocity"]
+    assert (slot.part, slot.rule, slot.bytes) == ("optimizer", up.rule, 4096)
+    assert variables["block1_up/bias"].rule is None
+    assert variables["accuracy/total"].part == "other"
+    assert planned.parameters == gpt().count_params()
+
+
+def test_layouts_that_variables_bring_with_them_hold():
+    mesh = kd.create_device_mesh("data:2,model:4")
+
+    class Own(layers.Layer):
+        def build(self, shape):
+            layout = kd.TensorLayout((None, "model"), mesh)
+            self.w = keras.Variable("ones", shape=(shape[-1], 8), layout=layout, name="w")
+
+        def call(self, x):
+            return x @ self.w
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), Own()])
+        model.compile("adam", "mse")
+        return model
+
+    planned = kd.plan(build, rules(mesh, {}), 16)
+    assert planned.memory.weights == 4 * 2 * 4
+    assert planned.memory.optimizer == 2 * planned.memory.weights + 8
+
+
+def test_a_user_s_own_train_step_is_the_one_that_is_compiled():
+    class Own(keras.Model):
+        def train_step(self, state, data):
+            trainable, *rest = state
+            x, _ = data
+            return {"sum": keras.ops.sum(x)}, ([value * 2 for value in trainable], *rest)
+
+    def build():
+        x = keras.Input((16,))
+        model = Own(x, layers.Dense(8, name="up")(x))
+        model.compile("sgd", "mse")
+        return model
+
+    planned = kd.plan(build, LAYOUTS["data parallel"](), 16)
+    assert planned.flops == planned.model_flops == 0
+    assert [(t.kind, t.bytes) for t in planned.traffic] == [("all-reduce", 4)]
+
+
+def test_large_constants_are_warned_of():
+    table = np.ones((2**12, 2**10), "float32")
+
+    class Bakes(layers.Layer):
+        def call(self, x):
+            return x @ keras.ops.transpose(table)
+
+    def build():
+        model = keras.Sequential([keras.Input((2**10,)), Bakes(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.warns(UserWarning, match=r"1 constants of 16 MiB or more, the largest float32 of shape \(4096, 1024\)|\(1024, 4096\)"):
+        kd.plan(build, kd.DataParallel(devices=["cpu:0", "cpu:1"]), 8)
+
+
+def test_a_plan_is_plain_data_too():
+    planned = kd.plan(gpt, LAYOUTS["tensor parallel"](), 16)
+    data = json.loads(planned.to_json())
+    assert data == json.loads(planned.to_json(indent=None))
+    assert data["mesh"] == {"data": 2, "model": 4}
+    assert data["memory"]["total"] == planned.memory.total == sum(v for k, v in data["memory"].items() if k not in ("total", "state", "capacity"))
+    assert data["wire_bytes"] == planned.wire_bytes == pytest.approx(sum(c["wire_bytes"] * c["count"] for c in data["collectives"]))
+    assert len(data["variables"]) == len(planned.variables)
+    assert planned.model in str(planned)
+    assert planned.picture() in str(planned) or "weights" in planned.picture()
+    assert "<" in planned._repr_html_()
+
+
+def test_what_is_out_of_memory_names_what_is_large():
+    keras_model = lambda: gpt(1, width=64)
+    chip = kd.Hardware("tiny-cpu", "cpu", "tiny", memory_bytes=1000, sources={"memory_bytes": "this test"})
+    planned = kd.plan(keras_model, LAYOUTS["data parallel"](), 16)
+    assert planned.fits in (True, None)
+    import dataclasses
+
+    small = dataclasses.replace(planned, fits=False, memory=dataclasses.replace(planned.memory, capacity=chip.memory_bytes))
+    largest = small.largest_holders(3)
+    assert [size for _, size in largest] == sorted((size for _, size in largest), reverse=True)
+    assert "does not fit" in repr(small)
+    assert largest[0][0] in str(small)
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: None, r"build_model returns a keras.Model. Received: None \(NoneType\)"),
+        (lambda: layers.Dense(3), r"build_model returns a keras.Model. Received: <Dense"),
+        (lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2)]), r"not compiled.*model.compile"),
+    ],
+)
+def test_a_function_returns_a_compiled_model(build, message):
+    with pytest.raises(ValueError, match=message):
+        kd.plan(build, kd.DataParallel(), 8)
+
+
+@pytest.mark.parametrize("model", [3, None, "model.py"])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"A plan is of a model, or of a function without arguments.*Received: "):
+        kd.plan(model, kd.DataParallel(), 8)
+
+
+def test_a_model_that_is_passed_is_built():
+    with pytest.raises(ValueError, match=r"A model that is passed is built already. Received: 'residual'"):
+        kd.plan(subclassed(), kd.DataParallel(), ((16, 32), (16, 8)))
+
+
+@pytest.mark.parametrize("distribution", [None, "data:8", keras.distribution.DataParallel])
+def test_what_is_no_distribution_is_refused(distribution):
+    with pytest.raises(TypeError, match=r"A plan is for a distribution of keras_dist. Received: .*Pass, for example"):
+        kd.plan(gpt, distribution, 8)
+
+
+def test_unknown_steps_and_depths_are_refused():
+    with pytest.raises(ValueError, match=r"A step is one of 'train', 'test', 'predict'. Received: step='fit'"):
+        kd.plan(gpt, kd.DataParallel(), 8, step="fit")
+    for depth, compiled in ((3, (2, 4)), (8, (4, 2)), (8, (0, 2)), (8, 4), (8.0, (2, 4)), (4, (2, 4))):
+        with pytest.raises(ValueError, match=r"Two numbers of blocks.*Received: depth=.*Leave depth out"):
+            kd.plan(gpt, kd.DataParallel(), 8, depth=depth, compile_depths=compiled)
+    with pytest.raises(TypeError, match=r"With depth, build_model is a function of the number of blocks"):
+        kd.plan(gpt(), kd.DataParallel(), 8, depth=8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (((16, 7), (16, 8)), r"must take the batch. Received: x float32\[16, 7\], y float32\[16, 8\], with which it raises"),
+        (((16, 16), (16, 3)), r"must take the batch. Received: x float32\[16, 16\], y float32\[16, 3\]"),
+        (((16, 16), (8, 8)), r"must take the batch"),
+        (((None, 16), (None, 8)), r"A batch has whole shapes|batch"),
+        (((0, 16), (0, 8)), r"A batch has whole shapes. Received: \[0, 16\]"),
+        (((16, 16), (16, 8), (16,), (16,)), r"A batch is x, \(x, y\) or \(x, y, sample_weight\). Received: a tuple of 4"),
+        (0, r"A batch has one row or more. Received: batch=0"),
+        (jax.ShapeDtypeStruct((16, 16), "float32"), r"must take the batch"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        kd.plan(perceptron, kd.DataParallel(), batch)
+
+
+def test_eager_models_are_refused():
+    def build():
+        model = perceptron()
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    with pytest.raises(ValueError, match=r"Only a compiled step can be planned.*run_eagerly=True"):
+        kd.plan(build, kd.DataParallel(), 16)
+
+
+def test_errors_of_rules_come_through():
+    mesh = kd.create_device_mesh("data:8")
+    with pytest.raises(ValueError, match=r"Cannot shard 'down/kernel'"):
+        kd.plan(perceptron, rules(mesh, {".*up/kernel": ("data", None), ".*down/.*": ("data", "data")}), 16)
+
+
+# ------------------------------------------------------------------------------------------------------------ FLOP
+
+
+def flops_of(function, *shapes):
+    return asked_flops(jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]).jaxpr)
+
+
+def test_flop_are_those_of_the_textbook():
+    conv = jax.lax.conv_general_dilated
+    layout = ("NHWC", "HWIO", "NHWC")
+    assert flops_of(lambda a, b: a @ b, (3, 5), (5, 7)) == (2 * 3 * 5 * 7, False)
+    assert flops_of(lambda a, b: jax.numpy.einsum("bij,bjk->bik", a, b), (4, 3, 5), (4, 5, 7))[0] == 4 * 2 * 3 * 5 * 7
+    plain = flops_of(lambda x, w: conv(x, w, (1, 1), "SAME", dimension_numbers=layout), (2, 8, 8, 3), (3, 3, 3, 16))
+    assert plain[0] == 2 * (2 * 8 * 8) * 16 * 27
+    grouped = flops_of(
+        lambda x, w: conv(x, w, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=4), (2, 8, 8, 8), (3, 3, 2, 16)
+    )
+    assert grouped[0] == 2 * (2 * 4 * 4) * 16 * 18
+    loop = flops_of(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=6)[0], (4, 4))
+    assert loop[0] == 6 * 2 * 64
+    branches = flops_of(lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a @ a, lambda: a), (4, 4))
+    assert branches[0] == 2 * 64
+
+
+def test_backward_passes_count_twice_the_forward_one():
+    def loss(w, x):
+        return (jax.numpy.tanh(x @ w) @ w).sum()
+
+    assert flops_of(jax.grad(loss, (0, 1)), (8, 8), (4, 8))[0] == pytest.approx(3 * 2 * 2 * 4 * 64, rel=0.2)
+    forward = 2 * 16 * 8 * 8 * 9 * 4 * 4
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME").sum()
+    backward = flops_of(jax.grad(conv, (0, 1)), (16, 4, 8, 8), (4, 4, 3, 3))[0]
+    assert backward == pytest.approx(2 * forward, rel=0.6)
+
+
+def test_what_is_recomputed_does_not_count_as_model_flop():
+    def build(remat):
+        def make():
+            with keras.RematScope("full") if remat else keras.RematScope(None):
+                return gpt(2)
+
+        return make
+
+    plain = kd.plan(build(False), LAYOUTS["tensor parallel"](), 16)
+    recomputing = kd.plan(build(True), LAYOUTS["tensor parallel"](), 16)
+    assert recomputing.model_flops == pytest.approx(plain.model_flops, rel=0.05)
