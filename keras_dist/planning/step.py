@@ -1,6 +1,7 @@
 """The step that a model runs, with shapes and layouts in place of arrays: made ready, traced, and compiled."""
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,10 +186,11 @@ def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
             f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}"
             for part, value in zip(("x", "y", "sample_weight"), specs, strict=False)
         )
+        words = " ".join(re.sub(r"\x1b\[\d*m", "", str(cause)).split())
         raise ValueError(
             f"The {name} step of {model.name!r} must take the batch. Received: {shapes}, with which it raises "
-            f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}. Pass the shapes of a whole batch, as fit "
-            "gets it: x, (x, y) or (x, y, sample_weight)."
+            f"{type(cause).__name__}: {words[:400]}. Pass the shapes of a whole batch, as fit gets it: x, (x, y) or "
+            "(x, y, sample_weight)."
         ) from error
 
 

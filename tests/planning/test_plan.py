@@ -1,5 +1,6 @@
 """Plans of all sorts of models and batches, and what cannot be planned."""
 
+import dataclasses
 import json
 
 import jax
@@ -24,7 +25,8 @@ def quick_compilation():
 
 
 def figures(planned):
-    return planned.memory, planned.variables, planned.traffic, planned.flops, planned.model_flops
+    variables = [dataclasses.replace(v, path=v.path.split("/", 1)[-1]) for v in planned.variables]
+    return planned.memory, variables, planned.traffic, planned.flops, planned.model_flops
 
 
 @pytest.mark.parametrize("layout", ["tensor parallel", "fully sharded"])
@@ -102,7 +104,7 @@ def test_each_variable_has_its_rule_layout_and_bytes():
     up = variables["block1_up/kernel"]
     assert (up.part, up.shape, up.dtype, up.rule) == ("weights", (32, 128), "float32", ".*(up|head)/kernel")
     assert (up.axes, up.shard_shape, up.bytes) == ((None, "model"), (32, 32), 4096)
-    slot = variables["adamw/block1_up_kernel_velocity"]
+    slot = variables["adam_w/block1_up_kernel_velocity"]
     assert (slot.part, slot.rule, slot.bytes) == ("optimizer", up.rule, 4096)
     assert variables["block1_up/bias"].rule is None
     assert variables["accuracy/total"].part == "other"
@@ -182,8 +184,6 @@ def test_what_is_out_of_memory_names_what_is_large():
     chip = kd.Hardware("tiny-cpu", "cpu", "tiny", memory_bytes=1000, sources={"memory_bytes": "this test"})
     planned = kd.plan(keras_model, LAYOUTS["data parallel"](), 16)
     assert planned.fits in (True, None)
-    import dataclasses
-
     small = dataclasses.replace(planned, fits=False, memory=dataclasses.replace(planned.memory, capacity=chip.memory_bytes))
     largest = small.largest_holders(3)
     assert [size for _, size in largest] == sorted((size for _, size in largest), reverse=True)
@@ -265,7 +265,7 @@ def test_eager_models_are_refused():
 def test_errors_of_rules_come_through():
     mesh = kd.create_device_mesh("data:8")
     with pytest.raises(ValueError, match=r"Cannot shard 'down/kernel'"):
-        kd.plan(perceptron, rules(mesh, {".*up/kernel": ("data", None), ".*down/.*": ("data", "data")}), 16)
+        kd.plan(perceptron, rules(mesh, {".*up/kernel": ("data", None), ".*down/.*": ("data", None, None)}), 16)
 
 
 # ------------------------------------------------------------------------------------------------------------ FLOP
@@ -306,11 +306,12 @@ def test_backward_passes_count_twice_the_forward_one():
 def test_what_is_recomputed_does_not_count_as_model_flop():
     def build(remat):
         def make():
-            with keras.RematScope("full") if remat else keras.RematScope(None):
+            recomputed = [f"block{number}_{name}" for number in range(2) for name in ("up", "down")]
+            with keras.RematScope("list_of_layers", layer_names=recomputed if remat else []):
                 return gpt(2)
 
         return make
 
     plain = kd.plan(build(False), LAYOUTS["tensor parallel"](), 16)
     recomputing = kd.plan(build(True), LAYOUTS["tensor parallel"](), 16)
-    assert recomputing.model_flops == pytest.approx(plain.model_flops, rel=0.05)
+    assert recomputing.model_flops == plain.model_flops

@@ -1,0 +1,165 @@
+"""The same models planned for TPUs and GPUs that are not attached: state, floors, collectives, memory that runs out."""
+
+import importlib.util
+
+import jax
+import keras
+import pytest
+from keras import layers
+from planned_models import LargestDim, gpt, rules, tensor_parallel
+
+import keras_dist as kd
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+)
+EIGHT = [pytest.param("v5e:2x4", marks=needs_libtpu), pytest.param("h100:8", marks=needs_cuda)]
+TWO_NETWORKS = [
+    pytest.param("v5e:2x2", 2, marks=needs_libtpu),
+    pytest.param("h100:2x4", 1, marks=needs_cuda),
+]
+
+
+def mesh_of(target, axes, slices=1):
+    return kd.create_device_mesh(axes, devices=kd.target(target, slices=slices))
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_data_parallel_moves_the_gradients_and_nothing_else(target):
+    planned = kd.plan(lambda: gpt(width=64), kd.DataParallel(mesh_of(target, "data:8")), 16)
+    floor = 2 * planned.memory.weights * 7 / 8
+    assert {(each.kind, each.axes) for each in planned.traffic} == {("all-reduce", ("data",))}
+    assert floor <= planned.wire_bytes <= 1.01 * floor
+    assert planned.fits
+    assert planned.target == target.split(":")[0]
+    assert planned.roofline.bound is not None
+    assert 0 < planned.model_flops_utilization <= 1.0001
+    assert planned.roofline.dcn_seconds == 0
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_tensor_parallel_has_four_all_reduces_of_an_activation_in_a_block(target):
+    distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
+    moved = []
+    for depth in (2, 3):
+        planned = kd.plan(lambda depth=depth: gpt(depth, width=128, length=64), distribution, 16)
+        [reduced] = [t for t in planned.traffic if (t.kind, t.axes) == ("all-reduce", ("model",))]
+        moved.append((reduced.count, reduced.bytes))
+    activation = 8 * 64 * 128 * 4  # rows on a device, length, width, float32
+    (fewer, less), (more, most) = moved
+    assert more - fewer == 4
+    assert (most - less) / activation == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_state_is_that_of_simulated_devices_of_the_same_mesh(target):
+    here = kd.plan(gpt, LargestDim(kd.create_device_mesh("data:8"), ["data"], "data"), 16)
+    there = kd.plan(gpt, LargestDim(mesh_of(target, "data:8"), ["data"], "data"), 16)
+    assert there.memory.state == here.memory.state
+    assert there.memory.batch == here.memory.batch
+    assert [(v.shape, v.axes, v.bytes) for v in there.variables] == [(v.shape, v.axes, v.bytes) for v in here.variables]
+    assert there.flops == pytest.approx(here.flops, rel=0.01)
+    assert there.model_flops == here.model_flops
+
+
+@pytest.mark.parametrize(("target", "slices"), TWO_NETWORKS)
+def test_collectives_between_slices_or_hosts_are_told_from_those_inside(target, slices):
+    mesh = mesh_of(target, "data:2,model:4", slices)
+    planned = kd.plan(lambda: gpt(1, width=64), tensor_parallel(mesh), 16)
+    crossing = {each.axes: each.crosses_network for each in planned.traffic if each.axes in (("data",), ("model",))}
+    assert crossing == {("data",): True, ("model",): False}
+    assert planned.roofline.dcn_seconds > 0
+    assert planned.roofline.ici_seconds > 0
+    assert "(DCN)" in str(planned)
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones(target):
+    distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
+    whole = kd.plan(lambda: gpt(7, width=128, length=64), distribution, 16)
+    line = kd.plan(lambda depth: gpt(depth, width=128, length=64), distribution, 16, depth=7)
+    assert line.variables == whole.variables
+    assert line.memory.state == whole.memory.state
+    assert line.flops == pytest.approx(whole.flops, rel=0.01)
+    assert line.wire_bytes == pytest.approx(whole.wire_bytes, rel=0.02)
+    assert line.memory.temporaries == pytest.approx(whole.memory.temporaries, rel=0.1)
+    assert line.roofline.compute_seconds == pytest.approx(whole.roofline.compute_seconds, rel=0.01)
+
+
+def wide():
+    model = keras.Sequential([keras.Input((2**15,)), layers.Dense(2**16, name="up"), layers.Dense(8, name="down")])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_out_of_memory_is_an_answer(target):
+    mesh = mesh_of(target, "data:8")
+    planned = kd.plan(wide, kd.DataParallel(mesh), 64)
+    needed = 3 * 4 * 2**31
+    if target.startswith("h100"):
+        needed += 4 * 2**31 * 4  # five copies of the kernel are 40 GiB: this one fits
+        assert planned.memory.total > 3 * 4 * 2**31
+    else:
+        assert planned.fits is False
+        assert planned.memory.total > needed > planned.memory.capacity
+        assert "up/kernel (weights)" in dict(planned.largest_holders())
+        assert "Does not fit" in str(planned)
+        assert planned.traffic
+        assert any("The compiler says: " in note for note in planned.notes)
+    sharded = kd.plan(wide, LargestDim(mesh, ["data"], "data"), 64)
+    assert sharded.fits
+    assert sharded.memory.weights < planned.memory.weights / 7
+
+
+@needs_libtpu
+def test_no_model_is_too_large_to_be_planned():
+    def giant():
+        model = keras.Sequential([keras.Input((2**17,)), layers.Dense(2**17, use_bias=False), layers.Dense(8)])
+        model.compile("sgd", "mse")
+        return model
+
+    mesh = mesh_of("v5p:4x4x4", "data:64")
+    planned = kd.plan(giant, LargestDim(mesh, ["data"], "data"), 64)
+    assert planned.memory.weights >= 4 * 2**34 / 64
+    assert planned.parameters > 17e9
+    assert planned.fits
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub: pip install keras-hub")
+@pytest.mark.parametrize("target", ["cpu:8", *EIGHT])
+def test_a_task_of_keras_hub_that_compiles_itself(target):
+    import keras_hub
+
+    def build():
+        backbone = keras_hub.models.Llama3Backbone(
+            vocabulary_size=256,
+            num_layers=2,
+            num_query_heads=8,
+            num_key_value_heads=2,
+            hidden_dim=64,
+            intermediate_dim=128,
+            dtype="mixed_bfloat16",
+        )
+        return keras_hub.models.Llama3CausalLM(backbone, preprocessor=None)
+
+    mesh = mesh_of(target, "data:4,model:2")
+    layout = {
+        "token_embedding/embeddings": ("model", "data"),
+        ".*(query|key|value)/kernel": ("data", "model", None),
+        ".*attention_output/kernel": ("model", None, "data"),
+        ".*feedforward_(gate|intermediate)_dense/kernel": ("data", "model"),
+        ".*feedforward_output_dense/kernel": ("model", "data"),
+    }
+    tokens = jax.ShapeDtypeStruct((8, 32), "int32")
+    batch = {"token_ids": tokens, "padding_mask": jax.ShapeDtypeStruct((8, 32), "bool")}, tokens
+    planned = kd.plan(build, rules(mesh, layout), batch)
+    weights = [v for v in planned.variables if v.part == "weights"]
+    sharded = [v for v in weights if any(v.axes)]
+    assert len(sharded) == 2 * 7 + 1
+    assert planned.memory.optimizer == 2 * planned.memory.weights + 8
+    assert {("model",), ("data",)} <= {each.axes for each in planned.traffic}
