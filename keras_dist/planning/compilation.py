@@ -1,5 +1,6 @@
 """What a compiler makes of a step, read off the compiled program."""
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,10 +14,10 @@ from keras_dist.planning.flops import asked_flops
 from keras_dist.planning.hardware import Hardware
 from keras_dist.planning.hlo import Collective, LargeValue, read_module
 from keras_dist.planning.roofline import Roofline, roofline
-from keras_dist.planning.step import Step, forward_step, warn_of_constants
+from keras_dist.planning.step import Step, bytes_on_a_device, forward_step, warn_of_constants
 from keras_dist.topology import networks_of
 
-# libtpu then finishes a program that does not fit, so that what it would need is known.
+# With this libtpu finishes a program that does not fit, so that what it would need is known; before 0.0.50.
 _COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}
 
 
@@ -106,15 +107,20 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
     started = time.perf_counter()
     compiled, refusal = _compile(traced.lower())
     seconds = time.perf_counter() - started
+    if compiled is None:
+        return _refused(step, str(refusal), model_flops, seconds)
     say("Reading the compiled program")
-    memory, costs = compiled.memory_analysis(), read_module(compiled.as_text(), mesh.axis_sizes)
     devices = mesh.backend_mesh.devices
+    flat = devices.ravel().tolist()
+    networks = networks_of(flat)
+    memory = compiled.memory_analysis()
+    costs = read_module(compiled.as_text(), mesh.axis_sizes, networks.tolist(), [device.id for device in flat])
     return Compilation(
         argument_bytes=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         program=memory.generated_code_size_in_bytes,
-        traffic=_summed(costs.collectives, networks_of(devices.ravel().tolist())),
+        traffic=_summed(costs.collectives, networks),
         collectives=costs.collectives,
         flops=costs.flops,
         model_flops=model_flops,
@@ -128,16 +134,43 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
 
 
 def _compile(lowered: Any) -> tuple[Any, str | None]:
+    """The compiled program, None where there is none; and what the compiler said of memory that does not suffice."""
     try:
         return lowered.compile(), None
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         refusal = str(error).splitlines()[0]
-        try:
-            return lowered.compile(compiler_options=_COMPILE_ALL_THE_SAME), refusal
-        except jax.errors.JaxRuntimeError:
-            raise error from None
+    try:
+        return lowered.compile(compiler_options=_COMPILE_ALL_THE_SAME), refusal
+    except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50
+        return None, refusal
+
+
+def _refused(step: Step, refusal: str, model_flops: float, seconds: float) -> Compilation:
+    """What is known of a program that does not fit, and that the compiler did not finish."""
+    arguments = jax.tree.leaves((step.state_specs(), step.batch))
+    needed = re.search(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of", refusal)
+    held, total = sum(map(bytes_on_a_device, arguments)), 0.0
+    if needed:
+        number, unit = (group for group in needed.groups() if group)
+        total = float(number) * 2.0 ** (10 * " KMGT".index(unit))
+    return Compilation(
+        argument_bytes=held,
+        outputs=0,
+        temporaries=max(0.0, total - held),
+        program=0,
+        traffic=(),
+        collectives=(),
+        flops=0,
+        model_flops=model_flops,
+        memory_traffic=0,
+        roofline=Roofline(None, None, None, None),
+        largest_values=(),
+        refusal=refusal,
+        notes=("The compiler did not finish the program, so that its collectives, FLOP and time are not known.",),
+        seconds=seconds,
+    )
 
 
 def _notes(costs: Any) -> tuple[str, ...]:
@@ -157,7 +190,8 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
     for each in collectives:
         if each.group_size > 1:
             if each.groups not in crossing:
-                crossing[each.groups] = any(np.ptp(networks[list(group)]) > 0 for group in each.groups)
+                groups = each.groups or [range(len(networks))]  # as the roofline takes groups that are not known
+                crossing[each.groups] = any(np.ptp(networks[list(group)]) > 0 for group in groups)
             figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
             sums[each.kind, each.axes, crossing[each.groups]] += figures
     return _most_sent_first(

@@ -16,12 +16,13 @@ hardware is attached or not.
 
 import heapq
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from keras_dist.planning.hlo_groups import Groups, axes_of_groups, axes_of_pairs, parse_groups
 from keras_dist.planning.hlo_loops import Loops
+from keras_dist.planning.hlo_slices import Slices, slices_of, transfer
 from keras_dist.planning.hlo_text import (
     Computation,
     Instruction,
@@ -35,14 +36,15 @@ COLLECTIVES = frozenset({
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
     "ragged-all-to-all",
 })  # fmt: skip
-_NO_NEW_VALUE = frozenset(
-    ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier"]
-)
+_NO_NEW_VALUE = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier",
+    "send",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled module.
+    """One collective instruction of a compiled module, or what it sends to other slices for one.
 
     Args:
         kind: its HLO opcode, without "-start": "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
@@ -55,9 +57,12 @@ class Collective:
         wire_bytes: bytes that one device sends in one run, see `wire_bytes`.
         count: how often one execution of the module runs it.
         group_size: devices in a group; 2 for a permute, which pairs them.
-        axes: mesh axes it runs on, outermost first; () for a group of one; None where the groups are no product of
-            axes, or the axes are not known.
-        groups: positions in the flattened mesh; for a permute its pairs of source and target.
+        axes: mesh axes along which the devices of a group differ, outermost first; () for a group of one; None where
+            the groups follow no axes, or the axes are not known. An axis that a collective runs on only a part of is
+            named, too: compilers take a collective over an axis of several slices or hosts apart into collectives
+            inside each of them and between them. `group_size` tells these from the whole.
+        groups: positions in the flattened mesh; for a permute its pairs of source and target. () where the module
+            names devices that are not known.
         dtype: HLO element type of its largest tensor.
         part_of: "all-gather" or "reduce-scatter" for a permute that the compiler made of one, to overlap it with the
             matrix multiplication that needs it (a windowed einsum); None elsewhere.
@@ -125,7 +130,12 @@ class ModuleCosts:
         return sum(each.wire_bytes * each.count for each in self.collectives)
 
 
-def read_module(text: str, axes: Mapping[str, int] | None = None) -> ModuleCosts:
+def read_module(
+    text: str,
+    axes: Mapping[str, int] | None = None,
+    networks: Sequence[int] | None = None,
+    ids: Sequence[int] | None = None,
+) -> ModuleCosts:
     """Reads what one device does in one execution of a compiled module.
 
     Loops count as often as they run; of the branches of a condition the one counts that sends most.
@@ -134,6 +144,11 @@ def read_module(text: str, axes: Mapping[str, int] | None = None) -> ModuleCosts
         text: `compiled.as_text()`.
         axes: sizes of the mesh's axes by name, outermost first. Device i of the module is the device at position i of
             the flattened mesh.
+        networks: number of the slice of each position in the flattened mesh, None for one slice. The module for
+            several slices of TPUs is that of one of them: device i of it is the i-th of each slice in the flattened
+            mesh.
+        ids: the id of the device at each position, by which such a module may name it. None where the devices of each
+            slice are in the order of their ids, and all of them are in the mesh.
 
     Returns:
         The costs.
@@ -142,7 +157,8 @@ def read_module(text: str, axes: Mapping[str, int] | None = None) -> ModuleCosts
         ValueError: no text of a compiled module.
     """
     module = parse_module(text)
-    reader = _Reader(module, dict(axes or {}))
+    slices = slices_of(module.devices, networks, ids)
+    reader = _Reader(module, dict(axes or {}), slices)
     costs = reader.costs(module.entry)
     collectives = [replace(reader.found[place], count=count) for place, count in costs.counts.items() if count]
     return ModuleCosts(
@@ -152,7 +168,7 @@ def read_module(text: str, axes: Mapping[str, int] | None = None) -> ModuleCosts
         memory_bytes=costs.memory_bytes,
         unknown_loops=costs.unknown_loops,
         largest_values=tuple(heapq.nlargest(10, reader.values, key=lambda value: value.bytes)),
-        devices=module.devices,
+        devices=slices.devices,
         opaque_calls=tuple(sorted(reader.opaque_calls)),
     )
 
@@ -210,8 +226,8 @@ class _Costs:
 class _Reader:
     """Goes through the computations that a module runs, each once."""
 
-    def __init__(self, module: Module, axes: dict[str, int]):
-        self.module, self.axes, self.loops = module, axes, Loops(module)
+    def __init__(self, module: Module, axes: dict[str, int], slices: Slices):
+        self.module, self.axes, self.slices, self.loops = module, axes, slices, Loops(module)
         self.found: dict[str, Collective] = {}
         self.values: list[LargeValue] = []
         self.opaque_calls: set[str] = set()
@@ -240,7 +256,8 @@ class _Reader:
         opcode = instruction.base_opcode
         if not in_fusion:
             costs.memory_bytes += memory_bytes(self.module, computation, instruction)
-        if opcode in COLLECTIVES or (opcode == "send" and "_source_target_pairs" in instruction.attributes):
+        is_sent = opcode == "send" and ("_source_target_pairs" in instruction.attributes or transfer(instruction))
+        if opcode in COLLECTIVES or is_sent:
             if self._counts(computation, instruction):
                 collective = self._collective(computation, instruction, in_fusion, op_name)
                 place = f"{computation.name}/{instruction.name}"
@@ -280,33 +297,26 @@ class _Reader:
         return is_first
 
     def _collective(self, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str):
-        kind = instruction.base_opcode
-        operands = instruction.operands
-        tensors = [array for name in operands for array in leaves(computation.instructions[name].shape)]
-        pairs = instruction.attribute("source_target_pairs")
-        if kind == "send":
-            kind, tensors = "collective-permute", tensors[:1]
-            pairs = re.search(r'_source_target_pairs="?(\{\{.*?\}\})', instruction.attributes)
-            pairs = pairs[1] if pairs else "{}"
-        if kind == "ragged-all-to-all" or (instruction.attribute("slice_sizes") and kind == "collective-permute"):
-            # The other operands say where the data goes.
+        kind, numbered, groups = self._groups(instruction)
+        tensors = [array for name in instruction.operands for array in leaves(computation.instructions[name].shape)]
+        says_where = kind == "ragged-all-to-all" or (instruction.attribute("slice_sizes") and kind.endswith("permute"))
+        if says_where or instruction.opcode == "send":
+            # The other operands say where the data goes, or what goes first.
             tensors = tensors[:1]
         if kind == "all-reduce" and in_fusion and _only_slices(computation, instruction.name):
             # A fusion that all-reduces and keeps a slice is how TPUs write a reduce-scatter.
             kind = "reduce-scatter"
         largest = max(tensors, key=lambda array: array.bytes)
         payload, count = sum(array.bytes for array in tensors), len(tensors)
-        if pairs is not None:
-            groups = tuple((pair[0], pair[1]) for pair in parse_groups(pairs, self.module.devices) if len(pair) == 2)
-            size, axes = 2, axes_of_pairs(groups, self.axes)
-            sources = [source for source, target in groups if source != target]
+        if kind == "collective-permute":
+            size, axes_of = 2, axes_of_pairs
+            sources = [source for source, target in numbered if source != target]
             wire = payload * max((sources.count(source) for source in set(sources)), default=0)
         else:
-            text = instruction.attribute("replica_groups") or instruction.attribute("device_list") or "{}"
-            groups = parse_groups(text, self.module.devices)
-            size, axes = max(len(group) for group in groups), axes_of_groups(groups, self.axes)
+            size, axes_of = max(len(group) for group in numbered), axes_of_groups
             payload *= size if kind == "all-gather" else 1
             wire = wire_bytes(kind, payload, size)
+        axes = axes_of(groups, self.axes) if groups or not numbered else None
         if kind == "all-to-all" and instruction.attribute("dimensions") is None:
             # Without a dim to split, its operands are the pieces of one tensor.
             count = 1
@@ -314,6 +324,23 @@ class _Reader:
             kind, instruction.name, instruction.op_name or op_name, count, payload, float(wire), 1, size, axes, groups,
             largest.dtype, _windowed(computation.name),
         )  # fmt: skip
+
+    def _groups(self, instruction: Instruction) -> tuple[str, Groups, Groups]:
+        """The kind of a collective, and its groups or pairs: of the numbers in the text, and of positions."""
+        kind, pairs = instruction.base_opcode, instruction.attribute("source_target_pairs")
+        sent = transfer(instruction)
+        if sent:
+            kind, numbered = sent
+            return kind, numbered, self.slices.of_ids(numbered)
+        if kind == "send":
+            found = re.search(r'_source_target_pairs="?(\{\{.*?\}\})', instruction.attributes)
+            kind, pairs = "collective-permute", found[1] if found else "{}"
+        if pairs is not None:
+            numbered = () if pairs == "{}" else parse_groups(pairs, self.module.devices)
+        else:
+            text = instruction.attribute("replica_groups") or instruction.attribute("device_list") or "{}"
+            numbered = parse_groups(text, self.module.devices)
+        return kind, numbered, self.slices.in_mesh(numbered)
 
     def _large_values(self, computation: Computation) -> Iterator[LargeValue]:
         results = _results(computation) if computation.name == self.module.entry else set()

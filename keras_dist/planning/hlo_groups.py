@@ -119,18 +119,24 @@ def _device_ids(text: str) -> Sequence[int]:
 def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which the devices of each group differ.
 
+    The groups may run along whole axes, or along parts of them, as those of a collective that is taken apart into one
+    inside each slice and one between slices. Groups are the places of one axis, or of several axes each with each, and
+    all of one shape; otherwise they follow no axes.
+
     Args:
         groups: positions in the flattened mesh.
         axes: sizes of the mesh's axes by name, outermost first.
 
     Returns:
-        Names of axes, outermost first, () for groups of one; None where the groups are not exactly the sets of
-        devices that differ along some axes.
+        Names of axes, outermost first, () for groups of one; None where the groups follow no axes, or are not all
+        devices of the mesh.
 
     Example:
 
     >>> axes_of_groups(((0, 1), (2, 3)), {"data": 2, "model": 2})
     ('model',)
+    >>> axes_of_groups(((0, 1), (2, 3)), {"data": 4})
+    ('data',)
     >>> axes_of_groups(((0, 3), (1, 2)), {"data": 2, "model": 2}) is None
     True
     """
@@ -140,14 +146,16 @@ def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] |
     devices = math.prod(sizes)
     if not sizes or sorted(device for group in groups for device in group) != list(range(devices)):
         return None
-    places = [[_place(device, sizes) for device in group] for group in groups]
-    varies = [any(place[dim] != group[0][dim] for group in places for place in group) for dim in range(len(sizes))]
-    # Groups that tile the mesh, have all of one product's devices each and leave the other axes alone are the product.
-    size = math.prod(size for size, varying in zip(sizes, varies, strict=True) if varying)
-    is_product = all(len(group) == size for group in groups) and all(
-        place[dim] == group[0][dim] or varies[dim] for group in places for place in group for dim in range(len(sizes))
-    )
-    return tuple(name for name, varying in zip(axes, varies, strict=True) if varying) if is_product else None
+    shapes = set()
+    for group in groups:
+        places = zip(*(_place(device, sizes) for device in group), strict=True)
+        shape = tuple(len(set(along)) for along in places)
+        if math.prod(shape) != len(group):
+            return None
+        shapes.add(shape)
+    if len(shapes) > 1:
+        return None
+    return tuple(name for name, size in zip(axes, shapes.pop(), strict=True) if size > 1)
 
 
 def axes_of_pairs(pairs: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -9,13 +9,13 @@ from keras_dist.planning.hlo_text import MAIN_MEMORY, Array, Computation, Instru
 _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
     "after-all", "add-dependency", "domain", "opt-barrier", "optimization-barrier", "partition-id", "replica-id",
-    "send", "recv", "infeed", "outfeed", "get-dimension-size",
+    "infeed", "outfeed", "get-dimension-size",
 })  # fmt: skip
-# Custom calls of the TPU compiler that are buffers, names and notes to itself.
+# Custom calls of the TPU compiler that are buffers, names, numbers and notes to itself. ZeroCrop pads in place.
 _ASYNC_START, _ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _FREE_CUSTOM_CALLS = frozenset({
-    "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked",
-    _ASYNC_START, _ASYNC_DONE,
+    "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "SliceId",
+    "ZeroCrop", _ASYNC_START, _ASYNC_DONE,
 })  # fmt: skip
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 
@@ -162,6 +162,10 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     """
     opcode = instruction.base_opcode
     target = instruction.target
+    if opcode in ("send", "recv"):
+        # send gives back what it sends and recv makes what it receives, both with scalars and tokens.
+        array = next(leaves(instruction.shape))
+        return array.stored_bytes if in_memory(array) else 0
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
         return 0
     operands = [computation.operand(instruction, number).shape for number in range(len(instruction.operands))]

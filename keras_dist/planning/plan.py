@@ -20,7 +20,7 @@ from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hlo import Collective, LargeValue
 from keras_dist.planning.progress import progress_of
 from keras_dist.planning.roofline import Roofline
-from keras_dist.planning.step import Step, prepared_step
+from keras_dist.planning.step import Step, bytes_on_a_device, prepared_step
 
 PARTS = ("weights", "optimizer", "other")
 
@@ -272,7 +272,7 @@ def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
     chip = hardware.of_device(device)
     variables = _variables(step)
     held = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
-    batch = sum(_bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch))
+    batch = sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch))
     memory = Memory(
         **held,
         batch=batch,
@@ -339,10 +339,6 @@ def _variables(step: Step) -> tuple[PlannedVariable, ...]:
             )
         )
     return tuple(planned)
-
-
-def _bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
-    return math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
 
 
 def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: Any, compile_depths: Any) -> None:

@@ -1,6 +1,7 @@
 """The step that a model runs, with shapes and layouts in place of arrays: made ready, traced, and compiled."""
 
 import contextlib
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
 from keras_dist.distribution import Distribution
-from keras_dist.placement import all_variables, as_sharding, wanted_layouts
+from keras_dist.placement import VariableSpec, all_variables, as_sharding, owners_of_slots
 
 LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
 
@@ -45,7 +46,7 @@ class Step:
         Raises:
             ValueError: the batch does not fit the model.
         """
-        state = tuple([self._spec(variable) for variable in part] for part in self.variables)
+        state = self.state_specs()
         shardings = tuple([spec.sharding for spec in part] for part in state)
         function = jax.jit(
             keras_seam.pure_step(self.model, self.name),
@@ -56,9 +57,20 @@ class Step:
         with self.distribution.scope(), _misfits(self.model, self.batch, self.name):
             return function.trace(state, self.batch)
 
-    def _spec(self, variable: keras.Variable) -> jax.ShapeDtypeStruct:
-        sharding = as_sharding(self.layouts[id(variable)])
-        return jax.ShapeDtypeStruct(variable.shape, variable._dtype, sharding=sharding)
+    def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
+        """Returns shape, dtype and sharding of each variable."""
+        return tuple(
+            [
+                jax.ShapeDtypeStruct(v.shape, v._dtype, sharding=as_sharding(self.layouts[id(v)]))
+                for v in part
+            ]
+            for part in self.variables
+        )
+
+
+def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
+    """Returns what one device holds of an array with a sharding, in bytes."""
+    return math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -195,14 +207,19 @@ def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
 
 
 def _layouts(model: keras.Model, distribution: Distribution) -> dict[int, Any]:
+    """The layout of each variable, by its `id`; an optimizer slot's is that of its owner."""
     variables = list(all_variables(model))
-    layouts = {
-        id(v): layout for v, layout in zip(variables, wanted_layouts(model, variables, distribution), strict=True)
-    }
-    if any(keras_seam_overrides.laid_out_by(variable) is distribution for variable in variables):
-        # Made under this distribution: layouts that variables brought with them hold too.
-        layouts |= {id(v): layout for v in variables if (layout := keras_seam.variable_layout(v)) is not None}
-    return layouts
+    owners = owners_of_slots(model, variables)
+    layouts = {id(v): _layout(v, distribution) for v in variables if id(v) not in owners}
+    return layouts | {slot: layouts[id(owner)] for slot, owner in owners.items()}
+
+
+def _layout(variable: keras.Variable, distribution: Distribution) -> Any:
+    layout, author = keras_seam.variable_layout(variable), keras_seam_overrides.laid_out_by(variable)
+    if layout is not None and author in (None, distribution):  # None: the variable brought it
+        if as_sharding(layout).device_set == set(distribution.device_mesh.backend_mesh.devices.flat):
+            return layout
+    return distribution.get_variable_layout(VariableSpec.of(variable))
 
 
 # ------------------------------------------------------------------------------------------------------ the batch

@@ -27,7 +27,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 
 
-def _installed_or_skipped(name: str, package: str, reason: str):
+def _installed_or_skipped(name: str | int, package: str, reason: str):
     missing = importlib.util.find_spec(package) is None
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
 
@@ -35,6 +35,10 @@ def _installed_or_skipped(name: str, package: str, reason: str):
 TPUS = [
     _installed_or_skipped(name, "libtpu", "needs libtpu: pip install 'keras-dist[tpu]'")
     for name in ("v5e:2x4", "v5e:4x4", "v5p:2x2x2")
+]
+SLICES = [
+    _installed_or_skipped(number, "libtpu", "needs libtpu: pip install 'keras-dist[tpu]'")  # of 4 chips each
+    for number in (2, 3)
 ]
 GPUS = [
     _installed_or_skipped(name, "jax_cuda12_plugin", "needs the CUDA compiler: pip install 'keras-dist[cuda12]'")
@@ -63,6 +67,17 @@ def mesh_of(compiler: str, *names: str, shuffled: bool = False) -> Mesh:
         devices = devices[np.random.default_rng(0).permutation(len(devices))]
     sizes = [2] * (len(names) - 1)
     return Mesh(devices.reshape(*sizes, -1), names)
+
+
+@functools.cache
+def _chips_of_slices(number: int) -> tuple:
+    return tuple(topologies.get_topology_desc("v5e:2x2", "tpu", num_slices=number).devices)
+
+
+def mesh_of_slices(number: int, axes: dict[str, int], places) -> Mesh:
+    """A mesh of slices of 4 TPUs each. `places` holds its devices, counted slice by slice, as an array of any shape."""
+    devices = np.array(_chips_of_slices(number))[np.asarray(places)]
+    return Mesh(devices.reshape(*axes.values()), tuple(axes))
 
 
 def mapped(mesh: Mesh, function, in_specs, out_specs, *arguments) -> str:

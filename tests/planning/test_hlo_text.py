@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from keras_dist.planning.hlo import read_module
 from keras_dist.planning.hlo_groups import axes_of_groups, axes_of_pairs, parse_groups
+from keras_dist.planning.hlo_slices import parse_target, slices_of
 from keras_dist.planning.hlo_text import Array, leaves, parse_module, parse_shape
 
 
@@ -145,6 +146,34 @@ class TestGroups:
     def test_groups_that_are_no_product_of_axes_have_none(self, groups):
         assert axes_of_groups(groups, {"a": 2, "b": 2, "c": 2}) is None
 
+    @pytest.mark.parametrize(
+        ("groups", "axes"),
+        [
+            (((0, 1, 2, 3), (4, 5, 6, 7)), ("a",)),
+            (((0, 4), (1, 5), (2, 6), (3, 7)), ("a",)),
+            (((0, 2, 4, 6), (1, 3, 5, 7)), ("a",)),
+            (((0, 2), (1, 3), (4, 6), (5, 7)), ("a",)),
+            (((0, 5), (1, 2), (3, 7), (4, 6)), ("a",)),
+            (((0, 1, 2), (3, 4, 5), (6, 7)), None),
+        ],
+        ids=str,
+    )
+    def test_groups_on_a_part_of_an_axis_are_on_that_axis(self, groups, axes):
+        assert axes_of_groups(groups, {"a": 8}) == axes
+
+    @pytest.mark.parametrize(
+        ("groups", "axes"),
+        [
+            (((0, 1, 2, 3), (4, 5, 6, 7)), ("a", "b")),
+            (((0, 2), (1, 3), (4, 6), (5, 7)), ("a",)),
+            (((0, 3), (1, 2), (4, 7), (5, 6)), None),
+            (((0, 1), (2, 3), (4, 6), (5, 7)), None),
+        ],
+        ids=str,
+    )
+    def test_parts_of_several_axes_go_each_with_each(self, groups, axes):
+        assert axes_of_groups(groups, {"a": 4, "b": 2}) == axes
+
     def test_groups_of_one_are_on_no_axis(self):
         assert axes_of_groups(((0,), (1,)), {"a": 2}) == ()
 
@@ -257,6 +286,99 @@ class TestCollectiveForms:
             axes={"x": 8},
         )
         assert (found.kind, found.bytes, found.groups) == ("collective-permute", 1024, ((0, 1), (1, 2)))
+
+    def sent(self, attributes, networks=(0, 0, 1, 1), ids=None):
+        lines = [
+            self.X,
+            "%t = token[] after-all()",
+            f"%s = (f32[256]{{0}}, u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true, {attributes}",
+            "%d = token[] send-done(%s), channel_id=1, is_host_transfer=true",
+            f"%r = (f32[256]{{0}}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, {attributes}",
+            "ROOT %e = (f32[256]{0}, token[]) recv-done(%r), channel_id=2, is_host_transfer=true",
+        ]
+        return read_module(module_of(*lines, devices=2), {"slice": 2, "chip": 2}, networks, ids)
+
+    MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.7_0"'
+
+    @pytest.mark.parametrize(
+        ("kind", "expected", "size", "wire"),
+        [
+            ("ALL_REDUCE", "all-reduce", 1024, 1024),
+            ("ALL_GATHER", "all-gather", 2048, 1024),
+            ("REDUCE_SCATTER", "reduce-scatter", 1024, 512),
+            ("ALL_TO_ALL", "all-to-all", 1024, 512),
+        ],
+    )
+    @pytest.mark.parametrize("target", ['"{1,2}x{0:1}"', "{{100000,200000},{100001,200001}}"])
+    def test_a_send_to_other_slices_is_a_collective_of_all_of_them(self, kind, expected, size, wire, target):
+        attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+        costs = self.sent(f"frontend_attributes={{{self.MEGASCALE},{attributes}}}")
+        [found] = costs.collectives
+        assert (found.kind, found.bytes, found.wire_bytes, found.count) == (expected, size, wire, 1)
+        assert (found.axes, found.groups, found.group_size) == (("slice",), ((0, 2), (1, 3)), 2)
+        assert costs.devices == 4
+        assert costs.memory_bytes == 2 * 1024
+        assert costs.largest_values == ()
+
+    def test_a_send_to_one_device_of_another_slice_is_a_permute(self):
+        pairs = "{{100000->200001},{200001->100001}}"
+        attributes = f'_xla_megascale_transfer_type="ONE_TO_ONE",_xla_megascale_target={pairs}'
+        [found] = self.sent(f"frontend_attributes={{{self.MEGASCALE},{attributes}}}").collectives
+        assert (found.kind, found.wire_bytes, found.group_size) == ("collective-permute", 1024, 2)
+        assert (found.axes, found.groups) == (("slice", "chip"), ((0, 3), (3, 1)))
+
+    def test_devices_that_are_not_in_the_mesh_make_no_groups(self):
+        attributes = '_xla_megascale_target="{1,2}x{2:3}",_xla_megascale_transfer_type="ALL_REDUCE"'
+        [found] = self.sent(f"frontend_attributes={{{self.MEGASCALE},{attributes}}}").collectives
+        assert (found.groups, found.axes, found.group_size, found.wire_bytes) == ((), None, 2, 1024)
+        ids = [100002, 100003, 200002, 200003]
+        [found] = self.sent(f"frontend_attributes={{{self.MEGASCALE},{attributes}}}", ids=ids).collectives
+        assert (found.groups, found.axes) == (((0, 2), (1, 3)), ("slice",))
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            '_xla_host_transfer_handler_name="xla_host_callback",_xla_host_transfer_rendezvous="print_0"',
+            f'{MEGASCALE},_xla_megascale_ragged_operand_index="2",_xla_megascale_target="{{1,2}}x{{0:1}}",'
+            '_xla_megascale_transfer_type="RAGGED_ALL_TO_ALL"',
+        ],
+        ids=["a callback", "the sizes of a ragged exchange"],
+    )
+    def test_a_send_of_something_else_is_no_collective(self, attributes):
+        assert self.sent(f"frontend_attributes={{{attributes}}}").collectives == ()
+
+    @pytest.mark.parametrize(
+        ("text", "groups"),
+        [
+            ("{2,1}x{0:1}", ((200000, 100000), (200001, 100001))),
+            ("{1,2,3}x{1}", ((100001, 200001, 300001),)),
+            ("{1,2}x{0,2:3}", ((100000, 200000), (100002, 200002), (100003, 200003))),
+            ("{{100000,100001,200000}}", ((100000, 100001, 200000),)),
+        ],
+    )
+    def test_the_ways_to_write_who_takes_part_in_a_transfer(self, text, groups):
+        assert parse_target(text) == groups
+
+    @pytest.mark.parametrize(
+        ("networks", "ids", "places"),
+        [
+            ((0, 0, 1, 1), None, (0, 1, 2, 3)),
+            ((0, 1, 0, 1), None, (0, 2, 1, 3)),
+            ((0, 0, 1, 1), (1, 0, 2, 3), (1, 0, 2, 3)),
+            ((1, 1, 0, 0), (200000, 200001, 100001, 100000), (3, 2, 0, 1)),
+        ],
+        ids=["in order", "taking turns", "with ids of another numbering", "with ids"],
+    )
+    def test_devices_are_known_by_id_or_by_their_order_in_the_slice(self, networks, ids, places):
+        assert slices_of(2, networks, ids).of_ids(((100000, 100001, 200000, 200001),)) == (places,)
+
+    def test_hosts_that_run_one_module_together_have_one_numbering(self):
+        [found] = read_module(
+            module_of(self.X, "ROOT %c = f32[256]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"),
+            {"host": 2, "chip": 4},
+            [0, 0, 0, 0, 1, 1, 1, 1],
+        ).collectives
+        assert (found.axes, found.groups) == (("chip",), ((0, 1, 2, 3), (4, 5, 6, 7)))
 
     def test_an_asynchronous_computation_is_followed(self):
         wrapped = (

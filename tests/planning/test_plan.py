@@ -12,6 +12,7 @@ from planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subclassed, 
 
 import keras_dist as kd
 from keras_dist.keras_seam import variable_value
+from keras_dist.planning import compilation
 from keras_dist.planning.flops import asked_flops
 
 
@@ -264,7 +265,7 @@ def test_eager_models_are_refused():
 
 def test_errors_of_rules_come_through():
     mesh = kd.create_device_mesh("data:8")
-    with pytest.raises(ValueError, match=r"Cannot shard 'down/kernel'"):
+    with pytest.raises(ValueError, match=r"Cannot shard 'perceptron/down/kernel'"):
         kd.plan(perceptron, rules(mesh, {".*up/kernel": ("data", None), ".*down/.*": ("data", None, None)}), 16)
 
 
@@ -315,3 +316,23 @@ def test_what_is_recomputed_does_not_count_as_model_flop():
     plain = kd.plan(build(False), LAYOUTS["tensor parallel"](), 16)
     recomputing = kd.plan(build(True), LAYOUTS["tensor parallel"](), 16)
     assert recomputing.model_flops == plain.model_flops
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory (17.00G) exceeds available HBM (15.75G).", 17.0),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.25G of 15.75G hbm. Exceeded by 2.5G.", 18.25),
+    ],
+)
+def test_a_program_that_the_compiler_does_not_finish_is_an_answer_too(words, needed, monkeypatch):
+    monkeypatch.setattr(compilation, "_compile", lambda lowered: (None, words))
+    planned = kd.plan(perceptron, LAYOUTS["data parallel"](), 16)
+    assert planned.fits is False
+    assert planned.memory.total == needed * 2**30
+    assert planned.traffic == ()
+    assert planned.roofline.seconds is None
+    assert any(words in note for note in planned.notes)
+    assert words.split(".")[0][:40] in " ".join(str(planned).split())
+    assert "not known" in str(planned)
+    assert "not known" in str(kd.compare(planned))

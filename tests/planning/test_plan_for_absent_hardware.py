@@ -80,8 +80,8 @@ def test_collectives_between_slices_or_hosts_are_told_from_those_inside(target, 
 @pytest.mark.parametrize("target", EIGHT)
 def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
-    whole = kd.plan(lambda: gpt(7, width=128, length=64), distribution, 16)
-    line = kd.plan(lambda depth: gpt(depth, width=128, length=64), distribution, 16, depth=7)
+    whole = kd.plan(lambda: gpt(7, width=256, length=256), distribution, 32)
+    line = kd.plan(lambda depth: gpt(depth, width=256, length=256), distribution, 32, depth=7)
     assert line.variables == whole.variables
     assert line.memory.state == whole.memory.state
     assert line.flops == pytest.approx(whole.flops, rel=0.01)
@@ -91,7 +91,7 @@ def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones(target)
 
 
 def wide():
-    model = keras.Sequential([keras.Input((2**15,)), layers.Dense(2**16, name="up"), layers.Dense(8, name="down")])
+    model = keras.Sequential([keras.Input((2**15,)), layers.Dense(2**16, name="up"), layers.Dense(8)], name="wide")
     model.compile("adam", "mse")
     return model
 
@@ -99,34 +99,31 @@ def wide():
 @pytest.mark.parametrize("target", EIGHT)
 def test_out_of_memory_is_an_answer(target):
     mesh = mesh_of(target, "data:8")
-    planned = kd.plan(wide, kd.DataParallel(mesh), 64)
-    needed = 3 * 4 * 2**31
-    if target.startswith("h100"):
-        needed += 4 * 2**31 * 4  # five copies of the kernel are 40 GiB: this one fits
-        assert planned.memory.total > 3 * 4 * 2**31
-    else:
-        assert planned.fits is False
-        assert planned.memory.total > needed > planned.memory.capacity
-        assert "up/kernel (weights)" in dict(planned.largest_holders())
-        assert "Does not fit" in str(planned)
-        assert planned.traffic
-        assert any("The compiler says: " in note for note in planned.notes)
+    kernel = 4 * 2**31  # bytes; Adam holds three of it, and its gradient comes besides
+    replicated = kd.plan(wide, kd.DataParallel(mesh), 64)
+    assert replicated.memory.total > 4 * kernel
+    assert replicated.fits is (4 * kernel < replicated.memory.capacity)
+    assert "wide/up/kernel (weights)" in dict(replicated.largest_holders())
+    assert replicated.traffic or any("The compiler did not finish" in note for note in replicated.notes)
+    if not replicated.fits:
+        assert "does not fit" in str(replicated).lower()
+        assert any("The compiler says: " in note for note in replicated.notes)
     sharded = kd.plan(wide, LargestDim(mesh, ["data"], "data"), 64)
     assert sharded.fits
-    assert sharded.memory.weights < planned.memory.weights / 7
+    assert sharded.memory.weights < replicated.memory.weights / 7
 
 
 @needs_libtpu
-def test_no_model_is_too_large_to_be_planned():
+def test_a_model_that_no_host_could_hold_is_planned():
     def giant():
-        model = keras.Sequential([keras.Input((2**17,)), layers.Dense(2**17, use_bias=False), layers.Dense(8)])
+        model = keras.Sequential([keras.Input((2**15,)), *(layers.Dense(2**15) for _ in range(64))])
         model.compile("sgd", "mse")
         return model
 
     mesh = mesh_of("v5p:4x4x4", "data:64")
     planned = kd.plan(giant, LargestDim(mesh, ["data"], "data"), 64)
-    assert planned.memory.weights >= 4 * 2**34 / 64
-    assert planned.parameters > 17e9
+    assert planned.parameters > 68e9
+    assert planned.memory.weights == pytest.approx(4 * 2**36 / 64, rel=0.01)
     assert planned.fits
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import os
+import re
 import pickle
 import subprocess
 import sys
@@ -287,7 +288,9 @@ class TestLibtpu:
         too_large = jax.ShapeDtypeStruct((60 * 2**30,), "float32", sharding=sharding)
         with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory") as raised:
             jax.jit(lambda x: jax.numpy.sin(x).sum()).lower(too_large).compile()
-        assert f"({made.hardware.memory_bytes / 2**30:.2f}G)" in str(raised.value)
+        allotted = float(re.search(r"exceeds available HBM \(([\d.]+)G\)", str(raised.value))[1])
+        # Which libtpu it is makes a difference in the last digit that it prints.
+        assert allotted == pytest.approx(made.hardware.memory_bytes / 2**30, abs=0.011)
 
     def test_two_processes_can_compile_at_once(self):
         code = (

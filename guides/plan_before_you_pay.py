@@ -1,0 +1,93 @@
+"""A GPT of 1.3 G parameters planned for three clusters in three layouts each: what fits, what bounds it, how fast it can be.
+
+Nothing is attached and no weight is made: the real train step is compiled for each cluster, and the compiled program is
+read. Two small models of 2 and 4 blocks are compiled for each plan, and the plan goes on to 24 blocks in a straight
+line. Clusters whose compiler is not installed are left out; with none, eight CPU devices are simulated, whose speed is
+not known but whose memory and traffic are.
+
+Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py
+"""
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras_dist as kd
+
+kd.simulate_devices(8)
+
+import keras  # noqa: E402
+from keras import layers  # noqa: E402
+
+DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
+ROWS = 64  # sequences in a batch, over all devices
+
+
+def build(depth: int) -> keras.Model:
+    """Returns a compiled GPT of `depth` blocks; nothing in it knows of a distribution."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens)
+    for number in range(depth):
+        y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
+        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"block{number}_attention")
+        x = layers.Add(name=f"block{number}_add1")([x, attention(y, y, use_causal_mask=True)])
+        y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
+        y = layers.Dense(4 * WIDTH, activation="gelu", name=f"block{number}_up")(y)
+        x = layers.Add(name=f"block{number}_add2")([x, layers.Dense(WIDTH, name=f"block{number}_down")(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    model = keras.Model(tokens, layers.Dense(VOCABULARY, use_bias=False, name="head")(x), name="gpt")
+    model.compile(keras.optimizers.AdamW(3e-4), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def data_parallel(devices) -> kd.Distribution:
+    """Every device holds everything and works on its part of the batch."""
+    return kd.DataParallel(kd.create_device_mesh({"data": len(devices)}, devices=devices))
+
+
+def fully_sharded(devices) -> kd.Distribution:
+    """Every device holds a part of every large weight, and gathers each when it is needed."""
+    layout_map = kd.LayoutMap(kd.create_device_mesh({"data": len(devices)}, devices=devices))
+    layout_map["embedding/embeddings"] = ("data", None)
+    layout_map[".*(query|key|value)/kernel"] = ("data", None, None)
+    layout_map[".*attention_output/kernel"] = (None, None, "data")
+    layout_map[".*(up|down)/kernel|head/kernel"] = ("data", None)
+    # Without these the compiler may move activations in place of weights.
+    layout_map["embedding/output|.*_add2/output"] = ("data", None, None)
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+def tensor_parallel(devices) -> kd.Distribution:
+    """Groups of four devices share each block, as in Megatron; the groups work on different parts of the batch."""
+    layout_map = kd.LayoutMap(kd.create_device_mesh({"data": len(devices) // 4, "model": 4}, devices=devices))
+    layout_map["embedding/embeddings"] = ("model", None)
+    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
+    layout_map[".*attention_output/kernel"] = ("model", None, None)
+    layout_map[".*up/kernel|head/kernel"] = (None, "model")
+    layout_map[".*up/bias"] = ("model",)
+    layout_map[".*down/kernel"] = ("model", None)
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+def main():
+    targets = []
+    if importlib.util.find_spec("libtpu"):
+        targets += ["v5e:4x4", "v5p:2x2x2"]
+    if importlib.util.find_spec("jax_cuda12_plugin"):
+        targets += ["h100:8"]
+    print(kd.hardware)
+    plans = {}
+    for name in targets or ["cpu:8"]:
+        for layout in (data_parallel, fully_sharded, tensor_parallel):
+            distribution = layout(kd.target(name))
+            plans[f"{name} {layout.__name__}"] = kd.plan(build, distribution, ROWS, depth=DEPTH)
+            print(plans[f"{name} {layout.__name__}"].picture())
+    print(next(iter(plans.values())))
+    print(kd.compare(**plans))
+
+
+if __name__ == "__main__":
+    main()
