@@ -1,4 +1,4 @@
-"""Building a GPT of 203 M parameters with its AdamW, fully sharded over eight devices: Keras against deferred + materialize.
+"""Building a GPT of 204 M parameters with its AdamW over eight devices: Keras against `deferred` and `materialize`.
 
 Each build runs in a process of its own, Keras and ours in turn; "random numbers" draws as many numbers as the model has
 weights with JAX's default generator, sharded, and compiles once. Seconds are until all values are there. Memory is the
@@ -122,7 +122,9 @@ def main():
         ratio = statistics.median(
             keras["seconds"] / each["seconds"] for keras, each in zip(results["keras"], of_how, strict=True)
         )
-        memory = "" if how == "random numbers" else f", memory {held / 12 / model:.2f} times the model with its optimizer"
+        memory = (
+            "" if how == "random numbers" else f", memory {held / 12 / model:.2f} times the model with its optimizer"
+        )
         print(f"{how:>15}: {seconds:5.2f} s, Keras takes {ratio:.2f} times as long{memory}")
 
 

@@ -15,16 +15,16 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras_dist as kd
+import jax
+import keras
+import keras_hub
 
-import jax  # noqa: E402, I001  (keras_dist chooses Keras's backend)
-import keras  # noqa: E402
-import keras_hub  # noqa: E402
+import keras_dist as kd
 
 # Source: the model cards of Llama 3 8B and 70B. Sizes are those of KerasHub's presets.
 SIZES = {
-    "8b": dict(layers=32, hidden_dim=4096, intermediate_dim=14336, num_query_heads=32),
-    "70b": dict(layers=80, hidden_dim=8192, intermediate_dim=28672, num_query_heads=64),
+    "8b": {"layers": 32, "hidden_dim": 4096, "intermediate_dim": 14336, "num_query_heads": 32},
+    "70b": {"layers": 80, "hidden_dim": 8192, "intermediate_dim": 28672, "num_query_heads": 64},
 }
 CLUSTERS = {"8b": ("v5p:4x4x4", "data:16,model:4"), "70b": ("v5p:4x8x8", "data:32,model:8")}
 LENGTH = 4096

@@ -1,15 +1,16 @@
-"""A GPT of 1.3 G parameters planned for three clusters in three layouts each: what fits, what bounds it, how fast it can be.
+"""A GPT of 1.4 G parameters planned for three clusters in three layouts each: what fits, and what bounds it.
 
 Nothing is attached and no weight is made: the real train step is compiled for each cluster, and the compiled program is
 read. Two small models of 2 and 4 blocks are compiled for each plan, and the plan goes on to 24 blocks in a straight
 line. Clusters whose compiler is not installed are left out; with none, eight CPU devices are simulated, whose speed is
 not known but whose memory and traffic are.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py
+Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py [target ...]
 """
 
 import importlib.util
 import os
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -73,10 +74,10 @@ def tensor_parallel(devices) -> kd.Distribution:
 
 
 def main():
-    targets = []
-    if importlib.util.find_spec("libtpu"):
+    targets = sys.argv[1:]
+    if not targets and importlib.util.find_spec("libtpu"):
         targets += ["v5e:4x4", "v5p:2x2x2"]
-    if importlib.util.find_spec("jax_cuda12_plugin"):
+    if not sys.argv[1:] and importlib.util.find_spec("jax_cuda12_plugin"):
         targets += ["h100:8"]
     print(kd.hardware)
     plans = {}

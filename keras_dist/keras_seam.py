@@ -244,7 +244,7 @@ def _fill_from_state(model, step: str, state: tuple) -> list:
 
 @contextlib.contextmanager
 def unbuilt_parts_apart(model) -> Iterator[None]:
-    """Puts others in the place of a model's optimizer, loss and metrics, where not built, for a block that builds them."""
+    """Puts others in the place of a model's optimizer, loss and metrics that are not built, for a block to build."""
     unbuilt = {name: part for name in _PARTS if (part := vars(model).get(name)) is not None and not part.built}
     # Not by assignment, which would make the model track the new ones.
     vars(model).update({name: _PARTS[name](part) for name, part in unbuilt.items()})

@@ -3,8 +3,8 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import jax
 import keras
 
 from keras_dist.keras_seam import forget_generator_without_value, in_stateless_scope
@@ -52,7 +52,7 @@ def deferred_initializer(variable: keras.Variable) -> Callable | None:
     return variable._initializer.initializer if waiting else None
 
 
-def give_value(variable: keras.Variable, value: jax.Array) -> None:
+def give_value(variable: keras.Variable, value: Any) -> None:
     """Gives a variable its value, laid out already."""
     variable._value = value
     variable._initializer = None

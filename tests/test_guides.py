@@ -22,3 +22,14 @@ def test_the_guide_to_meshes():
         assert order.index(after) <= order.index(before), row
     assert "dcn=fsdp           data: 2 hops, fsdp: DCN, model: 2 hops" in done.stdout
     assert "data=7 fsdp=15  tpu:200252 (12,15,0) host 126 slice 1" in done.stdout
+
+
+def test_the_guide_to_planning():
+    command = [sys.executable, GUIDES / "plan_before_you_pay.py", "cpu:8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "v5e" in done.stdout  # the table of hardware
+    assert "1.41 G parameters, 24 blocks" in done.stdout
+    table = done.stdout[done.stdout.rindex("cpu:8 data_parallel") :]
+    assert "cpu:8 fully_sharded" in table
+    assert "cpu:8 tensor_parallel" in table

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,7 +195,8 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
             figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
             sums[each.kind, each.axes, crossing[each.groups]] += figures
     return _most_sent_first(
-        Traffic(kind, axes, *map(float, figures), crosses) for (kind, axes, crosses), figures in sums.items()
+        Traffic(*key[:2], **dict(zip(_TRAFFIC, map(float, figures), strict=True)), crosses_network=key[2])
+        for key, figures in sums.items()
     )
 
 
@@ -206,15 +207,14 @@ def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 # ------------------------------------------------------------------------------------------ from two depths to a third
 
 
-def extrapolated(shallow: Compilation, deep: Compilation, depths: tuple[int, int], depth: int) -> Compilation:
+def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation:
     """Returns what a deeper model does: every figure goes on in the straight line through two that were compiled.
 
     Args:
-        shallow: the model of the fewer blocks.
-        deep: the model of more blocks.
-        depths: how many blocks these have.
+        compiled: two compilations, by the number of blocks of their models, the smaller one first.
         depth: how many blocks the model has that is asked for.
     """
+    depths, (shallow, deep) = tuple(compiled), compiled.values()
     factor = (depth - depths[0]) / (depths[1] - depths[0])
 
     def line(first: Any, second: Any) -> Any:

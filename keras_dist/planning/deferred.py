@@ -98,31 +98,32 @@ def build_optimizer(model: keras.Layer) -> None:
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and model.built and not optimizer.built:
-        author = next(filter(None, map(keras_seam_overrides.laid_out_by, model.variables)), None)
+        author: Any = next(filter(None, map(keras_seam_overrides.laid_out_by, model.variables)), None)
         with keras_seam_deferred.deferring(), contextlib.nullcontext() if author is None else author.scope():
             optimizer.build(model.trainable_variables)
 
 
 def _require_attached(variable: keras.Variable) -> None:
     sharding = as_sharding(variable_layout(variable))
-    described = next(filter(is_described, sharding.device_set), None) if sharding is not None else None
-    if described is not None:
+    devices = [] if sharding is None else [device for device in sharding.device_set if is_described(device)]
+    if devices:
         raise ValueError(
-            f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(sharding.device_set)} "
-            f"devices that are not attached ({described.device_kind}). Call keras_dist.redistribute(model, "
-            "distribution) with one on attached devices before."
+            f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(devices)} devices "
+            f"that are not attached ({devices[0].device_kind}). Call keras_dist.redistribute(model, distribution) with "
+            "one on attached devices before."
         )
 
 
 def _program(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Future | None:
     """The compiled program that draws the value of a variable, None where it has a value or must draw by itself."""
     initializer = keras_seam_deferred.deferred_initializer(variable)
-    key = None if initializer is None else _key(initializer)
-    if initializer is None or key is None:
+    kind = None if initializer is None else _kind(initializer)
+    if initializer is None or kind is None:
         return None
-    key = (*key, tuple(variable.shape), variable._dtype, as_sharding(variable_layout(variable)))
+    shape, dtype, sharding = tuple(variable.shape), variable._dtype, as_sharding(variable_layout(variable))
+    key = kind, shape, dtype, sharding
     if key not in programs:
-        programs[key] = pool.submit(_lower(initializer, *key[2:]).compile)
+        programs[key] = pool.submit(_lower(initializer, shape, dtype, sharding).compile)
     return programs[key]
 
 
@@ -130,17 +131,18 @@ def _materialize(variable: keras.Variable, program: Future | None) -> None:
     sharding = as_sharding(variable_layout(variable))
     initializer = keras_seam_deferred.deferred_initializer(variable)
     if initializer is None:
-        value = variable_value(variable)
+        value: Any = variable_value(variable)
         if sharding is not None and not value.sharding.is_equivalent_to(sharding, value.ndim):
             keras_seam_deferred.give_value(variable, jax.device_put(value, sharding))
     elif program is None:
-        value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=variable._dtype), dtype=variable._dtype)
+        dtype = variable._dtype
+        value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=dtype), dtype=dtype)
         keras_seam_deferred.give_value(variable, value if sharding is None else jax.device_put(value, sharding))
     else:
         keras_seam_deferred.give_value(variable, program.result()(_seed(initializer)))
 
 
-def _key(initializer: Callable) -> tuple | None:
+def _kind(initializer: Any) -> tuple | None:
     """What tells one initializer from another but for its seed; None for one that must run by itself.
 
     Only of Keras's own initializers it is known that their configuration says all, and that their seed, where it is a
@@ -158,7 +160,7 @@ def _key(initializer: Callable) -> tuple | None:
         return None
 
 
-def _seed(initializer: Callable) -> jax.Array | None:
+def _seed(initializer: Callable) -> Any:
     seed = getattr(initializer, "seed", None)
     return None if seed is None else keras_seam.draw_seed(seed)
 

@@ -26,7 +26,7 @@ def fused_key(seed: jax.Array) -> jax.Array:
     Returns:
         A typed key, for the functions of `jax.random`.
     """
-    if jax.config.jax_default_prng_impl != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+    if jax.config.read("jax_default_prng_impl") != "threefry2x32" or not jax.config.read("jax_threefry_partitionable"):
         return seed
     return jax.random.wrap_key_data(seed, impl=_FUSED)
 

@@ -8,8 +8,8 @@ The compiler is told of the whole mesh, and prints what one slice does:
   run in between (`_xla_megascale_transfer_type`) and the devices that take part (`_xla_megascale_target`), each by its
   id: 100000 times its slice's number, counted from 1, plus its number in the slice.
 
-This is what libtpu 0.0.42 prints. Source of the types of transfers: `ComputeTransmittedDataSize` in TensorFlow's
-`tensorflow/core/profiler/convert/xspace_to_dcn_slack_analysis.cc`.
+This is what libtpu 0.0.42 and 0.0.50 print. Source of the types of transfers: `ComputeTransmittedDataSize` in
+TensorFlow's `tensorflow/core/profiler/convert/xspace_to_dcn_slack_analysis.cc`.
 """
 
 import re

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from keras_dist.planning.hlo import Collective, LargeValue
 from keras_dist.planning.progress import progress_of
 from keras_dist.planning.roofline import Roofline
 from keras_dist.planning.step import Step, bytes_on_a_device, prepared_step
+from keras_dist.topology import slice_of
 
 PARTS = ("weights", "optimizer", "other")
 
@@ -253,14 +255,14 @@ def plan(
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
                 return _planned(prepared, compile_step(prepared, hardware.of_device(_device(prepared)), say), None)
-        compilations = []
+        compiled: dict[int, Compilation] = {}
         for blocks in compile_depths:
             say(f"Building {blocks} blocks")
             with prepared_step(lambda n=blocks: build_model(n), distribution, batch, step) as prepared:
-                compilations.append(compile_step(prepared, hardware.of_device(_device(prepared)), say))
+                compiled[blocks] = compile_step(prepared, hardware.of_device(_device(prepared)), say)
         say(f"Building {depth} blocks")
         with prepared_step(lambda: build_model(depth), distribution, batch, step) as prepared:
-            return _planned(prepared, extrapolated(*compilations, compile_depths, depth), depth)
+            return _planned(prepared, extrapolated(compiled, depth), depth)
 
 
 def _device(step: Step) -> Any:
@@ -348,6 +350,7 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
             f"distribution={distribution!r} ({type(distribution).__name__}). Pass, for example, "
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
+    _require_equal_slices(distribution.device_mesh)
     if step not in keras_seam.STEPS:
         raise ValueError(f"A step is one of {', '.join(map(repr, keras_seam.STEPS))}. Received: step={step!r}.")
     if depth is None:
@@ -362,6 +365,16 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
         raise ValueError(
             "Two numbers of blocks are compiled, both smaller than the depth that is extrapolated to. Received: "
             f"depth={depth!r}, compile_depths={compile_depths!r}. Leave depth out to compile the whole model."
+        )
+
+
+def _require_equal_slices(mesh: DeviceMesh) -> None:
+    devices = mesh.backend_mesh.devices.ravel().tolist()
+    counts = Counter(map(slice_of, devices))
+    if devices[0].platform == "tpu" and len(set(counts.values())) > 1:  # libtpu would end the process
+        raise ValueError(
+            f"The slices of a mesh of TPUs have as many devices each. Received: {mesh} with "
+            f"{', '.join(map(str, counts.values()))} devices in its slices. Take as many of each, or whole slices."
         )
 
 

@@ -63,7 +63,9 @@ class Roofline:
             "ICI": self.ici_seconds,
             "DCN": self.dcn_seconds,
         }
-        return {part: seconds for part, seconds in parts.items() if seconds is not None}
+        known = {part: seconds for part, seconds in parts.items() if seconds is not None}
+        # Nothing to do in one part says nothing where the others are not known.
+        return known if any(known.values()) or len(known) == len(parts) else {}
 
 
 def roofline(

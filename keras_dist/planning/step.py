@@ -60,10 +60,7 @@ class Step:
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         """Returns shape, dtype and sharding of each variable."""
         return tuple(
-            [
-                jax.ShapeDtypeStruct(v.shape, v._dtype, sharding=as_sharding(self.layouts[id(v)]))
-                for v in part
-            ]
+            [jax.ShapeDtypeStruct(v.shape, v._dtype, sharding=as_sharding(self.layouts[id(v)])) for v in part]
             for part in self.variables
         )
 
@@ -98,8 +95,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
     with distribution.scope(), keras_seam.no_trace_left(), keras_seam_deferred.deferring():
-        model = build_model if isinstance(build_model, keras.Model) else build_model()
-        _require_model(model, build_model, name)
+        model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), build_model, name)
         if model is build_model and not model.built:
             raise ValueError(
                 f"A model that is passed is built already. Received: {model.name!r}, which is not. Pass the function "
@@ -156,7 +152,7 @@ def warn_of_constants(step: Step, jaxpr: ClosedJaxpr) -> None:
 # ------------------------------------------------------------------------------------------------------ the model
 
 
-def _require_model(model: Any, build_model: Any, name: str) -> None:
+def _as_model(model: Any, build_model: Any, name: str) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"build_model returns a keras.Model. Received: {model!r} ({type(model).__name__}) from {build_model!r}. "
@@ -173,6 +169,7 @@ def _require_model(model: Any, build_model: Any, name: str) -> None:
             f"Only a compiled step can be planned. Received: {model.name!r} with run_eagerly={model.run_eagerly}, "
             f"jit_compile={model.jit_compile}. Compile the model without them."
         )
+    return model
 
 
 def _build(model: keras.Model, specs: Any, name: str) -> None:
@@ -216,10 +213,10 @@ def _layouts(model: keras.Model, distribution: Distribution) -> dict[int, Any]:
 
 def _layout(variable: keras.Variable, distribution: Distribution) -> Any:
     layout, author = keras_seam.variable_layout(variable), keras_seam_overrides.laid_out_by(variable)
-    if layout is not None and author in (None, distribution):  # None: the variable brought it
-        if as_sharding(layout).device_set == set(distribution.device_mesh.backend_mesh.devices.flat):
-            return layout
-    return distribution.get_variable_layout(VariableSpec.of(variable))
+    if layout is None or author not in (None, distribution):  # an author of None: the variable brought its layout
+        return distribution.get_variable_layout(VariableSpec.of(variable))
+    lies_here = as_sharding(layout).device_set == set(distribution.device_mesh.backend_mesh.devices.flat)
+    return layout if lies_here else distribution.get_variable_layout(VariableSpec.of(variable))
 
 
 # ------------------------------------------------------------------------------------------------------ the batch

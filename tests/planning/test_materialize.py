@@ -34,7 +34,9 @@ def test_values_and_layouts_are_those_of_a_normal_build(name, layout):
         np.testing.assert_allclose(variable.value, expected.value, rtol=1e-6, atol=1e-7, err_msg=variable.path)
         assert variable.value.sharding.is_equivalent_to(expected.value.sharding, variable.value.ndim)
     with distribution.scope():
-        losses = [m.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"] for m in (normal, model)]
+        losses = [
+            m.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"] for m in (normal, model)
+        ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -79,7 +81,11 @@ def test_every_initializer_gives_its_values(initializer, dtype):
 
 def test_each_distinct_initializer_shape_and_layout_compiles_once():
     compiled = []
-    listener = lambda name, seconds, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
+
+    def listener(name, seconds, **_):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
     distribution = LAYOUTS["tensor parallel"]()
     counts = []
     for depth in (2, 6):
@@ -156,5 +162,5 @@ def test_what_is_no_model_or_not_built_is_refused():
         kd.materialize(3)
     with kd.deferred():
         model = keras.Sequential([layers.Dense(3)], name="unbuilt")
-    with pytest.raises(ValueError, match="Only a built model has variables.*'unbuilt'.*model.build"):
+    with pytest.raises(ValueError, match=r"Only a built model has variables.*'unbuilt'.*model.build"):
         kd.materialize(model)

@@ -163,7 +163,9 @@ def test_large_constants_are_warned_of():
         model.compile("sgd", "mse")
         return model
 
-    with pytest.warns(UserWarning, match=r"1 constants of 16 MiB or more, the largest float32 of shape \(4096, 1024\)|\(1024, 4096\)"):
+    with pytest.warns(
+        UserWarning, match=r"1 constants of 16 MiB or more, the largest float32 of shape \(4096, 1024\)|\(1024, 4096\)"
+    ):
         kd.plan(build, kd.DataParallel(devices=["cpu:0", "cpu:1"]), 8)
 
 
@@ -172,8 +174,16 @@ def test_a_plan_is_plain_data_too():
     data = json.loads(planned.to_json())
     assert data == json.loads(planned.to_json(indent=None))
     assert data["mesh"] == {"data": 2, "model": 4}
-    assert data["memory"]["total"] == planned.memory.total == sum(v for k, v in data["memory"].items() if k not in ("total", "state", "capacity"))
-    assert data["wire_bytes"] == planned.wire_bytes == pytest.approx(sum(c["wire_bytes"] * c["count"] for c in data["collectives"]))
+    assert (
+        data["memory"]["total"]
+        == planned.memory.total
+        == sum(v for k, v in data["memory"].items() if k not in ("total", "state", "capacity"))
+    )
+    assert (
+        data["wire_bytes"]
+        == planned.wire_bytes
+        == pytest.approx(sum(c["wire_bytes"] * c["count"] for c in data["collectives"]))
+    )
     assert len(data["variables"]) == len(planned.variables)
     assert planned.model in str(planned)
     assert planned.picture() in str(planned) or "weights" in planned.picture()
@@ -181,11 +191,12 @@ def test_a_plan_is_plain_data_too():
 
 
 def test_what_is_out_of_memory_names_what_is_large():
-    keras_model = lambda: gpt(1, width=64)
     chip = kd.Hardware("tiny-cpu", "cpu", "tiny", memory_bytes=1000, sources={"memory_bytes": "this test"})
-    planned = kd.plan(keras_model, LAYOUTS["data parallel"](), 16)
+    planned = kd.plan(lambda: gpt(1, width=64), LAYOUTS["data parallel"](), 16)
     assert planned.fits in (True, None)
-    small = dataclasses.replace(planned, fits=False, memory=dataclasses.replace(planned.memory, capacity=chip.memory_bytes))
+    small = dataclasses.replace(
+        planned, fits=False, memory=dataclasses.replace(planned.memory, capacity=chip.memory_bytes)
+    )
     largest = small.largest_holders(3)
     assert [size for _, size in largest] == sorted((size for _, size in largest), reverse=True)
     assert "does not fit" in repr(small)
@@ -238,12 +249,18 @@ def test_unknown_steps_and_depths_are_refused():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (((16, 7), (16, 8)), r"must take the batch. Received: x float32\[16, 7\], y float32\[16, 8\], with which it raises"),
+        (
+            ((16, 7), (16, 8)),
+            r"must take the batch. Received: x float32\[16, 7\], y float32\[16, 8\], with which it raises",
+        ),
         (((16, 16), (16, 3)), r"must take the batch. Received: x float32\[16, 16\], y float32\[16, 3\]"),
         (((16, 16), (8, 8)), r"must take the batch"),
         (((None, 16), (None, 8)), r"A batch has whole shapes|batch"),
         (((0, 16), (0, 8)), r"A batch has whole shapes. Received: \[0, 16\]"),
-        (((16, 16), (16, 8), (16,), (16,)), r"A batch is x, \(x, y\) or \(x, y, sample_weight\). Received: a tuple of 4"),
+        (
+            ((16, 16), (16, 8), (16,), (16,)),
+            r"A batch is x, \(x, y\) or \(x, y, sample_weight\). Received: a tuple of 4",
+        ),
         (0, r"A batch has one row or more. Received: batch=0"),
         (jax.ShapeDtypeStruct((16, 16), "float32"), r"must take the batch"),
     ],
@@ -261,6 +278,13 @@ def test_eager_models_are_refused():
 
     with pytest.raises(ValueError, match=r"Only a compiled step can be planned.*run_eagerly=True"):
         kd.plan(build, kd.DataParallel(), 16)
+
+
+def test_slices_have_as_many_devices_each():
+    devices = kd.mock_tpus("v5e:2x2", slices=2)[:6]
+    mesh = kd.DeviceMesh((6,), ["data"], devices)
+    with pytest.raises(ValueError, match=r"as many devices each. Received: .* with 4, 2 devices in its slices"):
+        kd.plan(perceptron, kd.DataParallel(mesh), 12)
 
 
 def test_errors_of_rules_come_through():
@@ -284,7 +308,9 @@ def test_flop_are_those_of_the_textbook():
     plain = flops_of(lambda x, w: conv(x, w, (1, 1), "SAME", dimension_numbers=layout), (2, 8, 8, 3), (3, 3, 3, 16))
     assert plain[0] == 2 * (2 * 8 * 8) * 16 * 27
     grouped = flops_of(
-        lambda x, w: conv(x, w, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=4), (2, 8, 8, 8), (3, 3, 2, 16)
+        lambda x, w: conv(x, w, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=4),
+        (2, 8, 8, 8),
+        (3, 3, 2, 16),
     )
     assert grouped[0] == 2 * (2 * 4 * 4) * 16 * 18
     loop = flops_of(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=6)[0], (4, 4))
@@ -299,7 +325,10 @@ def test_backward_passes_count_twice_the_forward_one():
 
     assert flops_of(jax.grad(loss, (0, 1)), (8, 8), (4, 8))[0] == pytest.approx(3 * 2 * 2 * 4 * 64, rel=0.2)
     forward = 2 * 16 * 8 * 8 * 9 * 4 * 4
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME").sum()
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME").sum()
+
     backward = flops_of(jax.grad(conv, (0, 1)), (16, 4, 8, 8), (4, 4, 3, 3))[0]
     assert backward == pytest.approx(2 * forward, rel=0.6)
 
@@ -321,8 +350,14 @@ def test_what_is_recomputed_does_not_count_as_model_flop():
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
-        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory (17.00G) exceeds available HBM (15.75G).", 17.0),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.25G of 15.75G hbm. Exceeded by 2.5G.", 18.25),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory (17.00G) exceeds available HBM (15.75G).",
+            17.0,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.25G of 15.75G hbm. Exceeded by 2.5G.",
+            18.25,
+        ),
     ],
 )
 def test_a_program_that_the_compiler_does_not_finish_is_an_answer_too(words, needed, monkeypatch):

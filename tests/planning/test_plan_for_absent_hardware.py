@@ -80,8 +80,11 @@ def test_collectives_between_slices_or_hosts_are_told_from_those_inside(target, 
 @pytest.mark.parametrize("target", EIGHT)
 def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
-    whole = kd.plan(lambda: gpt(7, width=256, length=256), distribution, 32)
-    line = kd.plan(lambda depth: gpt(depth, width=256, length=256), distribution, 32, depth=7)
+
+    def build(depth):  # large enough for activations to leave the on-chip memory of a TPU
+        return gpt(depth, width=512, heads=8, length=512, vocabulary=1024)
+
+    whole, line = kd.plan(lambda: build(6), distribution, 32), kd.plan(build, distribution, 32, depth=6)
     assert line.variables == whole.variables
     assert line.memory.state == whole.memory.state
     assert line.flops == pytest.approx(whole.flops, rel=0.01)
