@@ -7,12 +7,14 @@ from typing import Any
 
 import keras
 
-from keras_dist.keras_seam import forget_generator_without_value, in_stateless_scope
+from keras_dist.devices import is_described
+from keras_dist.keras_seam import forget_generator_without_value, in_stateless_scope, variable_layout
+from keras_dist.placement import as_sharding
 
 _lock = threading.RLock()
 _this_thread = threading.local()
 _blocks = 0  # how many blocks of deferred values are open, in all threads
-_originals: dict[str, Callable] = {}
+_originals: dict[str, Callable] = {}  # of the last block: a thread may still be in one of ours when it ends
 
 
 class DeferredValue:
@@ -52,6 +54,12 @@ def deferred_initializer(variable: keras.Variable) -> Callable | None:
     return variable._initializer.initializer if waiting else None
 
 
+def lies_on_attached_devices(variable: keras.Variable) -> bool:
+    """Whether no device that a variable is laid out over is only described."""
+    sharding = as_sharding(variable_layout(variable))
+    return sharding is None or not any(map(is_described, sharding.device_set))
+
+
 def give_value(variable: keras.Variable, value: Any) -> None:
     """Gives a variable its value, laid out already."""
     variable._value = value
@@ -78,7 +86,7 @@ def _enter() -> None:
     with _lock:
         _blocks += 1
         _this_thread.blocks = getattr(_this_thread, "blocks", 0) + 1
-        if not _originals:
+        if _blocks == 1:
             for name, replacement in _REPLACEMENTS.items():
                 _originals[name] = getattr(keras.Variable, name)
                 setattr(keras.Variable, name, replacement)
@@ -94,7 +102,6 @@ def _leave() -> None:
         if not _blocks:
             for name, original in _originals.items():
                 setattr(keras.Variable, name, original)
-            _originals.clear()
 
 
 def _initialize_with_initializer(self, initializer):
@@ -126,12 +133,12 @@ def _initialize(self, value):
 
 
 def _direct_assign(self, value):
-    if not is_deferring():
-        _originals["_direct_assign"](self, value)
-    elif deferred_initializer(self) is None:
+    if is_deferring() and deferred_initializer(self) is not None:
+        self._initializer = DeferredValue(lambda shape, dtype=None: value, self.path)
+    elif is_deferring() and not lies_on_attached_devices(self):
         self._value = value
     else:
-        self._initializer = DeferredValue(lambda shape, dtype=None: value, self.path)
+        _originals["_direct_assign"](self, value)
 
 
 _REPLACEMENTS = {

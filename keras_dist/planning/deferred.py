@@ -11,7 +11,6 @@ import jax
 import keras
 
 from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
-from keras_dist.devices import is_described
 from keras_dist.keras_seam import variable_layout, variable_value
 from keras_dist.placement import all_variables, as_sharding
 from keras_dist.planning.fused_random import fused_key
@@ -104,13 +103,12 @@ def build_optimizer(model: keras.Layer) -> None:
 
 
 def _require_attached(variable: keras.Variable) -> None:
-    sharding = as_sharding(variable_layout(variable))
-    devices = [] if sharding is None else [device for device in sharding.device_set if is_described(device)]
-    if devices:
+    if not keras_seam_deferred.lies_on_attached_devices(variable):
+        devices = as_sharding(variable_layout(variable)).device_set
         raise ValueError(
             f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(devices)} devices "
-            f"that are not attached ({devices[0].device_kind}). Call keras_dist.redistribute(model, distribution) with "
-            "one on attached devices before."
+            f"that are not attached ({next(iter(devices)).device_kind}). Call keras_dist.redistribute(model, "
+            "distribution) with one on attached devices before."
         )
 
 

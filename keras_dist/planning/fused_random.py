@@ -5,6 +5,7 @@ The arithmetic below is fused with what uses it and is cut like any other.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.extend.random as random_impls
@@ -26,7 +27,8 @@ def fused_key(seed: jax.Array) -> jax.Array:
     Returns:
         A typed key, for the functions of `jax.random`.
     """
-    if jax.config.read("jax_default_prng_impl") != "threefry2x32" or not jax.config.read("jax_threefry_partitionable"):
+    config: Any = jax.config
+    if config.jax_default_prng_impl != "threefry2x32" or not config.jax_threefry_partitionable:
         return seed
     return jax.random.wrap_key_data(seed, impl=_FUSED)
 

@@ -223,7 +223,9 @@ def _layout(variable: keras.Variable, distribution: Distribution) -> Any:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) > 0 and all(isinstance(size, int) for size in value)
+    """Whether a tuple or list is a shape: sizes, of which some may be left open."""
+    sizes = [size for size in value if size is not None] if isinstance(value, (tuple, list)) else []
+    return len(sizes) > 0 and all(isinstance(size, int) for size in sizes)
 
 
 def _is_leaf(value: Any) -> bool:

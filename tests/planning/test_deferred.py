@@ -95,6 +95,15 @@ def test_blocks_may_be_nested_and_end_with_an_error():
     assert keras.Variable("ones", shape=(2,)).value.shape == (2,)
 
 
+def test_variables_that_have_values_are_assigned_as_ever():
+    with kd.DataParallel().scope():
+        variable = keras.Variable("zeros", shape=(8,))
+        with kd.deferred():
+            variable.assign(np.ones(8, "float32"))
+    assert len(variable.value.sharding.device_set) == 8
+    np.testing.assert_array_equal(variable.value, np.ones(8))
+
+
 def test_keras_is_as_before_after_the_block():
     names = ("_initialize", "_initialize_with_initializer", "_deferred_initialize", "_direct_assign")
     before = [getattr(keras.Variable, name) for name in names]
