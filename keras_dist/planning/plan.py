@@ -17,11 +17,12 @@ from keras_dist.layout import TensorLayout
 from keras_dist.mesh import DeviceMesh
 from keras_dist.placement import as_sharding, owners_of_slots
 from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
-from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware import Hardware, hardware
 from keras_dist.planning.hlo import Collective, LargeValue
 from keras_dist.planning.progress import progress_of
 from keras_dist.planning.roofline import Roofline
 from keras_dist.planning.step import Step, bytes_on_a_device, prepared_step
+from keras_dist.planning.target import target
 from keras_dist.topology import slice_of
 
 PARTS = ("weights", "optimizer", "other")
@@ -254,12 +255,12 @@ def plan(
     with progress_of(progress) as say:
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
-                return _planned(prepared, compile_step(prepared, hardware.of_device(_device(prepared)), say), None)
+                return _planned(prepared, compile_step(prepared, _hardware(prepared), say), None)
         compiled: dict[int, Compilation] = {}
         for blocks in compile_depths:
             say(f"Building {blocks} blocks")
             with prepared_step(lambda n=blocks: build_model(n), distribution, batch, step) as prepared:
-                compiled[blocks] = compile_step(prepared, hardware.of_device(_device(prepared)), say)
+                compiled[blocks] = compile_step(prepared, _hardware(prepared), say)
         say(f"Building {depth} blocks")
         with prepared_step(lambda: build_model(depth), distribution, batch, step) as prepared:
             return _planned(prepared, extrapolated(compiled, depth), depth)
@@ -269,9 +270,14 @@ def _device(step: Step) -> Any:
     return step.distribution.device_mesh.backend_mesh.devices.flat[0]
 
 
+def _hardware(step: Step) -> Hardware | None:
+    device = _device(step)
+    # The memory of a CPU device is a part of this machine's, which a target knows.
+    return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
+
+
 def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
-    mesh, device = step.distribution.device_mesh, _device(step)
-    chip = hardware.of_device(device)
+    mesh, chip = step.distribution.device_mesh, _hardware(step)
     variables = _variables(step)
     held = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
     batch = sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch))
@@ -294,7 +300,7 @@ def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
     return Plan(
         model=step.model.name,
         step=step.name,
-        target=chip.name if chip is not None else device.device_kind,
+        target=chip.name if chip is not None else _device(step).device_kind,
         mesh=mesh,
         distribution=repr(step.distribution),
         batch=jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
