@@ -114,7 +114,12 @@ def _plan(parsed: argparse.Namespace) -> tuple[str, int]:
     devices = _target(parsed.target, parsed.slices)  # before a module of the user starts JAX
     build = _function(parsed.model)
     layout = None if parsed.layout is None else _function(parsed.layout)
-    batch = int(parsed.batch) if re.fullmatch(r"-?\d+", parsed.batch) else _function(parsed.batch)
+    if ":" not in parsed.batch and not re.fullmatch(r"-?\d+", parsed.batch):
+        raise ValueError(
+            "A batch is a whole number of rows, or a function that returns a batch. Received: "
+            f"--batch {parsed.batch!r}. Write, for example, --batch 64 or --batch model.py:batch."
+        )
+    batch = _function(parsed.batch) if ":" in parsed.batch else int(parsed.batch)
     mesh = kd.create_device_mesh(parsed.mesh, devices=devices)
     planned = kd.plan(
         build,

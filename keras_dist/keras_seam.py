@@ -291,6 +291,20 @@ def forget_generator_without_value() -> None:
         global_state.set_global_attribute(_GENERATOR, None)
 
 
+def metrics_to_build(model) -> list:
+    """The metric objects that a model was compiled with and has not put to use yet."""
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is None or compiled.built:
+        return []
+    given = jax.tree.leaves((compiled._user_metrics, compiled._user_weighted_metrics))
+    return [metric for metric in given if isinstance(metric, keras.metrics.Metric)]
+
+
+def is_built(model) -> bool:
+    """Whether a model and all layers in it are built; Keras says so of models whose layers are not."""
+    return model.built and all(layer.built for layer in model._flatten_layers())
+
+
 def symbolic_build(model, data) -> None:
     """Makes the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
     model._symbolic_build(data_batch=data)

@@ -138,7 +138,8 @@ def _misplacement(variable: keras.Variable, distribution: Any) -> str | None:
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
     optimizer = getattr(model, "optimizer", None)
-    groups = (model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ())
+    groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
+    groups += [metric.variables for metric in keras_seam.metrics_to_build(model)]
     seen = set()
     for variable in (variable for group in groups for variable in group):
         if id(variable) not in seen:

@@ -14,7 +14,7 @@ from keras_dist.planning.flops import asked_flops
 from keras_dist.planning.hardware import Hardware
 from keras_dist.planning.hlo import Collective, LargeValue, read_module
 from keras_dist.planning.roofline import Roofline, roofline
-from keras_dist.planning.step import Step, bytes_on_a_device, forward_step, warn_of_constants
+from keras_dist.planning.step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.topology import networks_of
 
 # With this libtpu finishes a program that does not fit, so that what it would need is known; before 0.0.50.
@@ -100,9 +100,7 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
     say(f"Tracing the {step.name} step of {step.model.name}")
     traced = step.trace()
     warn_of_constants(step, traced.jaxpr)
-    model_flops, recomputes = asked_flops(traced.jaxpr.jaxpr)
-    if recomputes and step.name == "train":
-        model_flops = 3 * asked_flops(forward_step(step).trace().jaxpr.jaxpr)[0]
+    model_flops = asked_flops(traced.jaxpr.jaxpr)
     say(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()
     compiled, refusal = _compile(traced.lower())
@@ -123,12 +121,12 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
         traffic=_summed(costs.collectives, networks),
         collectives=costs.collectives,
         flops=costs.flops,
-        model_flops=model_flops,
+        model_flops=costs.flops * len(flat) if model_flops is None else model_flops,
         memory_traffic=costs.memory_bytes,
         roofline=roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives),
         largest_values=costs.largest_values,
         refusal=refusal,
-        notes=_notes(costs),
+        notes=(*notes_on_batch(step), *_notes(costs, model_flops)),
         seconds=seconds,
     )
 
@@ -147,7 +145,7 @@ def _compile(lowered: Any) -> tuple[Any, str | None]:
         return None, refusal
 
 
-def _refused(step: Step, refusal: str, model_flops: float, seconds: float) -> Compilation:
+def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float) -> Compilation:
     """What is known of a program that does not fit, and that the compiler did not finish."""
     arguments = jax.tree.leaves((step.state_specs(), step.batch))
     needed = re.search(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of", refusal)
@@ -163,7 +161,7 @@ def _refused(step: Step, refusal: str, model_flops: float, seconds: float) -> Co
         traffic=(),
         collectives=(),
         flops=0,
-        model_flops=model_flops,
+        model_flops=model_flops or 0.0,
         memory_traffic=0,
         roofline=Roofline(None, None, None, None),
         largest_values=(),
@@ -173,8 +171,10 @@ def _refused(step: Step, refusal: str, model_flops: float, seconds: float) -> Co
     )
 
 
-def _notes(costs: Any) -> tuple[str, ...]:
+def _notes(costs: Any, model_flops: float | None) -> tuple[str, ...]:
     notes = []
+    if model_flops is None:
+        notes.append("How often the model's loops run is not known before it is compiled: its FLOP are those executed.")
     if costs.unknown_loops:
         notes.append(
             f"{costs.unknown_loops} loops run a number of times that the program does not say; they count once."

@@ -49,8 +49,9 @@ def materialize(model: ModelT) -> ModelT:
     initializer that is no class of Keras runs on one device, and its value is then distributed.
 
     Args:
-        model: a model, or a layer, made inside `deferred()`. A compiled model's optimizer is built with it. Variables
-            that have values keep them; values that do not lie where they should are moved there.
+        model: a model, or a layer, made inside `deferred()`; one that does not know its inputs must have been called
+            there on a `keras.KerasTensor`. A compiled model's optimizer is built with it. Variables that have values
+            keep them; values that do not lie where they should are moved there.
 
     Returns:
         The same model.
@@ -71,13 +72,13 @@ def materialize(model: ModelT) -> ModelT:
     """
     if not isinstance(model, keras.Layer):
         raise TypeError(f"materialize takes a Keras model or layer. Received: {model!r} ({type(model).__name__}).")
-    build_optimizer(model)
-    variables = list(all_variables(model))
     if not model.built:
         raise ValueError(
             f"Only a built model has variables to give values to. Received: {model.name!r}, which is not built. Call "
-            "model.build(input_shape) inside keras_dist.deferred()."
+            "it on keras.KerasTensor(shape) inside keras_dist.deferred()."
         )
+    build_optimizer(model)
+    variables = list(all_variables(model))
     for variable in variables:
         _require_attached(variable)
     with ThreadPoolExecutor() as pool:
@@ -93,10 +94,10 @@ def build_optimizer(model: keras.Layer) -> None:
     """Makes the variables of a model's optimizer, without values, where it has one that is not built.
 
     Args:
-        model: a model or a layer. The optimizer of a model that is not built is left as it is.
+        model: a model or a layer. The optimizer of a model with layers that are not built is left as it is.
     """
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and model.built and not optimizer.built:
+    if optimizer is not None and not optimizer.built and keras_seam.is_built(model):
         author: Any = next(filter(None, map(keras_seam_overrides.laid_out_by, model.variables)), None)
         with keras_seam_deferred.deferring(), contextlib.nullcontext() if author is None else author.scope():
             optimizer.build(model.trainable_variables)

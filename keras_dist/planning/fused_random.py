@@ -1,7 +1,7 @@
 """JAX's random numbers drawn in one pass over memory: the same bits as JAX's default generator, several times sooner.
 
-On CPU JAX compiles its generator as a loop over whole arrays, and on GPU as a kernel that the partitioner cannot cut.
-The arithmetic below is fused with what uses it and is cut like any other.
+On CPU JAX compiles its generator as a loop over whole arrays, to compile sooner. The arithmetic below has no loop, is
+fused with what uses it, and compiles sooner still.
 """
 
 import math

@@ -210,7 +210,7 @@ class HardwareRegistry(Mapping[str, Hardware]):
 
         Raises:
             TypeError: no `Hardware`.
-            ValueError: the name stands for other figures, and `replace` is false.
+            ValueError: the name stands for other figures and `replace` is false, or CPUs under another name.
         """
         if not isinstance(hardware, Hardware):
             raise TypeError(
@@ -222,6 +222,11 @@ class HardwareRegistry(Mapping[str, Hardware]):
             raise ValueError(
                 f"A name stands for one set of figures. Received: {hardware.name!r}, which is registered with others. "
                 "Choose another name, or pass replace=True."
+            )
+        if hardware.platform == "cpu" and hardware.name != "cpu":
+            raise ValueError(
+                f"The CPUs of a target are those of this machine, under the name 'cpu'. Received: {hardware.name!r}. "
+                "Use that name, and replace=True."
             )
         self._entries[hardware.name] = hardware
         return hardware

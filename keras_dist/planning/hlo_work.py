@@ -13,7 +13,7 @@ _FREE = frozenset({
 })  # fmt: skip
 # Custom calls of the TPU compiler that are buffers, names, numbers and notes to itself. ZeroCrop pads in place.
 _ASYNC_START, _ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-_FREE_CUSTOM_CALLS = frozenset({
+_FREE_CUSTOM_CALLS = frozenset({"PrepareAsyncCallStart", "PrepareAsyncCallDone",
     "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "SliceId",
     "ZeroCrop", _ASYNC_START, _ASYNC_DONE,
 })  # fmt: skip

@@ -1,6 +1,7 @@
 """`plan`: the real step of a model compiled for the devices of a distribution, and what it holds, sends and takes."""
 
 import dataclasses
+import inspect
 import json
 import math
 from collections import Counter
@@ -136,7 +137,7 @@ class Plan:
     model_flops_utilization: float | None
     largest_values: tuple[LargeValue, ...]
     notes: tuple[str, ...]
-    compile_seconds: float
+    compile_seconds: float = dataclasses.field(compare=False)
     depth: int | None = None
 
     @property
@@ -257,17 +258,34 @@ def plan(
             with prepared_step(build_model, distribution, batch, step) as prepared:
                 return _planned(prepared, compile_step(prepared, _hardware(prepared), say), None)
         compiled: dict[int, Compilation] = {}
+        held: dict[int, int] = {}
         for blocks in compile_depths:
             say(f"Building {blocks} blocks")
             with prepared_step(lambda n=blocks: build_model(n), distribution, batch, step) as prepared:
+                held[blocks] = _state_bytes(prepared)
                 compiled[blocks] = compile_step(prepared, _hardware(prepared), say)
         say(f"Building {depth} blocks")
         with prepared_step(lambda: build_model(depth), distribution, batch, step) as prepared:
+            _require_equal_blocks(held | {depth: _state_bytes(prepared)})
             return _planned(prepared, extrapolated(compiled, depth), depth)
 
 
 def _device(step: Step) -> Any:
     return step.distribution.device_mesh.backend_mesh.devices.flat[0]
+
+
+def _takes_one_argument(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError:
+        return False
+    except ValueError:  # a function that does not say what it takes
+        return True
+    return True
+
+
+def _state_bytes(step: Step) -> int:
+    return sum(bytes_on_a_device(spec) for part in step.state_specs() for spec in part)
 
 
 def _hardware(step: Step) -> Hardware | None:
@@ -356,12 +374,15 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
             f"distribution={distribution!r} ({type(distribution).__name__}). Pass, for example, "
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
-    _require_equal_slices(distribution.device_mesh)
+    _require_devices_of_one_kind(distribution.device_mesh)
     if step not in keras_seam.STEPS:
-        raise ValueError(f"A step is one of {', '.join(map(repr, keras_seam.STEPS))}. Received: step={step!r}.")
+        raise ValueError(
+            f"A step is one of {', '.join(map(repr, keras_seam.STEPS))}. Received: step={step!r}. Leave it out for "
+            "'train'."
+        )
     if depth is None:
         return
-    if isinstance(build_model, keras.Model) or not callable(build_model):
+    if isinstance(build_model, keras.Layer) or not callable(build_model) or not _takes_one_argument(build_model):
         raise TypeError(
             "With depth, build_model is a function of the number of blocks. "
             f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda depth: build(depth)."
@@ -374,8 +395,24 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
         )
 
 
-def _require_equal_slices(mesh: DeviceMesh) -> None:
+def _require_equal_blocks(held: Mapping[int, int]) -> None:
+    (fewer, less), (more, most), (all_blocks, whole) = held.items()
+    if (whole - less) * (more - fewer) != (most - less) * (all_blocks - fewer):
+        raise ValueError(
+            "Only models of equal blocks go on in a straight line. Received: variables of "
+            f"{', '.join(f'{size} bytes a device with {blocks} blocks' for blocks, size in held.items())}. Leave depth "
+            "out to compile the whole model."
+        )
+
+
+def _require_devices_of_one_kind(mesh: DeviceMesh) -> None:
     devices = mesh.backend_mesh.devices.ravel().tolist()
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:
+        raise ValueError(
+            f"A step is compiled for devices of one target. Received: {mesh} of {', '.join(kinds)}, from several. Make "
+            "the mesh of one keras_dist.target."
+        )
     counts = Counter(map(slice_of, devices))
     if devices[0].platform == "tpu" and len(set(counts.values())) > 1:  # libtpu would end the process
         raise ValueError(

@@ -89,7 +89,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
         TypeError: no model and no function.
         ValueError: a function that returns no model, a model that is not compiled, or a batch that does not fit.
     """
-    if not callable(build_model):
+    if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
         raise TypeError(
             "A plan is of a model, or of a function without arguments that returns one. "
             f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
@@ -101,20 +101,14 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
                 f"A model that is passed is built already. Received: {model.name!r}, which is not. Pass the function "
                 "that makes it."
             )
-        with keras_seam.unbuilt_parts_apart(model) if model is build_model else contextlib.nullcontext():
+        with keras_seam.unbuilt_parts_apart(model):
             specs = batch_specs(model, batch, name, distribution)
             _build(model, specs, name)
-            if name == "train":
+            if name == "train" and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             yield Step(
                 model, name, distribution, keras_seam.state_variables(model, name), _layouts(model, distribution), specs
             )
-
-
-def forward_step(step: Step) -> Step:
-    """Returns the test step of a model that a training step was prepared of: its forward pass and its loss."""
-    variables = [*step.variables[:2], step.variables[3]]
-    return Step(step.model, "test", step.distribution, variables, step.layouts, step.batch)
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
@@ -133,6 +127,20 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
             "a model into a list or a dict."
         )
     return tuple(jax.tree.map(spec, part, is_leaf=_is_leaf) for part in parts)
+
+
+def notes_on_batch(step: Step) -> tuple[str, ...]:
+    """Returns what to know of a batch whose rows the batch axes do not divide."""
+    parts = step.distribution.num_model_replicas
+    for spec in jax.tree.leaves(step.batch):
+        rows = spec.shape[0] if spec.shape else 0
+        if rows % parts:
+            each = spec.sharding.shard_shape(spec.shape)[0]
+            return (
+                f"{rows} rows are not divided by the batch axes, {parts} parts: each device works on {each} of them, "
+                "and several on the same.",
+            )
+    return ()
 
 
 def warn_of_constants(step: Step, jaxpr: ClosedJaxpr) -> None:
@@ -223,8 +231,8 @@ def _layout(variable: keras.Variable, distribution: Distribution) -> Any:
 
 
 def _is_shape(value: Any) -> bool:
-    """Whether a tuple or list is a shape: sizes, of which some may be left open."""
-    sizes = [size for size in value if size is not None] if isinstance(value, (tuple, list)) else []
+    """Whether a tuple is a shape: sizes, of which some may be left open."""
+    sizes = [size for size in value if size is not None] if isinstance(value, tuple) else []
     return len(sizes) > 0 and all(isinstance(size, int) for size in sizes)
 
 
@@ -236,7 +244,12 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     if _is_shape(leaf):
         shape, dtype = tuple(leaf), keras.config.floatx()
     else:
-        leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+        if not hasattr(leaf, "shape") or np.dtype(getattr(leaf, "dtype", object)).kind in "OSUMm":
+            raise ValueError(
+                "A batch is made of arrays of numbers or of shapes, in tuples, lists and dicts. Received: "
+                f"{str(leaf)[:80]!r} ({type(leaf).__name__}). Pass one batch of a data source, for example "
+                "next(iter(data))."
+            )
         shape, dtype = tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
     if dtype == "float64":
         dtype = keras.config.floatx()  # as Keras's data adapters do

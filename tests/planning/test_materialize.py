@@ -120,6 +120,44 @@ def test_a_deferred_model_moves_to_other_devices_before_it_has_values():
     assert model.get_layer("block0_up").kernel.value.sharding.shard_shape((32, 128)) == (32, 32)
 
 
+def test_metric_objects_get_their_values_too():
+    distribution = LAYOUTS["tensor parallel"]()
+    with distribution.scope():
+        with kd.deferred():
+            model = gpt()
+            metrics = [keras.metrics.SparseCategoricalAccuracy()]
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=metrics)
+        kd.materialize(model)
+        x, y = MODELS["gpt"][1]
+        assert "sparse_categorical_accuracy" in model.fit(x, y, verbose=0).history
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_subclassed_models_are_trained_after_they_got_values(call):
+    build, (x, y) = MODELS["subclassed"]
+    with kd.DataParallel().scope():
+        with kd.deferred():
+            model = build()
+            # Keras calls a model built by this, whose layers are not.
+            model(keras.KerasTensor((16, 32))) if call else model.build((16, 32))
+        kd.materialize(model)
+        assert len(model.optimizer.variables) > 2 or not call
+        model.fit(x, y, verbose=0)
+
+
+def test_a_task_of_keras_hub_is_trained_after_it_got_values():
+    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install keras-hub")
+    distribution = LAYOUTS["fully sharded"]()
+    tokens = np.ones((8, 16), "int32")
+    with distribution.scope():
+        with kd.deferred():
+            backbone = keras_hub.models.GPT2Backbone(64, 2, 4, 32, 64, max_sequence_length=16)
+            task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+        kd.materialize(task)
+        x = {"token_ids": tokens, "padding_mask": np.ones((8, 16), bool)}
+        assert np.isfinite(task.fit(x, tokens, verbose=0).history["loss"]).all()
+
+
 def test_values_that_are_there_stay():
     model = gpt()
     before = model.get_weights()
@@ -162,5 +200,5 @@ def test_what_is_no_model_or_not_built_is_refused():
         kd.materialize(3)
     with kd.deferred():
         model = keras.Sequential([layers.Dense(3)], name="unbuilt")
-    with pytest.raises(ValueError, match=r"Only a built model has variables.*'unbuilt'.*model.build"):
+    with pytest.raises(ValueError, match=r"Only a built model has variables.*'unbuilt'.*keras.KerasTensor"):
         kd.materialize(model)

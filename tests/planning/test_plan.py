@@ -261,6 +261,10 @@ def test_unknown_steps_and_depths_are_refused():
             ((16, 16), (16, 8), (16,), (16,)),
             r"A batch is x, \(x, y\) or \(x, y, sample_weight\). Received: a tuple of 4",
         ),
+        ("64", r"A batch is made of arrays of numbers or of shapes.*'64' \(str\)\. Pass one batch of a data source"),
+        ((array for array in ()), r"A batch is made of arrays of numbers"),
+        ([[1.0, 2.0]], r"A batch is made of arrays of numbers"),
+        (np.array(["a"]), r"A batch is made of arrays of numbers"),
         (0, r"A batch has one row or more. Received: batch=0"),
         (jax.ShapeDtypeStruct((16, 16), "float32"), r"must take the batch"),
     ],
@@ -278,6 +282,48 @@ def test_eager_models_are_refused():
 
     with pytest.raises(ValueError, match=r"Only a compiled step can be planned.*run_eagerly=True"):
         kd.plan(build, kd.DataParallel(), 16)
+
+
+def test_layers_and_builders_of_other_arguments_are_refused():
+    with pytest.raises(TypeError, match=r"A plan is of a model, or of a function without arguments"):
+        kd.plan(layers.Dense(3), kd.DataParallel(), 16)
+    with pytest.raises(TypeError, match=r"With depth, build_model is a function of the number of blocks"):
+        kd.plan(perceptron, kd.DataParallel(), 16, depth=8)
+
+
+def test_unequal_blocks_are_refused():
+    def build(depth):
+        hidden = [layers.Dense(16 if number < 5 else 32) for number in range(depth)]
+        model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=r"Only models of equal blocks.*bytes a device with 8 blocks. Leave depth out"):
+        kd.plan(build, kd.DataParallel(), 16, depth=8)
+
+
+def test_rows_that_are_not_divided_are_noted():
+    notes = kd.plan(perceptron, kd.DataParallel(), 12).notes
+    assert notes[0].startswith("12 rows are not divided by the batch axes, 8 parts: each device works on 12 of them")
+    assert kd.plan(perceptron, kd.DataParallel(), 16).notes == ()
+
+
+@pytest.mark.parametrize("make", [lambda model: model, lambda model: lambda: model])
+def test_wrapped_optimizers_are_built_once_and_models_stay_as_they_are(make):
+    distribution = kd.DataParallel()
+    x, y = MODELS["perceptron"][1]
+    with distribution.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse", metrics=["mae"])
+        before = kd.plan(make(model), distribution, (x, y))
+        model.fit(x, y, verbose=0)
+        count = len(model.optimizer.variables)
+        after = kd.plan(make(model), distribution, (x, y))
+        assert len(model.optimizer.variables) == count
+        model.fit(x, y, verbose=0)
+    assert before.memory == after.memory
+    held = sum(v.value.addressable_shards[0].data.nbytes for v in model.optimizer.variables)
+    assert after.memory.optimizer == held
 
 
 def test_slices_have_as_many_devices_each():
@@ -303,48 +349,97 @@ def flops_of(function, *shapes):
 def test_flop_are_those_of_the_textbook():
     conv = jax.lax.conv_general_dilated
     layout = ("NHWC", "HWIO", "NHWC")
-    assert flops_of(lambda a, b: a @ b, (3, 5), (5, 7)) == (2 * 3 * 5 * 7, False)
-    assert flops_of(lambda a, b: jax.numpy.einsum("bij,bjk->bik", a, b), (4, 3, 5), (4, 5, 7))[0] == 4 * 2 * 3 * 5 * 7
+    assert flops_of(lambda a, b: a @ b, (3, 5), (5, 7)) == 2 * 3 * 5 * 7
+    assert flops_of(lambda a, b: jax.numpy.einsum("bij,bjk->bik", a, b), (4, 3, 5), (4, 5, 7)) == 4 * 2 * 3 * 5 * 7
     plain = flops_of(lambda x, w: conv(x, w, (1, 1), "SAME", dimension_numbers=layout), (2, 8, 8, 3), (3, 3, 3, 16))
-    assert plain[0] == 2 * (2 * 8 * 8) * 16 * 27
+    assert plain == 2 * (2 * 8 * 8) * 16 * 27
     grouped = flops_of(
         lambda x, w: conv(x, w, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=4),
         (2, 8, 8, 8),
         (3, 3, 2, 16),
     )
-    assert grouped[0] == 2 * (2 * 4 * 4) * 16 * 18
+    assert grouped == 2 * (2 * 4 * 4) * 16 * 18
     loop = flops_of(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=6)[0], (4, 4))
-    assert loop[0] == 6 * 2 * 64
+    assert loop == 6 * 2 * 64
     branches = flops_of(lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a @ a, lambda: a), (4, 4))
-    assert branches[0] == 2 * 64
+    assert branches == 2 * 64
 
 
 def test_backward_passes_count_twice_the_forward_one():
     def loss(w, x):
         return (jax.numpy.tanh(x @ w) @ w).sum()
 
-    assert flops_of(jax.grad(loss, (0, 1)), (8, 8), (4, 8))[0] == pytest.approx(3 * 2 * 2 * 4 * 64, rel=0.2)
+    assert flops_of(jax.grad(loss, (0, 1)), (8, 8), (4, 8)) == pytest.approx(3 * 2 * 2 * 4 * 64, rel=0.2)
     forward = 2 * 16 * 8 * 8 * 9 * 4 * 4
 
     def conv(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME").sum()
 
-    backward = flops_of(jax.grad(conv, (0, 1)), (16, 4, 8, 8), (4, 4, 3, 3))[0]
+    backward = flops_of(jax.grad(conv, (0, 1)), (16, 4, 8, 8), (4, 4, 3, 3))
     assert backward == pytest.approx(2 * forward, rel=0.6)
 
 
+class Pair(layers.Layer):
+    """Two dense layers, of which the first is computed again where the pair is recomputed."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.up, self.down = layers.Dense(64), layers.Dense(16)
+
+    def build(self, shape):
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 64))
+
+    def call(self, x):
+        return self.down(keras.ops.gelu(self.up(x)))
+
+
 def test_what_is_recomputed_does_not_count_as_model_flop():
-    def build(remat):
-        def make():
-            recomputed = [f"block{number}_{name}" for number in range(2) for name in ("up", "down")]
-            with keras.RematScope("list_of_layers", layer_names=recomputed if remat else []):
-                return gpt(2)
+    def build(recomputed):
+        with keras.RematScope("list_of_layers", layer_names=recomputed):
+            pairs = [Pair(name=f"pair{number}") for number in range(3)]
+            model = keras.Sequential([keras.Input((16,)), *pairs])
+        model.compile("sgd", "mse")
+        return model
 
-        return make
+    plain = kd.plan(lambda: build([]), LAYOUTS["data parallel"](), 16)
+    recomputing = kd.plan(lambda: build(["pair0", "pair1", "pair2"]), LAYOUTS["data parallel"](), 16)
+    assert recomputing.model_flops == plain.model_flops == 2 * 16 * (16 * 64) * 2 * 9 - 2 * 16 * 16 * 64
 
-    plain = kd.plan(build(False), LAYOUTS["tensor parallel"](), 16)
-    recomputing = kd.plan(build(True), LAYOUTS["tensor parallel"](), 16)
-    assert recomputing.model_flops == plain.model_flops
+
+def test_frozen_weights_are_not_asked_for():
+    def build():
+        with keras.RematScope("list_of_layers", layer_names=["a", "b"]):
+            model = keras.Sequential(
+                [
+                    keras.Input((64,)),
+                    *(layers.Dense(64, use_bias=False, trainable=False, name=name) for name in "ab"),
+                    layers.Dense(64, use_bias=False, name="head"),
+                ]
+            )
+        model.compile("sgd", "mse")
+        return model
+
+    planned = kd.plan(build, LAYOUTS["data parallel"](), 16)
+    assert planned.model_flops == 2 * 16 * 64 * 64 * 4  # three forward passes, and the gradient of the head
+
+
+def test_loops_of_unknown_length_are_counted_as_they_are_executed():
+    class Loops(layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(shape=(16, 16), name="w")
+
+        def call(self, x):
+            return keras.ops.while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, keras.ops.tanh(x @ self.w)), (0, x))[1]
+
+    def build():
+        model = keras.Sequential([keras.Input((16,)), Loops()])
+        model.compile("sgd", "mse")
+        return model
+
+    planned = kd.plan(build, LAYOUTS["data parallel"](), 16, step="predict")
+    assert planned.model_flops == 5 * 2 * 16 * 16 * 16
+    assert any("loops" in note for note in planned.notes)
 
 
 @pytest.mark.parametrize(
