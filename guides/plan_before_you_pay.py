@@ -82,10 +82,9 @@ def main():
     print(kd.hardware)
     plans = {}
     for name in targets or ["cpu:8"]:
-        for layout in (data_parallel, fully_sharded, tensor_parallel):
-            distribution = layout(kd.target(name))
-            plans[f"{name} {layout.__name__}"] = kd.plan(build, distribution, ROWS, depth=DEPTH)
-            print(plans[f"{name} {layout.__name__}"].picture())
+        for letters, layout in (("DP", data_parallel), ("FSDP", fully_sharded), ("TP", tensor_parallel)):
+            plans[f"{name} {letters}"] = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH)
+            print(f"{name} {letters}\n{plans[f'{name} {letters}'].picture()}")
     print(next(iter(plans.values())))
     print(kd.compare(**plans))
 

@@ -188,7 +188,10 @@ def test_the_exit_status_says_whether_a_plan_fits(functions, monkeypatch, capsys
         ({"layout": "no_such_module:layout"}, "'no_such_module', which is not there"),
         ({"layout": "no/such/file.py:layout"}, "A function lies in a file that is there"),
         ({"layout": "layout"}, "A function is named by its module or its file. Received: 'layout'"),
-        ({"batch": "many"}, "A function is named by its module or its file. Received: 'many'"),
+        (
+            {"batch": "many"},
+            "A batch is a whole number of rows, or a function that returns a batch. Received: --batch 'many'",
+        ),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
 )
