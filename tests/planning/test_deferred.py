@@ -53,8 +53,15 @@ def test_optimizers_and_metrics_made_inside_have_no_values():
 
 
 def test_a_model_of_any_size_takes_no_memory():
-    model = made(lambda: keras.Sequential([keras.Input((2**20,)), layers.Dense(2**20)]))
+    def build():
+        model = keras.Sequential([keras.Input((2**20,)), layers.Dense(2**20)])
+        model.compile("adam", "mse")
+        return model
+
+    before = sum(array.nbytes for array in jax.live_arrays())
+    model = made(build)
     assert model.count_params() == 2**40 + 2**20
+    assert sum(array.nbytes for array in jax.live_arrays()) - before < 2**10
 
 
 def test_using_a_value_says_what_to_do():

@@ -70,6 +70,21 @@ def test_a_model_that_is_passed_stays_as_it_was():
     assert histories[0] == histories[1]
 
 
+def test_automatic_names_are_the_same_in_every_plan():
+    def build(depth=3):
+        hidden = [layers.Dense(16) for _ in range(depth)]
+        model = keras.Sequential([keras.Input((16,)), *hidden])
+        model.compile("adam", "mse")
+        return model
+
+    distribution = rules(kd.create_device_mesh("data:2,model:4"), {r"dense(_\d+)?/kernel": (None, "model")})
+    plans = [kd.plan(build, distribution, 16), kd.plan(build, distribution, 16)]
+    plans.append(kd.plan(build, distribution, 16, depth=3, compile_depths=(1, 2)))
+    paths = [[variable.path for variable in planned.variables] for planned in plans]
+    assert paths[0] == paths[1] == paths[2]
+    assert paths[0][0] == "sequential/dense/kernel"
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_may_be_arrays_shapes_or_a_number_of_rows(name):
     build, (x, y) = MODELS[name]
