@@ -8,6 +8,7 @@ import keras_dist as kd
 
 kd.simulate_devices(8)
 
+import jax  # noqa: E402
 import keras  # noqa: E402
 import pytest  # noqa: E402
 
@@ -20,3 +21,12 @@ def nothing_installed():
     yield
     kd.set_distribution(None)
     keras.config.enable_traceback_filtering()
+
+
+@pytest.fixture
+def quick_compilation():
+    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

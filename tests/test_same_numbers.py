@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import hypothesis
-import jax
 import keras
 import numpy as np
 import pytest
@@ -39,13 +38,7 @@ compiling = hypothesis.settings(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class SelfAttention(keras.Layer):

@@ -1,7 +1,6 @@
 """`Hardware`: what one device of a kind holds, computes and sends, each figure with its public source; the registry."""
 
 import dataclasses
-import html
 import math
 import numbers
 import re
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.devices import Device
+from keras_dist.planning.tables import Table
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float8", "int8")  # widest first
@@ -248,24 +248,20 @@ class HardwareRegistry(Mapping[str, Hardware]):
         return hardware.device_kind if first.name == hardware.name else _label(hardware)
 
     def __repr__(self):
-        rows = [_COLUMNS, *map(_row, self.values())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        return self._table().to_text()
 
     def _repr_html_(self) -> str:
-        def line(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return self._table().to_html()
 
-        body = "".join(line(_row(entry), "td") for entry in self.values())
-        return f"<table><thead>{line(_COLUMNS, 'th')}</thead><tbody>{body}</tbody></table>"
+    def _table(self) -> Table:
+        return Table(_COLUMNS, [_row(entry) for entry in self.values()])
 
 
 def _label(hardware: Hardware) -> str:
     return f"{hardware.device_kind} ({hardware.name})"
 
 
-_COLUMNS = ("name", "memory", "HBM", *(f"{dtype} TFLOP/s" for dtype in DTYPES), "links", "network")
+_COLUMNS = ("name", "memory", "HBM", f"TFLOP/s: {DTYPES[0]}", *DTYPES[1:], "links", "network")
 
 
 def _row(hardware: Hardware) -> list[str]:

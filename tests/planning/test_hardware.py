@@ -169,7 +169,7 @@ class TestRegistry:
 
     def test_it_prints_as_a_table(self, registry):
         lines = str(registry).splitlines()
-        assert len(lines) == len(registry) + 1
+        assert len(lines) == len(registry) + 2
         v5e = next(line for line in lines if line.startswith("v5e"))
         assert "15.75 GiB" in v5e
         assert "4 x 50 GB/s" in v5e

@@ -15,14 +15,7 @@ from keras_dist.keras_seam import variable_value
 from keras_dist.planning import compilation
 from keras_dist.planning.flops import asked_flops
 
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def figures(planned):

@@ -13,15 +13,6 @@ from keras_dist.planning.hlo import read_module
 
 
 @pytest.fixture
-def quick_compilation():
-    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
 def compiled_texts(monkeypatch):
     """The programs that Keras compiles from now on."""
     texts = []
