@@ -64,13 +64,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--whole", action="store_true", help="compile all blocks instead of 2 and 4")
-    parser.add_argument("--rows", type=int, help="sequences in a batch; by default one for each device of axis data")
+    parser.add_argument("--rows", type=int, default=32, help="sequences in a batch")
     arguments = parser.parse_args()
     sizes = dict(SIZES[arguments.size])
     depth = sizes.pop("layers")
     target, axes = CLUSTERS[arguments.size]
     mesh = kd.create_device_mesh(axes, devices=kd.target(target))
-    rows = arguments.rows or mesh.axis_sizes["data"]
+    rows = arguments.rows
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
     batch = {"token_ids": tokens, "padding_mask": jax.ShapeDtypeStruct((rows, LENGTH), "bool")}, tokens
     started, cpu_started = time.perf_counter(), time.process_time()
