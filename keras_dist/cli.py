@@ -240,7 +240,7 @@ def _target(name: str, slices: int) -> Any:
     simulated = re.fullmatch(r"cpu:([1-9]\d*)", name)
     if simulated is not None:
         kd.simulate_devices(int(simulated[1]))
-    elif not jax.config.values["jax_platforms"]:
+    elif not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
     return kd.target(name, slices)
 

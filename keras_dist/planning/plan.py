@@ -239,7 +239,8 @@ def plan(
 
     Raises:
         TypeError: no model and no function, or no distribution.
-        ValueError: a model that is not compiled, a batch that does not fit, an unknown step, or depths that are none.
+        ValueError: a model that is not compiled, a batch that does not fit, an unknown step, depths that are none, or
+            blocks that are not equal.
 
     Example:
 
@@ -257,16 +258,21 @@ def plan(
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
                 return _planned(prepared, compile_step(prepared, _hardware(prepared), say), None)
-        compiled: dict[int, Compilation] = {}
-        held: dict[int, int] = {}
-        for blocks in compile_depths:
+
+        def prepared_with(blocks):
             say(f"Building {blocks} blocks")
-            with prepared_step(lambda n=blocks: build_model(n), distribution, batch, step) as prepared:
+            return prepared_step(lambda: build_model(blocks), distribution, batch, step)
+
+        held: dict[int, int] = {}
+        for blocks in (*compile_depths, depth):
+            with prepared_with(blocks) as prepared:
                 held[blocks] = _state_bytes(prepared)
+        _require_equal_blocks(held)
+        compiled: dict[int, Compilation] = {}
+        for blocks in compile_depths:
+            with prepared_with(blocks) as prepared:
                 compiled[blocks] = compile_step(prepared, _hardware(prepared), say)
-        say(f"Building {depth} blocks")
-        with prepared_step(lambda: build_model(depth), distribution, batch, step) as prepared:
-            _require_equal_blocks(held | {depth: _state_bytes(prepared)})
+        with prepared_with(depth) as prepared:
             return _planned(prepared, extrapolated(compiled, depth), depth)
 
 
