@@ -307,7 +307,19 @@ def _parse_instruction(line: str) -> Instruction | None:
         bare = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", inside)
         operands = tuple(part.split()[-1] for part in bare.split(",") if part.split())
     name = line[:equals].split()[-1].removeprefix("%")
-    return Instruction(name, line[start:shape_end], opcode, operands, literal, line[closing + 1 :])
+    shape = line[start:shape_end]
+    if opcode == "fusion-start":  # (operands, result, context): a fusion like any other, whose "-done" does nothing
+        opcode, shape = "fusion", _second_element(shape)
+    return Instruction(name, shape, opcode, operands, literal, line[closing + 1 :])
+
+
+def _second_element(shape: str) -> str:
+    commas, depth = [], 0
+    for match in _BRACKET_OR_COMMA.finditer(shape):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if match[0] == "," and depth == 1:
+            commas.append(match.start())
+    return shape[commas[0] + 1 : commas[1] if len(commas) > 1 else -1].strip()
 
 
 _PARENTHESIS = re.compile(r"[()]")

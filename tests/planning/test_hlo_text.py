@@ -890,3 +890,30 @@ class TestMemoryOfInstructions:
         )
         [value] = costs.largest_values
         assert (value.bytes, value.shape, value.op_name, value.name) == (2**21, "f32[1024,512]", "jit(f)/slice", "y")
+
+
+def test_a_fusion_that_is_started_and_done_is_a_fusion():
+    text = """HloModule m, num_partitions=8
+
+%fused (p0: f32[50,64,128], p1: s32[], p2: f32[8,64]) -> f32[50,64,128] {
+  %p0 = f32[50,64,128]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[8,64]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %w = f32[64,128]{1,0} constant({...})
+  %dot = f32[8,128]{1,0} dot(%p2, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %b = f32[1,8,128]{2,1,0} bitcast(%dot)
+  ROOT %u = f32[50,64,128]{2,1,0} dynamic-update-slice(%p0, %b, %p1, %zero, %zero)
+}
+
+ENTRY %main (a: f32[50,64,128], i: s32[], x: f32[8,64]) -> f32[50,64,128] {
+  %a = f32[50,64,128]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[8,64]{1,0} parameter(2)
+  %s = ((f32[50,64,128]{2,1,0}, s32[]), f32[50,64,128]{2,1,0}, u32[]) fusion-start(%a, %i, %x), calls=%fused
+  ROOT %d = f32[50,64,128]{2,1,0} fusion-done(%s)
+}
+"""
+    costs = read_module(text)
+    assert costs.flops == 2 * 8 * 64 * 128
+    assert costs.memory_bytes == 4 + 8 * 64 * 4 + 8 * 128 * 4  # the index, x, and the update that is written

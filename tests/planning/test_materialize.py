@@ -69,7 +69,7 @@ def test_every_initializer_gives_its_values(initializer, dtype):
 
     try:
         expected = build().weights[0].value
-    except NotImplementedError:
+    except (NotImplementedError, TypeError):
         pytest.skip(f"Keras cannot draw {type(initializer).__name__} in {dtype}")
     variable = built(build, LAYOUTS["fully sharded"](), True).weights[0]
     assert variable.value.dtype == dtype
