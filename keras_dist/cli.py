@@ -10,7 +10,6 @@ not fit; 2 where what was asked for cannot be, or where a function of the user r
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -18,7 +17,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,10 @@ def _mesh(parsed: argparse.Namespace) -> tuple[str, int]:
 
 
 def _devices(parsed: argparse.Namespace) -> tuple[str, int]:
+    from keras_dist.planning.plan import plain
+
     if parsed.hardware:
-        return json.dumps(dict(kd.hardware), default=_plain, indent=2) if parsed.json else repr(kd.hardware), 0
+        return json.dumps(plain(kd.hardware), indent=2) if parsed.json else repr(kd.hardware), 0
     import jax
 
     from keras_dist.devices import device_name
@@ -273,14 +274,6 @@ def _memory_bytes(device: Any) -> int | None:
     """The memory that a device says it has, else that of its kind."""
     known = kd.hardware.of_device(device)
     return (device.memory_stats() or {}).get("bytes_limit", None if known is None else known.memory_bytes)
-
-
-def _plain(value: Any) -> dict:
-    if dataclasses.is_dataclass(value):
-        return vars(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 if __name__ == "__main__":

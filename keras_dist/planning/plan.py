@@ -174,10 +174,10 @@ class Plan:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mesh = fields.pop("mesh")
         derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
-        plain = {name: _plain(value) for name, value in (fields | derived).items()}
-        plain["memory"] |= {"state": self.memory.state, "total": self.memory.total}
-        plain["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
-        return plain | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
+        data = {name: plain(value) for name, value in (fields | derived).items()}
+        data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
+        data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
+        return data | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns the plan as JSON.
@@ -427,12 +427,12 @@ def _require_devices_of_one_kind(mesh: DeviceMesh) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+def plain(value: Any) -> Any:
+    """Returns data classes, mappings and sequences as dicts and lists, which JSON can spell."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
