@@ -99,7 +99,7 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
     mesh = step.distribution.device_mesh
     say(f"Tracing the {step.name} step of {step.model.name}")
     traced = step.trace()
-    warn_of_constants(step, traced.jaxpr)
+    warn_of_constants(step, traced.jaxpr.consts)
     model_flops = asked_flops(traced.jaxpr.jaxpr)
     say(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()

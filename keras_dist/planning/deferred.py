@@ -3,12 +3,16 @@
 import contextlib
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import keras
+import numpy as np
 
 from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
 from keras_dist.keras_seam import variable_layout, variable_value
@@ -16,6 +20,10 @@ from keras_dist.placement import all_variables, as_sharding
 from keras_dist.planning.fused_random import fused_key
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
+
+_SMALL = (
+    2**16
+)  # elements: an array of one number is sent to the devices sooner than a program that fills it is compiled
 
 
 @contextlib.contextmanager
@@ -45,8 +53,9 @@ def materialize(model: ModelT) -> ModelT:
     The values are those of the same model built in the normal way with the same seed, up to the rounding of the last
     bits, which a compiler may do otherwise. Only an initializer that draws from a generator with a state (a
     `keras.random.SeedGenerator`, or no seed at all in a function of one's own) may give others, since the values
-    are drawn in another order. Variables of equal initializer, shape and layout share one compiled program; an
-    initializer that is no class of Keras runs on one device, and its value is then distributed.
+    are drawn in another order. Variables of equal initializer, shape and layout share one compiled program; biases,
+    counters and other small arrays of one number need none. An initializer that is no class of Keras runs on one
+    device, and its value is then distributed.
 
     Args:
         model: a model, or a layer, made inside `deferred()`; one that does not know its inputs must have been called
@@ -84,9 +93,9 @@ def materialize(model: ModelT) -> ModelT:
     with ThreadPoolExecutor() as pool:
         # All programs compile while the first ones run.
         programs: dict[Any, Future] = {}
-        steps = [_program(variable, programs, pool) for variable in variables]
-        for variable, program in zip(variables, steps, strict=True):
-            _materialize(variable, program)
+        values = [_value_to_come(variable, programs, pool) for variable in variables]
+        for variable, value in zip(variables, values, strict=True):
+            keras_seam_deferred.give_value(variable, value())
     return model
 
 
@@ -113,32 +122,37 @@ def _require_attached(variable: keras.Variable) -> None:
         )
 
 
-def _program(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Future | None:
-    """The compiled program that draws the value of a variable, None where it has a value or must draw by itself."""
-    initializer = keras_seam_deferred.deferred_initializer(variable)
-    kind = None if initializer is None else _kind(initializer)
-    if initializer is None or kind is None:
-        return None
+def _value_to_come(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Callable:
+    """A function that returns the value of a variable, laid out. The program that it needs starts to compile."""
     shape, dtype, sharding = tuple(variable.shape), variable._dtype, as_sharding(variable_layout(variable))
+    initializer = keras_seam_deferred.deferred_initializer(variable)
+    if initializer is None:
+        return partial(_moved, variable, sharding)
+    number = _constant(initializer)
+    if number is not None and math.prod(shape) <= _SMALL:
+        return partial(_filled, number, shape, dtype, sharding)
+    kind = _kind(initializer)
+    if kind is None:
+        return partial(_drawn_on_one_device, initializer, shape, dtype, sharding)
     key = kind, shape, dtype, sharding
     if key not in programs:
         programs[key] = pool.submit(_lower(initializer, shape, dtype, sharding).compile)
-    return programs[key]
+    return lambda: programs[key].result()(_seed(initializer))
 
 
-def _materialize(variable: keras.Variable, program: Future | None) -> None:
-    sharding = as_sharding(variable_layout(variable))
-    initializer = keras_seam_deferred.deferred_initializer(variable)
-    if initializer is None:
-        value: Any = variable_value(variable)
-        if sharding is not None and not value.sharding.is_equivalent_to(sharding, value.ndim):
-            keras_seam_deferred.give_value(variable, jax.device_put(value, sharding))
-    elif program is None:
-        dtype = variable._dtype
-        value = keras.ops.convert_to_tensor(initializer(variable.shape, dtype=dtype), dtype=dtype)
-        keras_seam_deferred.give_value(variable, value if sharding is None else jax.device_put(value, sharding))
-    else:
-        keras_seam_deferred.give_value(variable, program.result()(_seed(initializer)))
+def _moved(variable: keras.Variable, sharding: Any) -> jax.Array:
+    value = variable_value(variable)
+    in_place = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
+    return value if in_place else jax.device_put(value, sharding)
+
+
+def _filled(number: float, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
+    whole = np.full(shape, number, jnp.dtype(dtype))
+    return jnp.asarray(whole) if sharding is None else jax.make_array_from_callback(shape, sharding, whole.__getitem__)
+
+
+def _drawn_on_one_device(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
+    return jax.device_put(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
 
 
 def _kind(initializer: Any) -> tuple | None:
@@ -157,6 +171,13 @@ def _kind(initializer: Any) -> tuple | None:
         return kind, json.dumps(config, sort_keys=True)
     except TypeError:  # an array among the arguments
         return None
+
+
+def _constant(initializer: Any) -> float | None:
+    """The number that an initializer of Keras fills arrays with, if it is one."""
+    if type(initializer) is keras.initializers.Constant:
+        return initializer.value if isinstance(initializer.value, (bool, int, float)) else None
+    return {keras.initializers.Zeros: 0, keras.initializers.Ones: 1}.get(type(initializer))
 
 
 def _seed(initializer: Callable) -> Any:

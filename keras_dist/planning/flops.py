@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
@@ -80,11 +80,7 @@ class _Counter:
 
 def _inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     values = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
-    return [
-        each.jaxpr if isinstance(each, ClosedJaxpr) else each
-        for each in values
-        if isinstance(each, (ClosedJaxpr, Jaxpr))
-    ]
+    return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
 def _of_dot(equation: Any) -> float:

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,7 @@ from keras_dist.planning.hlo import Collective, LargeValue
 from keras_dist.planning.progress import progress_of
 from keras_dist.planning.roofline import Roofline
 from keras_dist.planning.step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.target import target
-from keras_dist.topology import slice_of
+from keras_dist.planning.target import require_one_target, target
 
 PARTS = ("weights", "optimizer", "other")
 
@@ -380,7 +378,7 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
             f"distribution={distribution!r} ({type(distribution).__name__}). Pass, for example, "
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
-    _require_devices_of_one_kind(distribution.device_mesh)
+    require_one_target(distribution.device_mesh)
     if step not in keras_seam.STEPS:
         raise ValueError(
             f"A step is one of {', '.join(map(repr, keras_seam.STEPS))}. Received: step={step!r}. Leave it out for "
@@ -408,22 +406,6 @@ def _require_equal_blocks(held: Mapping[int, int]) -> None:
             "Only models of equal blocks go on in a straight line. Received: variables of "
             f"{', '.join(f'{size} bytes a device with {blocks} blocks' for blocks, size in held.items())}. Leave depth "
             "out to compile the whole model."
-        )
-
-
-def _require_devices_of_one_kind(mesh: DeviceMesh) -> None:
-    devices = mesh.backend_mesh.devices.ravel().tolist()
-    kinds = sorted({device.device_kind for device in devices})
-    if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:
-        raise ValueError(
-            f"A step is compiled for devices of one target. Received: {mesh} of {', '.join(kinds)}, from several. Make "
-            "the mesh of one keras_dist.target."
-        )
-    counts = Counter(map(slice_of, devices))
-    if devices[0].platform == "tpu" and len(set(counts.values())) > 1:  # libtpu would end the process
-        raise ValueError(
-            f"The slices of a mesh of TPUs have as many devices each. Received: {mesh} with "
-            f"{', '.join(map(str, counts.values()))} devices in its slices. Take as many of each, or whole slices."
         )
 
 

@@ -4,14 +4,13 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import keras
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
 from keras_dist.distribution import Distribution
@@ -67,7 +66,8 @@ class Step:
 
 def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
     """Returns what one device holds of an array with a sharding, in bytes."""
-    return math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+    sharding: Any = spec.sharding
+    return math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -143,9 +143,9 @@ def notes_on_batch(step: Step) -> tuple[str, ...]:
     return ()
 
 
-def warn_of_constants(step: Step, jaxpr: ClosedJaxpr) -> None:
+def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
     """Warns where large arrays are part of a program, so that every device holds them, in vain where it is a weight."""
-    large = [value for value in jaxpr.consts if getattr(value, "nbytes", 0) >= LARGE_CONSTANT]
+    large = [value for value in constants if getattr(value, "nbytes", 0) >= LARGE_CONSTANT]
     if large:
         biggest = max(large, key=lambda value: value.nbytes)
         warnings.warn(

@@ -6,18 +6,23 @@ import functools
 import glob
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from keras_dist.devices import Device, platform_devices
+from keras_dist.mesh import DeviceMesh
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
+from keras_dist.topology import slice_of
 
 # What libtpu calls the chips that JAX calls so, and how many of them the largest slice has.
 # Source: cloud.google.com/tpu/docs/{v3,v4,v5e,v5p,v6e,tpu7x}, "TPU Pod size"; v2: Jouppi et al., CACM 63(7), 2020.
@@ -278,3 +283,36 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
 
 def _refused(rule: str, name: str, way_out: str, more: str = "") -> ValueError:
     return ValueError(f"{rule}. Received: {name!r}{more}. {way_out}.")
+
+
+def require_one_target(mesh: DeviceMesh) -> None:
+    """Raises a ValueError where no compiler compiles for a mesh, or ends the process on it.
+
+    Args:
+        mesh: of any devices.
+    """
+    devices = mesh.backend_mesh.devices.ravel().tolist()
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:
+        raise ValueError(
+            f"A step is compiled for devices of one target. Received: {mesh} of {', '.join(kinds)}, from several. Make "
+            "the mesh of one keras_dist.target."
+        )
+    if devices[0].platform == "tpu" and len(set(map(slice_of, devices))) > 1:
+        _require_regular_slices(mesh)
+
+
+def _require_regular_slices(mesh: DeviceMesh) -> None:
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.backend_mesh.devices)
+    dims = range(slices.ndim)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(dims, n + 1) for n in dims):
+        last = np.moveaxis(slices, chosen, range(-len(chosen), 0))
+        groups = last.reshape(-1, math.prod(last.shape[-len(chosen) :])).tolist()
+        counts = sorted({count for group in groups for count in Counter(group).values()})
+        if len(counts) > 1:
+            names = ", ".join(repr(mesh.axis_names[dim]) for dim in chosen)
+            raise ValueError(
+                "The groups of TPUs that talk along an axis have as many devices in each slice they touch. Received: "
+                f"{mesh}, whose groups along {names} have {' and '.join(map(str, counts))} devices in a slice. Take "
+                "whole slices, in the order that DeviceMesh(shape, axis_names) gives them."
+            )

@@ -14,6 +14,7 @@ import keras_dist as kd
 from keras_dist.keras_seam import variable_value
 from keras_dist.planning import compilation
 from keras_dist.planning.flops import asked_flops
+from keras_dist.planning.target import require_one_target
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -334,11 +335,35 @@ def test_wrapped_optimizers_are_built_once_and_models_stay_as_they_are(make):
     assert after.memory.optimizer == held
 
 
-def test_slices_have_as_many_devices_each():
-    devices = kd.mock_tpus("v5e:2x2", slices=2)[:6]
-    mesh = kd.DeviceMesh((6,), ["data"], devices)
-    with pytest.raises(ValueError, match=r"as many devices each. Received: .* with 4, 2 devices in its slices"):
+def mesh_of_slices(slices):
+    """A mesh whose devices lie on the slices of the given numbers."""
+    slices = np.array(slices)
+    free = {number: [] for number in range(slices.max() + 1)}
+    for device in kd.mock_tpus("v5e:2x2", slices=len(free)):
+        free[device.slice_index].append(device)
+    devices = np.vectorize(lambda number: free[number].pop(0), otypes=[object])(slices)
+    return kd.DeviceMesh(slices.shape, ["data", "model"][: slices.ndim], devices)
+
+
+# libtpu ended the process on each of these.
+@pytest.mark.parametrize(
+    ("slices", "groups"),
+    [
+        ([0, 0, 0, 0, 1, 1], "along 'data' have 2 and 4"),
+        ([[0, 0, 0, 1], [0, 1, 1, 1]], "along 'data' have 1 and 2"),
+        ([[0, 0, 0, 1], [1, 1, 1, 0]], "along 'model' have 1 and 3"),
+        ([[0, 0, 1, 1], [0, 1, 0, 1]], "along 'data' have 1 and 2"),
+    ],
+)
+def test_slices_lie_regularly_along_each_axis(slices, groups):
+    mesh = mesh_of_slices(slices)
+    with pytest.raises(ValueError, match=f"have as many devices in each slice they touch. Received: .* {groups} dev"):
         kd.plan(perceptron, kd.DataParallel(mesh), 12)
+
+
+@pytest.mark.parametrize("slices", [[0, 1, 1, 0], [[0, 0, 1, 1], [1, 1, 0, 0]], [[0, 1, 1, 0], [2, 2, 3, 3]]])
+def test_regular_slices_in_any_order_are_taken(slices):
+    require_one_target(mesh_of_slices(slices))
 
 
 def test_errors_of_rules_come_through():

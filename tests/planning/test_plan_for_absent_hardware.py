@@ -82,14 +82,15 @@ def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones(target)
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
 
     def build(depth):  # large enough for activations to leave the on-chip memory of a TPU
-        return gpt(depth, width=512, heads=8, length=512, vocabulary=1024)
+        return gpt(depth, width=64, heads=4, length=1024, vocabulary=256)
 
-    whole, line = kd.plan(lambda: build(6), distribution, 32), kd.plan(build, distribution, 32, depth=6)
+    whole = kd.plan(lambda: build(4), distribution, 32)
+    line = kd.plan(build, distribution, 32, depth=4, compile_depths=(1, 2))
     assert line.variables == whole.variables
     assert line.memory.state == whole.memory.state
     assert line.flops == pytest.approx(whole.flops, rel=0.01)
     assert line.wire_bytes == pytest.approx(whole.wire_bytes, rel=0.02)
-    assert line.memory.temporaries == pytest.approx(whole.memory.temporaries, rel=0.1)
+    assert line.memory.temporaries == pytest.approx(whole.memory.temporaries, rel=0.02)
     assert line.roofline.compute_seconds == pytest.approx(whole.roofline.compute_seconds, rel=0.01)
 
 
