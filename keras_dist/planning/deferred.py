@@ -141,7 +141,7 @@ def _value_to_come(variable: keras.Variable, programs: dict[Any, Future], pool: 
 
 
 def _moved(variable: keras.Variable, sharding: Any) -> jax.Array:
-    value = variable_value(variable)
+    value: Any = variable_value(variable)
     in_place = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
     return value if in_place else jax.device_put(value, sharding)
 
