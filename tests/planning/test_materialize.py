@@ -1,5 +1,7 @@
 """Values given later are those of a normal build, laid out from the start, by few programs."""
 
+import contextlib
+
 import jax
 import keras
 import numpy as np
@@ -77,6 +79,26 @@ def test_every_initializer_gives_its_values(initializer, dtype):
     values, wanted = np.asarray(variable.value, "float32"), np.asarray(expected, "float32")
     np.testing.assert_allclose(values, wanted, rtol=tolerance, atol=tolerance * abs(wanted).max())
     assert len(variable.value.sharding.device_set) == 8
+
+
+@pytest.mark.parametrize("initializer", [keras.initializers.Zeros(), keras.initializers.Constant(0.25)])
+@pytest.mark.parametrize("shape", [(256, 256), (256, 512)], ids=["sent", "filled on the devices"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_arrays_of_one_number_of_any_size(initializer, shape, dtype):
+    def build():
+        variables = layers.Layer()
+        variables.add_weight(shape=shape, initializer=initializer, dtype=dtype, name="w")
+        variables.built = True
+        return variables
+
+    for distribution in (None, LAYOUTS["fully sharded"]()):
+        with distribution.scope() if distribution else contextlib.nullcontext():
+            with kd.deferred():
+                variables = build()
+            value = kd.materialize(variables).weights[0].value
+        assert value.dtype == dtype
+        assert (np.asarray(value) == np.asarray(initializer(shape, dtype))).all()
+        assert value.addressable_shards[0].data.size == value.size / (8 if distribution else 1)
 
 
 def test_each_distinct_initializer_shape_and_layout_compiles_once():
