@@ -1,6 +1,6 @@
 """Where the variables of a built model lie: whether that is where a distribution wants them, and moving them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -67,8 +67,13 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
     target = keras_seam.current_distribution() if distribution is None else distribution
     keras_seam.put_values_back(model)
     variables = list(all_variables(model))
-    layouts = [None] * len(variables) if target is None else wanted_layouts(model, variables, target)
-    for variable, layout in zip(variables, layouts, strict=True):
+
+    def wanted(variable):
+        return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
+
+    layouts = layouts_of(model, variables, wanted)  # of all, before one is moved
+    for variable in variables:
+        layout = layouts[id(variable)]
         keras_seam.place_variable(variable, layout, _moved(keras_seam.variable_value(variable), layout))
         keras_seam_overrides.remember_laid_out(
             variable, target if isinstance(target, keras_seam_overrides.Hooks) else None
@@ -171,15 +176,23 @@ def owners_of_slots(model: keras.Layer, variables: Iterable[keras.Variable]) -> 
     return owners
 
 
-def wanted_layouts(model: keras.Layer, variables: list[keras.Variable], distribution: Any) -> list[Any]:
-    """Returns the layout that a distribution gives each variable; an optimizer slot's is that of its owner."""
+def layouts_of(
+    model: keras.Layer, variables: Iterable[keras.Variable], layout_of: Callable[[keras.Variable], Any]
+) -> dict[int, Any]:
+    """Returns the layout of each variable; an optimizer slot's is that of the variable it was made for.
+
+    Args:
+        model: the model.
+        variables: its variables, those of the optimizer among them.
+        layout_of: says the layout of a variable that is no slot.
+
+    Returns:
+        The layout by the `id` of the variable.
+    """
+    variables = list(variables)
     owners = owners_of_slots(model, variables)
-    layouts: dict[int, Any] = {}
-    for variable in variables:
-        of = owners.get(id(variable), variable)
-        if id(of) not in layouts:
-            layouts[id(of)] = distribution.get_variable_layout(VariableSpec.of(of))
-    return [layouts[id(owners.get(id(variable), variable))] for variable in variables]
+    layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
+    return layouts | {slot: layouts[id(owner)] for slot, owner in owners.items()}
 
 
 def as_sharding(layout: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
 from keras_dist.distribution import Distribution
-from keras_dist.placement import VariableSpec, all_variables, as_sharding, owners_of_slots
+from keras_dist.placement import VariableSpec, all_variables, as_sharding, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
 
@@ -106,13 +106,22 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             _build(model, specs, name)
             if name == "train" and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            yield Step(
-                model, name, distribution, keras_seam.state_variables(model, name), _layouts(model, distribution), specs
-            )
+            layouts = layouts_of(model, all_variables(model), lambda variable: _layout(variable, distribution))
+            yield Step(model, name, distribution, keras_seam.state_variables(model, name), layouts, specs)
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
-    """Returns the shapes, dtypes and shardings of a batch, in the structure in which `fit` hands it on."""
+    """Returns the shapes, dtypes and shardings of a batch, in the structure in which `fit` hands it on.
+
+    Args:
+        model: says the inputs and the targets, where the batch is a number of rows.
+        batch: as `keras_dist.plan` takes it.
+        name: `"train"`, `"test"` or `"predict"`.
+        distribution: lays the batch out.
+
+    Returns:
+        A tuple of one to three structures of `jax.ShapeDtypeStruct`: x, y and sample weights.
+    """
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         batch = _derived_batch(model, int(batch), name)
 
@@ -209,14 +218,6 @@ def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
             f"{type(cause).__name__}: {words[:400]}. Pass the shapes of a whole batch, as fit gets it: x, (x, y) or "
             "(x, y, sample_weight)."
         ) from error
-
-
-def _layouts(model: keras.Model, distribution: Distribution) -> dict[int, Any]:
-    """The layout of each variable, by its `id`; an optimizer slot's is that of its owner."""
-    variables = list(all_variables(model))
-    owners = owners_of_slots(model, variables)
-    layouts = {id(v): _layout(v, distribution) for v in variables if id(v) not in owners}
-    return layouts | {slot: layouts[id(owner)] for slot, owner in owners.items()}
 
 
 def _layout(variable: keras.Variable, distribution: Distribution) -> Any:

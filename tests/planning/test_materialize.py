@@ -60,14 +60,18 @@ INITIALIZERS = [
 ]
 
 
+def layer_of_one_weight(shape, initializer, dtype):
+    layer = layers.Layer()
+    layer.add_weight(shape=shape, initializer=initializer, dtype=dtype, name="w")
+    layer.built = True
+    return layer
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda each: type(each).__name__)
 def test_every_initializer_gives_its_values(initializer, dtype):
     def build():
-        variables = layers.Layer()
-        variables.add_weight(shape=(16, 16), initializer=initializer, dtype=dtype, name="w")
-        variables.built = True
-        return variables
+        return layer_of_one_weight((16, 16), initializer, dtype)
 
     try:
         expected = build().weights[0].value
@@ -85,17 +89,11 @@ def test_every_initializer_gives_its_values(initializer, dtype):
 @pytest.mark.parametrize("shape", [(256, 256), (256, 512)], ids=["sent", "filled on the devices"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_arrays_of_one_number_of_any_size(initializer, shape, dtype):
-    def build():
-        variables = layers.Layer()
-        variables.add_weight(shape=shape, initializer=initializer, dtype=dtype, name="w")
-        variables.built = True
-        return variables
-
     for distribution in (None, LAYOUTS["fully sharded"]()):
         with distribution.scope() if distribution else contextlib.nullcontext():
             with kd.deferred():
-                variables = build()
-            value = kd.materialize(variables).weights[0].value
+                layer = layer_of_one_weight(shape, initializer, dtype)
+            value = kd.materialize(layer).weights[0].value
         assert value.dtype == dtype
         assert (np.asarray(value) == np.asarray(initializer(shape, dtype))).all()
         assert value.addressable_shards[0].data.size == value.size / (8 if distribution else 1)
