@@ -21,9 +21,8 @@ from keras_dist.planning.fused_random import fused_key
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
-_SMALL = (
-    2**16
-)  # elements: an array of one number is sent to the devices sooner than a program that fills it is compiled
+# Elements up to which an array of one number is sent to the devices, sooner than a program that fills it is compiled.
+_SMALL = 2**16
 
 
 @contextlib.contextmanager
