@@ -6,8 +6,8 @@ from typing import Any
 from keras_dist.axes import spell_axes
 from keras_dist.planning.plan import Plan
 from keras_dist.planning.plan_report import bound_text, distribution_name
-from keras_dist.planning.tables import Section, Table, html_of, text_of
-from keras_dist.planning.units import bytes_text, count_text, percent_text, seconds_text
+from keras_dist.tables import Section, Table, html_of, text_of
+from keras_dist.units import bytes_text, count_text, percent_text, seconds_text
 
 
 @dataclass(frozen=True)

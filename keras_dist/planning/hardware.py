@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.devices import Device
-from keras_dist.planning.tables import Table
+from keras_dist.tables import Table
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float8", "int8")  # widest first

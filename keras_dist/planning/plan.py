@@ -16,6 +16,7 @@ from keras_dist.distribution import Distribution
 from keras_dist.layout import TensorLayout
 from keras_dist.mesh import DeviceMesh
 from keras_dist.placement import as_sharding, owners_of_slots
+from keras_dist.plain import plain
 from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
 from keras_dist.planning.hardware import Hardware, hardware
 from keras_dist.planning.hlo import Collective, LargeValue
@@ -407,14 +408,3 @@ def _require_equal_blocks(held: Mapping[int, int]) -> None:
             f"{', '.join(f'{size} bytes a device with {blocks} blocks' for blocks, size in held.items())}. Leave depth "
             "out to compile the whole model."
         )
-
-
-def plain(value: Any) -> Any:
-    """Returns data classes, mappings and sequences as dicts and lists, which JSON can spell."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keras_dist.axes import spell_axes
-from keras_dist.planning.path_groups import groups_of, path_pattern
+from keras_dist.path_groups import GROUP_COLUMNS, cells_of, groups_of
 from keras_dist.planning.plan import PARTS, Plan, PlannedVariable
-from keras_dist.planning.tables import Bar, Bars, Lines, Section, Table, html_of, text_of
-from keras_dist.planning.units import bytes_text, count_text, flops_text, percent_text, seconds_text
+from keras_dist.tables import Bar, Bars, Lines, Section, Table, html_of, text_of
+from keras_dist.units import bytes_text, count_text, flops_text, percent_text, seconds_text
 
 _MOST_GROUPS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of each part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
@@ -203,24 +203,12 @@ def _variables(plan: Plan) -> Section:
     weights = [variable for variable in plan.variables if variable.part == "weights"]
     replicated = [variable for variable in weights if _is_replicated(variable)]
     text = f"Replicated: {len(replicated)} of {len(weights)} weights, {bytes_text(sum(v.bytes for v in replicated))}."
-    columns = ("path, rule", ">", "shape, on a device", "layout", ">bytes")
-    return "Variables, and their bytes on one device", [Table(columns, rows), Lines((text,))]
+    return "Variables, and their bytes on one device", [Table(("path, rule", *GROUP_COLUMNS), rows), Lines((text,))]
 
 
 def _row(group: Sequence[PlannedVariable]) -> tuple[str, ...]:
     """A line for variables that are alike, and where they are sharded a second one for the rule and what is left."""
-    first, pattern = group[0], _folded(path_pattern([variable.path for variable in group]))
-    shape, held = f"{first.dtype}{list(first.shape)}", bytes_text(sum(variable.bytes for variable in group))
-    if _is_replicated(first):
-        return pattern, f"{len(group)}", shape, "replicated", held
-    shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
-    layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
-    return f"{pattern}\n  {_folded(first.rule or 'no rule')}", f"{len(group)}", shape, f"({layout})", held
-
-
-def _folded(path: str) -> str:
-    """A path, or a rule, in lines that end between its words."""
-    return "\n  ".join(re.findall(r".{1,56}(?:(?<=[/_,|])|$)|.{56}", path))
+    return cells_of(group, "" if _is_replicated(group[0]) else group[0].rule or "no rule")
 
 
 def _is_replicated(variable: PlannedVariable) -> bool:

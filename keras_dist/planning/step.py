@@ -12,9 +12,9 @@ import jax
 import keras
 import numpy as np
 
-from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
+from keras_dist import keras_seam, keras_seam_deferred
 from keras_dist.distribution import Distribution
-from keras_dist.placement import VariableSpec, all_variables, as_sharding, layouts_of
+from keras_dist.placement import as_sharding, layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
 
@@ -106,7 +106,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             _build(model, specs, name)
             if name == "train" and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
-            layouts = layouts_of(model, all_variables(model), lambda variable: _layout(variable, distribution))
+            layouts = layouts_of(model, distribution, lambda variable: layout_under(variable, distribution))
             yield Step(model, name, distribution, keras_seam.state_variables(model, name), layouts, specs)
 
 
@@ -218,14 +218,6 @@ def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
             f"{type(cause).__name__}: {words[:400]}. Pass the shapes of a whole batch, as fit gets it: x, (x, y) or "
             "(x, y, sample_weight)."
         ) from error
-
-
-def _layout(variable: keras.Variable, distribution: Distribution) -> Any:
-    layout, author = keras_seam.variable_layout(variable), keras_seam_overrides.laid_out_by(variable)
-    if layout is None or author not in (None, distribution):  # an author of None: the variable brought its layout
-        return distribution.get_variable_layout(VariableSpec.of(variable))
-    lies_here = as_sharding(layout).device_set == set(distribution.device_mesh.backend_mesh.devices.flat)
-    return layout if lies_here else distribution.get_variable_layout(VariableSpec.of(variable))
 
 
 # ------------------------------------------------------------------------------------------------------ the batch

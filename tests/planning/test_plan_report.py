@@ -11,12 +11,10 @@ import keras_dist as kd
 from keras_dist.planning.compare import Comparison, compare
 from keras_dist.planning.compilation import Traffic
 from keras_dist.planning.hlo import LargeValue
-from keras_dist.planning.path_groups import groups_of, path_pattern
 from keras_dist.planning.plan import Memory, Plan, PlannedVariable
 from keras_dist.planning.plan_report import as_html, as_text, picture
 from keras_dist.planning.roofline import Roofline
-from keras_dist.planning.tables import WIDTH, Table
-from keras_dist.planning.units import bytes_text, count_text, flops_text, percent_text, seconds_text
+from keras_dist.tables import WIDTH
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MEMORY = Memory(
@@ -429,69 +427,3 @@ def test_only_plans_are_compared(arguments):
         compare(*arguments)
     with pytest.raises(TypeError, match="Plans are compared"):
         compare(fsdp=arguments[0])
-
-
-# ------------------------------------------------------------------------------------------------------ the parts
-
-
-@pytest.mark.parametrize(
-    ("paths", "pattern"),
-    [
-        (["head/kernel"], "head/kernel"),
-        (["block0/kernel", "block1/kernel"], "block{0,1}/kernel"),
-        ([f"block{n}/conv{n}/kernel" for n in range(3)], "block{0..2}/conv{0..2}/kernel"),
-        (["dense/kernel", "dense_1/kernel", "dense_2/kernel", "dense_3/kernel"], "dense{,_1.._3}/kernel"),
-        (["layer_9/a", "layer_10/a", "layer_11/a"], "layer_{9..11}/a"),
-        ([f"layer_{n}/a" for n in range(0, 12, 2)], "layer_{0,2,..,10}/a"),
-        (["adam/d_kernel_momentum", "adam/d_1_kernel_velocity"], "adam/d{,_1}_kernel_{momentum,velocity}"),
-    ],
-)
-def test_paths_that_differ_in_parts_are_spelled_as_one(paths, pattern):
-    assert path_pattern(paths) == pattern
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        variable("b1/kernel", (8, 8), (None, None), (8, 8)),
-        variable("b1/kernel", (8, 4), ("data", None), (4, 4)),
-        variable("b1/kernel", (8, 4), (None, None), (8, 4), rule="b1.*"),
-        variable("b1/bias", (8, 4), (None, None), (8, 4)),
-        variable("b1/kernel", (8, 4), (None, None), (8, 4), part="other"),
-    ],
-    ids=["shape", "layout", "rule", "name", "part"],
-)
-def test_variables_that_differ_in_more_than_a_number_are_two_groups(other):
-    first = variable("b0/kernel", (8, 4), (None, None), (8, 4))
-    assert len(groups_of([first, dataclasses.replace(first, path="b7/kernel")])) == 1
-    assert len(groups_of([first, other])) == 2
-
-
-@pytest.mark.parametrize("path", ["", "/", "_", "a__b", "1/2", "_1", "a_1_2/b3c", "größe_2/核", "a/b/"])
-def test_any_path_can_be_grouped_and_spelled(path):
-    for part in ("weights", "optimizer"):
-        [group] = groups_of([variable(path, (2,), (None,), (2,), part)] * 2)
-        assert path_pattern([each.path for each in group]) == path
-
-
-def test_figures_are_spelled_with_three_digits():
-    assert [bytes_text(n) for n in (0, 1, 999, 1000, 1024, 15.75 * GIB, 2**50)] == (
-        ["0 B", "1 B", "999 B", "0.977 KiB", "1 KiB", "15.8 GiB", "1 PiB"]
-    )
-    assert [count_text(n) for n in (0, 999, 1000, 217_123_456, 2.5)] == ["0", "999", "1 k", "217 M", "2.50"]
-    assert [flops_text(n) for n in (0, 999.7e12, 3e21)] == ["0 FLOP", "1.00 PFLOP", "3000 EFLOP"]
-    assert [seconds_text(s) for s in (0.0, 1e-9, 9.996e-4, 0.9994, 1234.5)] == (
-        ["0 s", "0.001 us", "1.00 ms", "999 ms", "1234 s"]
-    )
-    assert [percent_text(p) for p in (0, 1e-5, 0.001, 0.5, 2.344)] == ["0%", "<0.1%", "0.100%", "50%", "234%"]
-
-
-def test_a_cell_may_have_several_lines_and_figures_stand_on_the_right():
-    text = Table(("name", ">figure"), [("a\nb", "1"), ("long name", "100")], ("sum", "101")).to_text()
-    assert [line for line in text.split("\n") if "─" not in line] == [
-        "name       figure",
-        "a               1",
-        "b",
-        "long name     100",
-        "sum           101",
-    ]

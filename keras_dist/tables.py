@@ -154,7 +154,7 @@ def html_of(sections: Iterable[Section]) -> str:
 
 
 def _wrapped(line: str) -> str:
-    return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent="  "))
+    return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _escaped(text: str) -> str:
