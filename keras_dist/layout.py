@@ -19,11 +19,13 @@ class TensorLayout(keras.distribution.TensorLayout):
 
     Args:
         axes: one entry for each dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that
-            is sharded over several axes, the first one outermost. Dims beyond the last entry are not sharded.
+            is sharded over several axes, the first one outermost. Dims beyond the last entry are not sharded. A
+            `jax.sharding.PartitionSpec` says the same.
         device_mesh: the mesh that the names belong to. May be set later, as `LayoutMap` does.
 
     Raises:
-        ValueError: an axis that the mesh does not have, or that is used for two dims.
+        ValueError: an axis that the mesh does not have, or that is used for two dims, or a `PartitionSpec` that
+            leaves a dim to the compiler (`UNCONSTRAINED`) or has axes that are `unreduced` or `reduced`.
         TypeError: axes that are no sequence of the entries above.
 
     Example:
@@ -125,10 +127,10 @@ class TensorLayout(keras.distribution.TensorLayout):
 
 
 def as_tensor_layout(value) -> TensorLayout:
-    """Returns a layout as ours: ours itself, one made of a tuple or list of axes, or one equal to a layout of Keras.
+    """Returns a layout as ours: ours itself, one made of axes, or one equal to a layout of Keras.
 
     Args:
-        value: a layout of ours or of Keras, or a tuple or list of axes.
+        value: a layout of ours or of Keras, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`.
 
     Returns:
         A layout, without a mesh where `value` brings none.
@@ -136,7 +138,7 @@ def as_tensor_layout(value) -> TensorLayout:
     Raises:
         ValueError: another type, or axes that its mesh does not have.
     """
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, jax.sharding.PartitionSpec)):
         return TensorLayout(value)
     if not isinstance(value, keras.distribution.TensorLayout):
         raise ValueError(
@@ -164,9 +166,10 @@ def misfit(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> s
 'model' axis of size 1, 2, 3 or 6.
     """
     if len(axes) > len(shape):
+        dims = f"{len(shape)} dim{'s' * (len(shape) != 1)}"
         return (
-            f"the rule has {len(axes)} entries, but the tensor has {len(shape)} dim{'s' * (len(shape) != 1)}. "
-            f"Give tensors of {len(shape)} dims a rule of their own, or shorten the rule to {axes[: len(shape)]}."
+            f"the rule has {len(axes)} entr{'y' if len(axes) == 1 else 'ies'}, but the tensor has {dims}. "
+            f"Give tensors of {dims} a rule of their own, or shorten the rule to {axes[: len(shape)]}."
         )
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
@@ -206,6 +209,13 @@ def _standardize_axes(axes: Iterable) -> Axes:
         raise TypeError(
             f"Axes must be a tuple or list with one entry for each dim. Received: {axes!r}. "
             f"Write, for example, ({axes!r},)."
+        )
+    if isinstance(axes, jax.sharding.PartitionSpec) and (
+        axes.unreduced or axes.reduced or axes.UNCONSTRAINED in tuple(axes)
+    ):
+        raise ValueError(
+            "A layout says for each dim which mesh axes it is sharded over: it leaves none to the compiler, and has no "
+            f"unreduced or reduced axes. Received: {axes!r}. Write None for a dim that is not sharded."
         )
     entries: list[str | tuple[str, ...] | None] = []
     for entry in axes:

@@ -250,6 +250,12 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         platform = device_name(first).partition(":")[0]
         return f"<{type(self).__name__} {spell_axes(axes)} on {count} {platform} device{'s' * (known > 1)}>"
 
+    def __copy__(self):
+        return self  # it does not change, and devices that are only compiled for would become names of none
+
+    def __deepcopy__(self, memo):
+        return self
+
     def __getstate__(self):
         # JAX's mesh and its devices belong to this process; a copy elsewhere looks for devices of the same names.
         state = {key: value for key, value in vars(self).items() if key != "_backend_mesh"}

@@ -81,7 +81,7 @@ def _table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[li
 
     left_out = _Cell("...")
     grid = devices.reshape(-1, devices.shape[-1])
-    columns, rows = _indices_shown(grid.shape[1], _MOST_COLUMNS), _indices_shown(grid.shape[0], _MOST_ROWS)
+    columns, rows = indices_shown(grid.shape[1], _MOST_COLUMNS), indices_shown(grid.shape[0], _MOST_ROWS)
     table = [[_Cell(""), *(left_out if i is None else _Cell(f"{axis_names[-1]}={i}") for i in columns)]]
     for row in rows:
         if row is None:
@@ -91,8 +91,8 @@ def _table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[li
     return title, table
 
 
-def _indices_shown(count: int, most: int) -> list[int | None]:
-    """Which rows or columns are shown; None stands for those left out."""
+def indices_shown(count: int, most: int) -> list[int | None]:
+    """Returns which rows or columns of a table are shown; None stands for those left out."""
     if count <= most:
         return list(range(count))
     return [*range(_EDGE), None, *range(count - _EDGE, count)]

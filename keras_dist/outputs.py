@@ -7,14 +7,23 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.core import Tracer
 
 from keras_dist import keras_seam
 from keras_dist.batches import BatchPlacer
+from keras_dist.compute import out_of_compute_layout
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
 from keras_dist.mesh import as_device_mesh
 
 
-def distribute_outputs(outputs: Any, layout: Any, batch_axes: Sequence[str]) -> Any:
+def distribute_outputs(
+    outputs: Any,
+    layout: Any,
+    batch_axes: Sequence[str],
+    *,
+    what: str = "output",
+    computed: TensorLayout | None = None,
+) -> Any:
     """Lays out each tensor that has at least as many dims as the layout: a constraint while tracing, else a move.
 
     Args:
@@ -22,6 +31,8 @@ def distribute_outputs(outputs: Any, layout: Any, batch_axes: Sequence[str]) -> 
         layout: a layout of ours or of Keras, or a sharding of JAX.
         batch_axes: a dim over some of these axes need not be divided by them: it is sharded over the largest part of
             them that divides it.
+        what: what of the layer that is called the tensors are, for errors.
+        computed: the layout to bring the gradients to, while tracing, where it is another one.
 
     Returns:
         The same structure.
@@ -34,14 +45,19 @@ def distribute_outputs(outputs: Any, layout: Any, batch_axes: Sequence[str]) -> 
     leaves, structure = jax.tree.flatten(outputs, is_leaf=_is_symbolic)
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes and max(map(len, shapes)) < len(layout.axes):
-        raise ValueError(_message(layout.axes, max(shapes, key=len), layout))
+        raise ValueError(_message(layout.axes, max(shapes, key=len), layout, what))
     for index, shape in enumerate(shapes):
         if len(shape) >= len(layout.axes) and not _is_symbolic(leaves[index]):
-            leaves[index] = _distribute(leaves[index], _fit(layout, shape, batch_axes))
+            fitted = _fit(layout, shape, batch_axes, what)
+            if computed is not None and isinstance(leaves[index], Tracer):
+                inside = _fit(computed, shape, batch_axes, what)
+                leaves[index] = out_of_compute_layout(leaves[index], fitted, inside)
+            else:
+                leaves[index] = _distribute(leaves[index], fitted)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str]) -> Any:
+def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], what: str) -> Any:
     mesh = as_device_mesh(layout.device_mesh)
     axes = list(layout.axes)
     for dim, entry in enumerate(axes):
@@ -49,7 +65,7 @@ def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str]) -> Any:
         if set(names) <= set(batch_axes) and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
             axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
     if misfit(tuple(axes), shape, mesh.axis_sizes):
-        raise ValueError(_message(tuple(axes), shape, layout))
+        raise ValueError(_message(tuple(axes), shape, layout, what))
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
 
 
@@ -61,7 +77,7 @@ def _is_symbolic(leaf: Any) -> bool:
     return isinstance(leaf, keras.KerasTensor)
 
 
-def _message(axes: tuple, shape: tuple, layout: Any) -> str:
+def _message(axes: tuple, shape: tuple, layout: Any, what: str) -> str:
     path = keras_seam.path_of_open_scope()
     problem = misfit(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
-    return f"Cannot lay out {f'the output of {path!r}' if path else 'a tensor'} (shape {shape}) as {axes}: {problem}"
+    return f"Cannot lay out {f'the {what} of {path!r}' if path else 'a tensor'} (shape {shape}) as {axes}: {problem}"

@@ -26,6 +26,8 @@ def mesh():
         ([["model", "data"]], PartitionSpec(("model", "data")), (("model", "data"),)),
         ([("model",), ()], PartitionSpec("model", None), ("model", None)),
         ((), PartitionSpec(), ()),
+        (PartitionSpec(("data",), ()), PartitionSpec("data", None), ("data", None)),
+        (PartitionSpec(("data", "model")), PartitionSpec(("data", "model")), (("data", "model"),)),
     ],
 )
 def test_axes_lower_to_a_spec(mesh, axes, spec, stands_as):
@@ -45,6 +47,10 @@ def test_axes_lower_to_a_spec(mesh, axes, spec, stands_as):
         (None, TypeError, "one entry for each dim"),
         ((None, 3), TypeError, "Received: \\(None, 3\\)"),
         ((("data", None),), TypeError, "tuple of names"),
+        (PartitionSpec(None, PartitionSpec.UNCONSTRAINED), ValueError, r"none to the compiler.*P\(None, UNCONSTRAINED"),
+        (PartitionSpec("data", unreduced={"model"}), ValueError, "no unreduced or reduced axes. .*Write None"),
+        (PartitionSpec("data", reduced={"model"}), ValueError, "no unreduced or reduced axes. .*Write None"),
+        (PartitionSpec("seq"), ValueError, "Invalid axis names"),
     ],
 )
 def test_what_cannot_be_is_refused_at_construction(mesh, axes, error, says):
@@ -94,6 +100,7 @@ def test_a_plain_layout_becomes_ours(mesh):
     layout = as_tensor_layout(keras.distribution.TensorLayout(("data",), plain_mesh))
     assert type(layout) is kd.TensorLayout
     assert layout == kd.TensorLayout(("data",), mesh)
+    assert as_tensor_layout(PartitionSpec("data", None)) == kd.TensorLayout(("data", None))
     with pytest.raises(ValueError, match=r"should be a TensorLayout type.*got int"):
         as_tensor_layout(3)
 
@@ -113,7 +120,8 @@ def test_what_fits_has_no_misfit(axes, shape):
     ("axes", "shape", "says"),
     [
         ((None, "model"), (5,), "the rule has 2 entries, but the tensor has 1 dim."),
-        ((None, "model"), (5,), "shorten the rule to (None,)"),
+        ((None, "model"), (5,), "Give tensors of 1 dim a rule of their own, or shorten the rule to (None,)"),
+        (("data",), (), "the rule has 1 entry, but the tensor has 0 dims. Give tensors of 0 dims"),
         (
             (None, "model", None),
             (4096, 2, 256),

@@ -65,6 +65,7 @@ def test_several_matches_are_an_error_that_names_them(layout_map):
 @pytest.mark.parametrize("prefix", ["sequential/", "sequential_3/", "functional_12/", "sequential_1/sequential/"])
 def test_an_automatic_model_name_need_not_be_spelled(layout_map, prefix):
     assert layout_map[f"{prefix}dense_2/kernel"].axes == (None, "model")
+    assert layout_map[f"{prefix}dense_1/kernel"].axes == ("model", None)
     assert layout_map[f"{prefix}dense_2/output"] is None
 
 

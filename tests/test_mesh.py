@@ -301,6 +301,13 @@ def test_a_copy_is_equal_and_does_not_change_either(copied):
             other.devices[0] = "cpu:7"
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_in_this_process_keeps_the_devices(copied):
+    for devices in (kd.mock_tpus("v5e:2x4"), jax.devices()):
+        mesh = kd.DeviceMesh("data:8", devices=devices)
+        assert copied(mesh).devices[0] is devices[0]
+
+
 def test_its_shape_is_a_list_where_a_list_of_sizes_came():
     assert kd.DeviceMesh([8], ["data"]).shape == [8]
     for axes in ([("data", 8)], {"data": 8}, "data:8"):
