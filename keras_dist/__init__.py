@@ -3,6 +3,9 @@
 Which file does what; each imports only from those above it:
 
 * `axes.py`: names and sizes of mesh axes, as plain data. `path_index.py`: which of many regexes match a path.
+  `ordered_rules.py`: what a rule over paths need not spell, and what the order of rules decides.
+* `units.py`, `tables.py`, `plain.py`: figures, tables and bars as people read them, and as JSON. `path_groups.py`:
+  variables of equal blocks as one.
 * `keras_seam.py`: every private name of Keras that is touched. `keras_seam_overrides.py`: what of Keras is replaced
   while a distribution of ours is installed.
 * `devices.py`: the process and its devices; simulated ones. `mock_devices.py`: devices that are described only.
@@ -11,12 +14,19 @@ Which file does what; each imports only from those above it:
 * `layout.py`: `TensorLayout`.
 * `layout_map.py`: `LayoutMap`. `batches.py`: a host batch becomes global arrays. `outputs.py`: what layers
   return. `placement.py`: where the variables of a built model lie, and moving them.
-* `distribution.py`: `Distribution`, `DataParallel`, `ModelParallel`, and the one that is installed.
+* `shard_choice.py`: which dim of a tensor to shard. `compute.py`: weights where layers compute with them.
+* `distribution.py`: `Distribution`, `DataParallel`, `ModelParallel`. `installed.py`: the one that is installed.
+* `strategies.py`: `FullyShardedDataParallel`.
+* `coverage.py`, `explain.py`: which rule lays out which variable. `nearest.py`, `suggestions.py`: rules that would do
+  what was meant. `findings.py`: what was probably not meant. `coverage_report.py`: a coverage as text and HTML.
+* `visualize.py`: which device holds which part of a tensor.
 * `keras_seam_deferred.py`: what of Keras is replaced while variables are made without values.
 * `planning/`: foresight; its files are listed in its own docstring.
 * `cli.py`: `keras-dist` in a shell.
 """
 
+from keras_dist import keras_seam as _keras_seam  # noqa: F401  (first, since it chooses the backend)
+from keras_dist.coverage import Coverage
 from keras_dist.devices import (
     force_cpu,
     get_device_count,
@@ -26,14 +36,10 @@ from keras_dist.devices import (
     process_id,
     simulate_devices,
 )
-from keras_dist.distribution import (
-    DataParallel,
-    Distribution,
-    ModelParallel,
-    distribute_tensor,
-    distribution,
-    set_distribution,
-)
+from keras_dist.distribution import DataParallel, Distribution, ModelParallel
+from keras_dist.explain import explain
+from keras_dist.guard import LayoutMapWarning
+from keras_dist.installed import distribute_tensor, distribution, set_distribution
 from keras_dist.layout import TensorLayout
 from keras_dist.layout_map import LayoutMap
 from keras_dist.mesh import DeviceMesh, create_device_mesh
@@ -52,18 +58,24 @@ from keras_dist.planning.deferred import deferred, materialize
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
 from keras_dist.planning.plan import Plan, plan
 from keras_dist.planning.target import Target, target
+from keras_dist.strategies import FullyShardedDataParallel
+from keras_dist.tensor_parallel import tensor_parallel_layout_map
+from keras_dist.visualize import visualize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "Coverage",
     "DataParallel",
     "DeviceMesh",
     "DeviceMeshManager",
     "Distribution",
+    "FullyShardedDataParallel",
     "GpuCompilerTarget",
     "Hardware",
     "LayoutMap",
+    "LayoutMapWarning",
     "ModelParallel",
     "Plan",
     "Target",
@@ -77,6 +89,7 @@ __all__ = [
     "deferred",
     "distribute_tensor",
     "distribution",
+    "explain",
     "force_cpu",
     "get_device_count",
     "hardware",
@@ -93,4 +106,6 @@ __all__ = [
     "set_distribution",
     "simulate_devices",
     "target",
+    "tensor_parallel_layout_map",
+    "visualize",
 ]

@@ -148,15 +148,15 @@ def _mesh(parsed: argparse.Namespace) -> tuple[str, int]:
 
 
 def _devices(parsed: argparse.Namespace) -> tuple[str, int]:
-    from keras_dist.planning.plan import plain
+    from keras_dist.plain import plain
 
     if parsed.hardware:
         return json.dumps(plain(kd.hardware), indent=2) if parsed.json else repr(kd.hardware), 0
     import jax
 
     from keras_dist.devices import device_name
-    from keras_dist.planning.tables import Table
-    from keras_dist.planning.units import bytes_text
+    from keras_dist.tables import Table
+    from keras_dist.units import bytes_text
 
     rows = [
         {

@@ -1,8 +1,9 @@
-"""`Distribution`, `DataParallel` and `ModelParallel`: what lies where, and the one that is installed."""
+"""`Distribution`, `DataParallel` and `ModelParallel`: what lies where."""
 
 import contextlib
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ from jax.core import Tracer
 
 from keras_dist import keras_seam, keras_seam_overrides
 from keras_dist.batches import BatchPlacer
+from keras_dist.compute import in_compute_layout
+from keras_dist.followers import flattened, followed, following
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
 from keras_dist.layout_map import Rule, as_layout_map
 from keras_dist.mesh import DeviceMesh, as_mesh_of_layers, create_device_mesh
 from keras_dist.outputs import distribute_outputs
-from keras_dist.placement import check_placement, lies_on
+from keras_dist.placement import VariableSpec, check_placement, layout_under, lies_on, slot_layout
+from keras_dist.shard_choice import sharded_further
 
 BatchDimName = str | Sequence[str] | None
 
@@ -112,26 +116,61 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         layout = keras_seam.variable_layout(variable)
         if layout is not None:
             return layout
-        rule = self.rule(variable.path)
-        if rule is None:
-            layout = TensorLayout([None] * len(variable.shape), self._device_mesh)
-        else:
-            layout = rule.layout
-            problem = misfit(layout.axes, variable.shape, (layout.device_mesh or self._device_mesh).axis_sizes)
-            if problem and 0 not in variable.shape:  # nothing of an empty tensor lies anywhere
-                raise ValueError(
-                    f"Cannot shard '{variable.path}' (shape {tuple(variable.shape)}) by the rule {rule.pattern!r}, "
-                    f"{layout.axes}: {problem}"
-                )
+        layout = self._stored(variable)
         if isinstance(variable, keras.Variable):
             keras_seam_overrides.remember_laid_out(variable, self)
         return layout
 
-    def get_tensor_layout(self, path: str) -> Any:
-        """Returns the layout that a layer's output is given, None to leave it to the compiler.
+    def get_compute_layout(self, variable) -> TensorLayout:
+        """Returns the layout in which layers compute with a variable: it is brought there as they read it.
 
         Args:
-            path: the path of the layer with `/output` behind it.
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; a subclass may answer otherwise.
+        """
+        return self.get_variable_layout(variable)
+
+    def get_update_layout(self, variable) -> TensorLayout:
+        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; a subclass may answer otherwise.
+        """
+        return self.get_variable_layout(variable)
+
+    def _stored(self, variable) -> TensorLayout:
+        """The layout in which a variable lies that brings none."""
+        return self._by_rule(variable)
+
+    def _by_rule(self, variable) -> TensorLayout:
+        shape, rule, weight = tuple(variable.shape), self.rule(variable.path), followed(variable.path)
+        of_weight = None if weight is None else self.rule(weight.path)
+        if weight and of_weight and (rule is None or rule == of_weight):  # a rule that is for both is for the weight
+            layout = of_weight.layout
+            sizes = (layout.device_mesh or self._device_mesh).axis_sizes
+            return TensorLayout(following(layout.axes, weight, shape, sizes), layout.device_mesh or self._device_mesh)
+        if rule is None:
+            return TensorLayout([None] * len(shape), self._device_mesh)
+        layout = rule.layout
+        if 1 < len(shape) < len(layout.axes) and "int" in str(variable.dtype):
+            layout = TensorLayout(flattened(layout.axes, len(shape)), layout.device_mesh or self._device_mesh)
+        problem = misfit(layout.axes, shape, (layout.device_mesh or self._device_mesh).axis_sizes)
+        if problem and 0 not in shape:  # nothing of an empty tensor lies anywhere
+            raise ValueError(
+                f"Cannot shard '{variable.path}' (shape {shape}) by the rule {rule.pattern!r}, {layout.axes}: {problem}"
+            )
+        return layout
+
+    def get_tensor_layout(self, path: str) -> Any:
+        """Returns the layout that a layer's inputs or outputs are given, None to leave them to the compiler.
+
+        Args:
+            path: the path of the layer with `/input` or `/output` behind it.
 
         Returns:
             None; a subclass may answer otherwise.
@@ -190,7 +229,29 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
     # What follows is asked by keras_seam_overrides.
 
     def _distribute_tensor(self, tensor, layout):
-        return distribute_outputs(tensor, layout, self._placer.batch_axes)
+        path = keras_seam.path_of_open_scope()
+        taken = self.get_tensor_layout(f"{path}/input") if path else None
+        return distribute_outputs(tensor, layout, self._placer.batch_axes, computed=_inside(taken, layout))
+
+    def _distribute_inputs(self, path, inputs):
+        layout = self.get_tensor_layout(path)
+        if not layout or not jax.tree.leaves(inputs):
+            return inputs
+        return distribute_outputs(inputs, layout, self._placer.batch_axes, what="input")
+
+    def _distribute_read(self, variable, value):
+        spec = VariableSpec.of(variable)
+        stored = layout_under(variable, self)
+        if stored != self.get_variable_layout(spec):
+            return value  # it brought its layout with it
+        used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
+        return in_compute_layout(value, stored, used, update, self._placer.batch_axes)
+
+    def _regathers(self, layer) -> bool:
+        return False
+
+    def _slot_layout(self, variable):
+        return slot_layout(variable, layout_under(variable, self), self)
 
     def _distribute_call(self, model, args, kwargs):
         weights = model.weights if model.built else []
@@ -208,6 +269,9 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
     def _check_placement(self, model, variables) -> None:
         check_placement(model, variables, self)
 
+    def _check_rules(self, model) -> None:
+        pass
+
 
 class DataParallel(Distribution, keras.distribution.DataParallel):
     """Replicates every variable and shards the batch.
@@ -216,6 +280,8 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         device_mesh: a 1-d mesh. Of a mesh with several axes the first is used, with a warning.
         devices: the devices of a 1-d mesh, where no mesh is given. By default all of them.
         auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
+        shard_optimizer_state: whether each device keeps and updates its part of the optimizer's state only (ZeRO-1).
+            Gradients then travel in a reduce-scatter, and new weights in an all-gather, in place of one all-reduce.
 
     Raises:
         ValueError: both a mesh and devices, an empty list of devices, or no mesh.
@@ -224,9 +290,18 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
 
     >>> DataParallel(devices=["cpu:0", "cpu:1"])
     <DataParallel device_mesh=<DeviceMesh batch:2 on 2 of 8 cpu devices>>
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (P_os).
     """
 
-    def __init__(self, device_mesh=None, devices=None, auto_shard_dataset: bool = True):
+    def __init__(
+        self,
+        device_mesh=None,
+        devices=None,
+        auto_shard_dataset: bool = True,
+        *,
+        shard_optimizer_state: bool = False,
+    ):
         if device_mesh is not None and devices is not None:
             raise ValueError(
                 "DataParallel takes a mesh or devices, not both. Received: "
@@ -252,6 +327,22 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 stacklevel=2,
             )
         super().__init__(device_mesh, first_axis, auto_shard_dataset)
+        self._shard_optimizer_state = shard_optimizer_state
+
+    def get_update_layout(self, variable) -> TensorLayout:
+        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; with `shard_optimizer_state` one that shards a dim of it over the
+            batch axis, where a dim divides and the variable is not small.
+        """
+        layout = self.get_variable_layout(variable)
+        if not self._shard_optimizer_state:
+            return layout
+        return sharded_further(layout, variable, self._placer.batch_axes, self._device_mesh)
 
 
 class ModelParallel(Distribution, keras.distribution.ModelParallel):
@@ -263,6 +354,8 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             first axis.
         auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
         device_mesh: taken for programs that pass it; the mesh is that of the layout map, and must be this one.
+        strict: whether rules that match nothing, and weights that are replicated though an axis is meant for
+            sharding them, are an error before the first step. By default a `LayoutMapWarning` says so once.
 
     Raises:
         ValueError: no layout map, one without a mesh, or a batch axis that the mesh does not have.
@@ -287,6 +380,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         batch_dim_name: BatchDimName = None,
         auto_shard_dataset: bool = True,
         device_mesh=None,
+        strict: bool = False,
     ):
         if layout_map is None:
             raise ValueError("You must specify a layout_map argument. Received: None. Make one with LayoutMap(mesh).")
@@ -299,6 +393,8 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             )
         super().__init__(mesh, mesh.axis_names[0] if batch_dim_name is None else batch_dim_name, auto_shard_dataset)
         self._layout_map = layout_map
+        self._strict = strict
+        self._checked: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
             raise ValueError(
@@ -308,12 +404,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             )
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Returns the layout that the rules give a layer's output, None to leave it to the compiler.
+        """Returns the layout that the rules give a layer's inputs or outputs, None to leave them to the compiler.
 
-        Where the layer returns several tensors, the layout is given to each that has at least as many dims.
+        Of several tensors that the layer returns, or is called with by position, each is given the layout that has
+        at least as many dims.
 
         Args:
-            path: the path of the layer with `/output` behind it.
+            path: the path of the layer with `/input` or `/output` behind it.
 
         Returns:
             The layout, or None.
@@ -337,66 +434,24 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         """
         return self._layout_map.rule(path)
 
+    def _check_rules(self, model) -> None:
+        from keras_dist.guard import check_rules  # which explains models under distributions
 
-def distribution() -> Any:
-    """Returns the installed distribution, or None; the same object as `keras.distribution.distribution()`."""
-    return keras_seam.current_distribution()
+        rules = [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]
+        state = len(model.variables), rules  # LoRA adds variables later, and users add rules
+        if self._checked.get(model) != state:
+            check_rules(model, self, self._strict)
+            self._checked[model] = state
 
 
-def set_distribution(value: Any) -> None:
-    """Installs a distribution, in Keras's own global.
+def _inside(taken: Any, returned: Any) -> TensorLayout | None:
+    """The layout of what a layer returns while it computes that, where rules say what it takes and returns.
 
-    A distribution of this package is seen by all threads that have installed none of their own, and stays through
-    `keras.utils.clear_session()`.
-
-    Args:
-        value: a distribution of this package or of Keras; None for none.
-
-    Raises:
-        TypeError: anything else.
-
-    Example:
-
-    >>> set_distribution(DataParallel())
-    >>> keras.distribution.distribution()
-    <DataParallel device_mesh=<DeviceMesh batch:8 on 8 cpu devices>>
-    >>> set_distribution(None)
+    An axis that shards one dim of what it takes and another dim of what it returns is summed over in it.
     """
-    if value is not None and not isinstance(value, keras_seam.KerasDistribution):
-        raise TypeError(
-            f"set_distribution takes a distribution or None. Received: {value!r} (of type {type(value).__name__}). "
-            "Pass, for example, keras_dist.DataParallel()."
-        )
-    keras_seam_overrides.install(value)
-
-
-def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """Lays a tensor out: a move outside of a compiled function, a sharding constraint inside.
-
-    Args:
-        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors come back as they are.
-        layout: a `TensorLayout`, a tuple or list of axes of the installed distribution's mesh, or a sharding of JAX.
-
-    Returns:
-        The same structure, laid out. While a distribution of this package is installed, a dim over its batch axes
-        that they do not divide is sharded over the largest part of them that does.
-
-    Raises:
-        ValueError: the layout does not fit the tensor's shape, or brings axes where no distribution is installed.
-
-    Example:
-
-    >>> layout = TensorLayout(("data", None), DeviceMesh((4, 2), ["data", "model"]))
-    >>> distribute_tensor(np.ones((8, 3)), layout).sharding.shard_shape((8, 3))
-    (2, 3)
-    """
-    installed = distribution()
-    if isinstance(layout, (tuple, list)):
-        if installed is None:
-            raise ValueError(
-                f"Axes need a mesh, and no distribution is installed. Received: layout={layout!r}. "
-                "Pass TensorLayout(axes, device_mesh)."
-            )
-        layout = TensorLayout(layout, installed.device_mesh)
-    batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()
-    return distribute_outputs(tensor, layout, batch_axes)
+    if not isinstance(taken, TensorLayout) or not isinstance(returned, TensorLayout):
+        return None
+    inputs = {name: dim for dim, entry in enumerate(taken.axes) for name in axis_tuple(entry)}
+    entries = [tuple(n for n in axis_tuple(e) if inputs.get(n, dim) == dim) for dim, e in enumerate(returned.axes)]
+    computed = TensorLayout(entries, returned.device_mesh)
+    return None if computed.axes == returned.axes else computed

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 def _require_jax_backend() -> None:
@@ -35,12 +36,14 @@ import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
 
 try:
-    from keras.src.backend.common import global_state
+    from keras.src.backend.common import global_state, variables
     from keras.src.backend.common.name_scope import current_path as _current_path
+    from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.jax import distribution_lib as _backend_lib
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
+    from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
 except ImportError as error:
     raise ImportError(
@@ -49,6 +52,8 @@ except ImportError as error:
     ) from error
 
 KerasDistribution = distribution_lib.Distribution
+KerasOptimizer = base_optimizer.BaseOptimizer
+KerasVariable = variables.Variable
 DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
 GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
 STEPS = ("train", "test", "predict")
@@ -109,6 +114,54 @@ def distribute_with_keras(tensor, layout):
 def current_distribution():
     """Keras's own answer to which distribution is installed."""
     return global_state.get_global_attribute(GLOBAL_NAME)
+
+
+def own_variables(layer) -> list:
+    """The weights of a layer, without those of the layers in it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def last_layers(model) -> list:
+    """The layers that return the outputs of a functional or sequential model; none where a model has no graph."""
+    _, outputs = inputs_and_outputs(model)
+    return [tensor._keras_history.operation for tensor in jax.tree.leaves(outputs)]
+
+
+def embeddings_for_heads(model) -> set[int]:
+    """The ids of the tables of embeddings that can be called as a head as well, in this model or around it."""
+    return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
+
+
+def rematerialized(layer, call: Callable):
+    """What the call of a layer in a stateless scope returns, kept for the backward pass in its large products only.
+
+    All else that its gradient needs is computed again there, gathered weights among them. What the call changes
+    besides (states of random generators, averages, losses) goes to the scope, as without this.
+
+    Args:
+        layer: the layer that is called.
+        call: calls it.
+
+    Returns:
+        What the call returns.
+    """
+    outer: Any = get_stateless_scope()
+
+    def function():
+        with StatelessScope(collect_losses=outer.collect_losses) as inner:
+            inner.state_mapping = dict(outer.state_mapping)
+            outputs = call()
+        changed = {
+            key: value for key, value in inner.state_mapping.items() if value is not outer.state_mapping.get(key)
+        }
+        return outputs, changed, inner.losses
+
+    outputs, changed, losses = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_saveable)()
+    outer.state_mapping.update(changed)
+    for loss in losses:
+        outer.add_loss(loss)
+        layer._loss_ids.add(id(loss))
+    return outputs
 
 
 # -------------------------------------------------------------------- the state of a model that runs
@@ -305,6 +358,24 @@ def is_built(model) -> bool:
     return model.built and all(layer.built for layer in model._flatten_layers())
 
 
+def layer_paths(model) -> list[str]:
+    """The paths of a model and all layers in it, as Keras spells them when it asks for the layouts of outputs.
+
+    Keras notes where a layer is at its first call. One that was never called is taken to be inside of its owner.
+    """
+    paths: dict[int, str] = {}
+
+    def add(layer, owner):
+        if id(layer) not in paths:
+            parent = owner if layer._parent_path is None else layer._parent_path
+            paths[id(layer)] = f"{parent}/{layer.name}" if parent else layer.name
+            for inner in layer._flatten_layers(include_self=False, recursive=False):
+                add(inner, paths[id(layer)])
+
+    add(model, "")
+    return list(dict.fromkeys(paths.values()))
+
+
 def symbolic_build(model, data) -> None:
     """Makes the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
     model._symbolic_build(data_batch=data)
@@ -314,6 +385,11 @@ def inputs_and_outputs(model) -> tuple:
     """The symbolic inputs and outputs of a functional or sequential model in their structures, else None and None."""
     graph = getattr(model, "_functional", None) or model
     return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
+
+
+def symbolic_inputs(model):
+    """The symbolic inputs of a functional or sequential model, None where a model does not know them."""
+    return inputs_and_outputs(model)[0]
 
 
 def pure_step(model, step: str) -> Callable:

@@ -9,12 +9,16 @@ import dataclasses
 import inspect
 import itertools
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import keras
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
 
 from keras_dist import keras_seam
 from keras_dist.keras_seam import (
@@ -48,11 +52,27 @@ class Hooks:
     def _distribute_call(self, model, args, kwargs):
         raise NotImplementedError
 
+    def _check_rules(self, model) -> None:
+        raise NotImplementedError
+
+    def _distribute_read(self, variable, value):
+        raise NotImplementedError
+
+    def _distribute_inputs(self, path, inputs):
+        raise NotImplementedError
+
+    def _regathers(self, layer) -> bool:
+        raise NotImplementedError
+
+    def _slot_layout(self, variable):
+        raise NotImplementedError
+
     def _check_placement(self, model, variables) -> None:
         raise NotImplementedError
 
 
 _lock = threading.RLock()
+_this_thread = threading.local()  # computing: the call without side effects that runs, if one does
 _everywhere: Hooks | None = None  # ours, for every thread that has none of its own
 _by_thread: "weakref.WeakKeyDictionary[threading.Thread, Hooks]" = weakref.WeakKeyDictionary()
 # Ours in threads where Keras's own functions have installed one of Keras's since, and whether it held everywhere. It
@@ -190,6 +210,102 @@ def _call_model(self, *args, **kwargs):
     return super(keras.Model, self).__call__(*args, **kwargs)
 
 
+def _compile_model(self, *args, **kwargs):
+    _original(trainer.base_trainer.Trainer, "compile")(self, *args, **kwargs)
+    ours = _ours()
+    if ours is not None and self.built:
+        ours._check_rules(self)
+
+
+class _Computing:
+    """A call of a model without side effects: the trace that it began in, and the values of variables it was given.
+
+    What a layer reads of these in a loop of its own is laid out once, before the loop: gathered inside, it would be
+    gathered at every turn, and so would its gradient be reduced.
+    """
+
+    def __init__(self, model, values):
+        self.model = model
+        self._trace, self._given = _current_trace(), {id(value) for value in values}
+
+    def is_in_loop(self) -> bool:
+        return _current_trace() is not self._trace
+
+    def outside_of_loops(self, value) -> contextlib.AbstractContextManager:
+        """Runs a block in the trace that the call began in, if the value is known there."""
+        return set_current_trace(self._trace) if id(value) in self._given else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Begins the call anew in the current trace, for a block."""
+        before, self._trace = self._trace, _current_trace()
+        try:
+            yield
+        finally:
+            self._trace = before
+
+
+def _current_trace():
+    """What JAX traces into at the moment; in a loop another one than around it."""
+    with take_current_trace() as trace:
+        return trace
+
+
+def _computing() -> _Computing | None:
+    return getattr(_this_thread, "computing", None)
+
+
+def _stateless_call(self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
+    original, before = _original(keras.Layer, "stateless_call"), _computing()
+    _this_thread.computing = _Computing(self, [*trainable_variables, *non_trainable_variables])
+    try:
+        return original(
+            self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
+        )
+    finally:
+        _this_thread.computing = before
+
+
+def _read_variable(self, value):
+    original, computing = _original(keras_seam.KerasVariable, "_maybe_autocast"), _computing()
+    ours = None if computing is None or not isinstance(value, Tracer) else _ours()
+    if computing is None or ours is None:
+        return original(self, value)
+    with computing.outside_of_loops(value):
+        return ours._distribute_read(self, original(self, value))
+
+
+def _call_operation(self, *args, **kwargs):
+    original, ours = _original(keras.Operation, "__call__"), _ours() if isinstance(self, keras.Layer) else None
+    if ours is None:
+        return original(self, *args, **kwargs)
+    args = ours._distribute_inputs(f"{keras_seam.path_of_open_scope()}/input", args)
+    call = partial(original, self, *args, **kwargs)
+    computing = _computing()
+    # What is read in a loop is gathered before it. The backward pass begins with the last layers, whose weights are
+    # still there.
+    if (
+        computing is None
+        or computing.is_in_loop()
+        or not ours._regathers(self)
+        or self in keras_seam.last_layers(computing.model)
+    ):
+        return call()
+    return keras_seam.rematerialized(self, computing.inside()(call))
+
+
+def _add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+    original, ours = _original(keras_seam.KerasOptimizer, "add_variable_from_reference"), _ours()
+    if ours is not None and isinstance(reference_variable, keras.Variable):
+        reference_variable = types.SimpleNamespace(
+            path=reference_variable.path,
+            shape=reference_variable.shape,
+            dtype=reference_variable.dtype,
+            _layout=ours._slot_layout(reference_variable),
+        )
+    return original(self, reference_variable, name, initializer)
+
+
 def _make_function(step: str) -> Callable:
     """Returns the replacement of `make_train_function`, `make_test_function` or `make_predict_function`.
 
@@ -211,6 +327,7 @@ def _make_function(step: str) -> Callable:
         put_values_back(self)
         if force or function is None or made_under is not ours:
             ours._check_placement(self, itertools.chain.from_iterable(state_variables(self, step)))
+            ours._check_rules(self)
             original(self, force=True)
             function = keras_seam.step_function(self, step, getattr(self, attribute))
             function.made_under = ours  # pyright: ignore[reportFunctionMemberAccess]
@@ -281,6 +398,52 @@ OVERRIDES = (
         ("self", "args", "kwargs"),
         _call_model,
         "model(x) replicates its input over all devices",
+    ),
+    Override(
+        trainer.base_trainer.Trainer,
+        "compile",
+        (
+            "self",
+            "optimizer",
+            "loss",
+            "loss_weights",
+            "metrics",
+            "weighted_metrics",
+            "run_eagerly",
+            "steps_per_execution",
+            "jit_compile",
+            "auto_scale_loss",
+        ),
+        _compile_model,
+        "rules that match nothing, in silence (keras-hub#2806, keras-hub#2810)",
+    ),
+    Override(
+        keras.Layer,
+        "stateless_call",
+        ("self", "trainable_variables", "non_trainable_variables", "args", "return_losses", "kwargs"),
+        _stateless_call,
+        "tells what layers read from what optimizers read",
+    ),
+    Override(
+        keras_seam.KerasVariable,
+        "_maybe_autocast",
+        ("self", "value"),
+        _read_variable,
+        "weights that lie in another layout than they are computed with",
+    ),
+    Override(
+        keras.Operation,
+        "__call__",
+        ("self", "args", "kwargs"),
+        _call_operation,
+        "rules for what layers are called with, and layers that gather their weights once more for the backward pass",
+    ),
+    Override(
+        keras_seam.KerasOptimizer,
+        "add_variable_from_reference",
+        ("self", "reference_variable", "name", "initializer"),
+        _add_variable_from_reference,
+        "optimizer state that lies elsewhere than its weight",
     ),
     Override(
         distribution_lib,

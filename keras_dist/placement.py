@@ -66,13 +66,12 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
         )
     target = keras_seam.current_distribution() if distribution is None else distribution
     keras_seam.put_values_back(model)
-    variables = list(all_variables(model))
 
     def wanted(variable):
         return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
 
-    layouts = layouts_of(model, variables, wanted)  # of all, before one is moved
-    for variable in variables:
+    layouts = layouts_of(model, target, wanted)  # of all, before one is moved
+    for variable in all_variables(model):
         layout = layouts[id(variable)]
         keras_seam.place_variable(variable, layout, _moved(keras_seam.variable_value(variable), layout))
         keras_seam_overrides.remember_laid_out(
@@ -176,23 +175,51 @@ def owners_of_slots(model: keras.Layer, variables: Iterable[keras.Variable]) -> 
     return owners
 
 
-def layouts_of(
-    model: keras.Layer, variables: Iterable[keras.Variable], layout_of: Callable[[keras.Variable], Any]
-) -> dict[int, Any]:
-    """Returns the layout of each variable; an optimizer slot's is that of the variable it was made for.
+def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
+    """Returns the layout of each variable of a model under a distribution, by the `id` of the variable.
 
     Args:
         model: the model.
-        variables: its variables, those of the optimizer among them.
-        layout_of: says the layout of a variable that is no slot.
-
-    Returns:
-        The layout by the `id` of the variable.
+        distribution: says where the variables of an optimizer lie that belong to another one.
+        layout_of: says the layout of all others.
     """
-    variables = list(variables)
+    variables = list(all_variables(model))
     owners = owners_of_slots(model, variables)
     layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
-    return layouts | {slot: layouts[id(owner)] for slot, owner in owners.items()}
+    return layouts | {slot: slot_layout(owner, layouts[id(owner)], distribution) for slot, owner in owners.items()}
+
+
+def slot_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
+    """Returns the layout of what an optimizer keeps for a variable: that of the variable's update.
+
+    Args:
+        variable: the variable that it is kept for.
+        layout: where that lies. If it is not where the distribution would lay it, what is kept for it lies there too.
+        distribution: a distribution of ours or of Keras, or None.
+    """
+    if not isinstance(distribution, keras_seam_overrides.Hooks):
+        return layout
+    ours: Any = distribution
+    spec = VariableSpec.of(variable)
+    return ours.get_update_layout(spec) if layout == ours.get_variable_layout(spec) else layout
+
+
+def layout_under(variable: keras.Variable, distribution: Any) -> Any:
+    """Returns the layout that a variable has under a distribution: the one it brought with it, else the distribution's.
+
+    Args:
+        variable: the variable, laid out by any distribution or none.
+        distribution: a distribution of ours.
+
+    Raises:
+        ValueError: several rules match the path, or the rule does not fit the variable's shape.
+    """
+    layout, author = keras_seam.variable_layout(variable), keras_seam_overrides.laid_out_by(variable)
+    if layout is not None and author in (None, distribution):  # None: the variable brought it
+        devices = distribution.device_mesh.backend_mesh.devices.flat
+        if author is not None or as_sharding(layout).device_set == set(devices):
+            return layout
+    return distribution.get_variable_layout(VariableSpec.of(variable))
 
 
 def as_sharding(layout: Any) -> Any:

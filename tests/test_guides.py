@@ -33,3 +33,70 @@ def test_the_guide_to_planning():
     table = done.stdout[done.stdout.rindex("compiled in") :]
     for layout in ("DP", "FSDP", "TP"):
         assert f"cpu:8 {layout} " in table
+
+
+@pytest.fixture(scope="module")
+def guide_to_layout_maps():
+    done = subprocess.run([sys.executable, GUIDES / "layout_maps.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "so",
+    [
+        "sequential_3/head/kernel head/kernel (None, 'model')",
+        "block1_norm1/gamma no rule, replicated",
+        "block{0,1}_up/kernel 2 float32[64, 256] (None, model) 32 KiB",
+        "findings: ()",
+        "LayoutMapWarning: A layout map must lay out the model as it is meant. Received: 1 thing",
+        "Received: 'block[0-9]+_donw/kernel', which matches nothing in 'transformer'. Did you mean "
+        "layout_map['block[0-9]+_down/kernel'] = ('model', None)?",
+        "strict=True: ValueError A layout map must lay out the model as it is meant.",
+        "findings of what is meant to be whole: []",
+        "block0_attention/query/kernel (None, 'model') head/kernel ()",
+        "equal from source and from pickle: True",
+        "layout_map['block[0-9]+_attention/attention_output/kernel'] = ('model', None, None)",
+        "block0_up/kernel (64, 256) ('fsdp', 'model') on a device (32, 64)",
+        "dense_0/lora_kernel_b (4, 64) (None, 'model') on a device (4, 16), follows 'dense_0/kernel'",
+        "dense_1/kernel_scale (64,) ('model',) on a device (16,), follows 'dense_1/kernel'",
+        "lora_kernel_b_momentum (4, 64) (None, 'model') on a device (4, 16), follows 'dense_0/kernel'",
+        "(64, 256) as ('model', 'data') on data:2 x model:4",
+    ],
+)
+def test_the_guide_to_layout_maps(guide_to_layout_maps, so):
+    assert so in " ".join(guide_to_layout_maps.split())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "A rule must match a variable, or the output of a layer.",
+        "which axis 'model' (size 4) does not divide.",
+        "Swapping the axes fits:",
+        "the rule has 2 entries, but the tensor has 1 dim.",
+        "matches multiple layout specification keys:",
+        "replicated over it,",
+        "all of whose paths are taken:",
+        "The state of a random generator must stay whole,",
+        "a LoRA factor of its layer",
+        "as its head too (tied).",
+    ],
+)
+def test_the_guide_to_layout_maps_has_each_message_and_what_to_do(guide_to_layout_maps, message):
+    entries = guide_to_layout_maps.partition("--- 8.")[2].split("What to do:")[:-1]
+    assert any(message in " ".join(entry.split()) for entry in entries)
+
+
+def test_the_guide_to_strategies():
+    done = subprocess.run(
+        [sys.executable, GUIDES / "strategies.py", "cpu:8"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    names = ("DP", "ZeRO-1", "FSDP", "HSDP", "TP", "TP + SP", "FSDP x TP")
+    lines = done.stdout.splitlines()
+    for name in names:
+        trained, planned = (line for line in lines if line.startswith(f"{name:10} "))
+        assert float(trained.rpartition(" ")[2]) < 1e-5
+        assert "MiB" in planned
+    assert "layout_map['block[0-9]+_up/kernel'] = (None, 'model')" in done.stdout

@@ -1,0 +1,162 @@
+"""What the compilers for GPUs and TPUs make of each strategy: the collectives, their bytes over the least, the state.
+
+The least that a device sends follows from the shapes: of a ring all-reduce among n devices twice (n - 1) / n of the
+bytes, of an all-gather or a reduce-scatter once. `benchmarks/strategies.py` has a larger model, and hand-written JAX.
+"""
+
+import importlib.util
+import math
+
+import jax
+import keras
+import pytest
+from keras import layers
+
+import keras_dist as kd
+
+TARGETS = [
+    pytest.param(
+        "v5e:2x4",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
+        ),
+    ),
+    pytest.param(
+        "h100:8",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("jax_cuda12_plugin") is None,
+            reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+        ),
+    ),
+]
+ROWS, LENGTH, WIDTH, VOCABULARY = 4, 512, 512, 4096
+ITEM = 2  # bytes of a number in the dtype of compute
+BLOCKS = 2
+
+pytestmark = pytest.mark.parametrize("target", TARGETS)
+
+
+@pytest.fixture(autouse=True)
+def half_precision():
+    """Layers compute in bfloat16, from float32 weights."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def gpt(vocabulary=VOCABULARY):
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(vocabulary, WIDTH, name="embedding")(tokens)
+    for number in range(BLOCKS):
+        y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
+        y = layers.MultiHeadAttention(8, WIDTH // 8, name=f"block{number}_attention")(y, y, use_causal_mask=True)
+        x = layers.Add(name=f"block{number}_add1")([x, y])
+        y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
+        y = layers.Dense(4 * WIDTH, activation="gelu", name=f"block{number}_up")(y)
+        y = layers.Dense(WIDTH, name=f"block{number}_down")(y)
+        x = layers.Add(name=f"block{number}_add2")([x, y])
+    x = layers.LayerNormalization(name="norm")(x)
+    model = keras.Model(tokens, layers.Dense(vocabulary, name="head")(x), name="gpt")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def planned(distribution, build=gpt):
+    tokens = jax.ShapeDtypeStruct((ROWS * distribution.num_model_replicas, LENGTH), "int32")
+    return kd.plan(build, distribution, (tokens, tokens))
+
+
+def mesh(target, axes):
+    return kd.create_device_mesh(axes, devices=kd.target(target))
+
+
+def numbers(plan, large):
+    """How many numbers the large weights have, or the others."""
+    sizes = [math.prod(v.shape) for v in plan.variables if v.part == "weights"]
+    return sum(size for size in sizes if (4 * size > 2**16) == large)
+
+
+def small_bytes(plan, devices=8):
+    """At most what the gradients of small weights, which are all-reduced, send."""
+    return 2 * (devices - 1) / devices * 4 * numbers(plan, large=False)
+
+
+def kinds(plan):
+    return {each.kind for each in plan.traffic}
+
+
+def test_zero_1(target):
+    plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))
+    large = numbers(plan, large=True)
+    floor = 7 / 8 * large * (ITEM + 4)  # gradients are scattered as they are computed, new weights gathered
+    assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
+    assert plan.memory.weights == 4 * (large + numbers(plan, large=False))
+    assert plan.memory.optimizer <= 1.01 * 8 * large / 8 + 8 * numbers(plan, large=False) + 64
+    assert "all-to-all" not in kinds(plan)
+
+
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 4099])  # the second one divides nothing
+def test_fully_sharded(target, vocabulary):
+    plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")), lambda: gpt(vocabulary))
+    large = numbers(plan, large=True)
+    floor = 2 * 7 / 8 * large * ITEM
+    assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
+    assert plan.memory.state <= 12 * (large / 8 + numbers(plan, large=False)) + 64
+    assert "all-to-all" not in kinds(plan)
+
+
+def test_fully_sharded_that_gathers_again(target):
+    kept = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")))
+    plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8"), reshard_after_forward=True))
+    # The embedding is not needed again, and the head is still there.
+    again = numbers(plan, large=True) - 2 * VOCABULARY * WIDTH
+    floor = 7 / 8 * ITEM * (2 * numbers(plan, large=True) + again)
+    assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
+    assert plan.memory.state == kept.memory.state
+
+
+def test_hybrid_sharded(target):
+    plan = planned(kd.FullyShardedDataParallel(mesh(target, "replica:2,fsdp:4")))
+    large = numbers(plan, large=True)
+    # Weights are gathered and gradients scattered among four, and a fourth of them all-reduced between two.
+    floor = ITEM * large * (2 * 3 / 4 + 2 * 1 / 2 / 4)
+    assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
+    assert plan.memory.state <= 12 * (large / 4 + numbers(plan, large=False)) + 64
+    assert "all-to-all" not in kinds(plan)
+
+
+def activation_bytes(plan):
+    return ROWS * LENGTH * WIDTH * ITEM
+
+
+def test_tensor_parallel(target):
+    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "data:1,model:8"))
+    plan = planned(kd.ModelParallel(layout_map=rules))
+    # Four all-reduces a block, one of the gradient that leaves the head, and embeddings that are gathered.
+    floor = 7 / 8 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
+    loss = 3 * 2 * 7 / 8 * 4 * ROWS * LENGTH
+    assert floor * 0.999 <= plan.wire_bytes <= 1.01 * floor + loss
+    assert kinds(plan) == {"all-reduce", "all-gather"}
+    assert plan.memory.state <= 12 * (numbers(plan, large=True) / 8 + numbers(plan, large=False)) + 64
+
+
+def test_tensor_and_sequence_parallel(target):
+    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "data:1,model:8"), sequence_parallel=True)
+    plan = planned(kd.ModelParallel(layout_map=rules))
+    floor = 7 / 8 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 2 / 8)
+    loss = 3 * 2 * 7 / 8 * 4 * ROWS * LENGTH
+    assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + loss + small_bytes(plan)
+    counts = {each.kind: each.count for each in plan.traffic if each.bytes > activation_bytes(plan) / 16}
+    assert counts["reduce-scatter"] == 4 * BLOCKS + 1
+    assert counts.get("all-to-all", 0) <= 2  # from parts of the width to parts of the sequence, and back
+
+
+def test_fully_sharded_and_tensor_parallel(target):
+    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "fsdp:4,model:2"))
+    plan = planned(kd.FullyShardedDataParallel(layout_map=rules))
+    large = numbers(plan, large=True)
+    floor = 2 * 3 / 4 * large / 2 * ITEM + 1 / 2 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
+    loss = 3 * 2 * 1 / 2 * 4 * ROWS * LENGTH
+    assert floor * 0.999 <= plan.wire_bytes <= 1.03 * floor + loss + small_bytes(plan)
+    assert plan.memory.state <= 12 * (large / 8 + numbers(plan, large=False)) + 64
+    assert "all-to-all" not in kinds(plan)
