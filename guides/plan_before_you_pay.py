@@ -51,26 +51,13 @@ def data_parallel(devices) -> kd.Distribution:
 
 def fully_sharded(devices) -> kd.Distribution:
     """Every device holds a part of every large weight, and gathers each when it is needed."""
-    layout_map = kd.LayoutMap(kd.create_device_mesh({"data": len(devices)}, devices=devices))
-    layout_map["embedding/embeddings"] = ("data", None)
-    layout_map[".*(query|key|value)/kernel"] = ("data", None, None)
-    layout_map[".*attention_output/kernel"] = (None, None, "data")
-    layout_map[".*(up|down)/kernel|head/kernel"] = ("data", None)
-    # Without these the compiler may move activations in place of weights.
-    layout_map["embedding/output|.*_add2/output"] = ("data", None, None)
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    return kd.FullyShardedDataParallel(kd.create_device_mesh({"fsdp": len(devices)}, devices=devices))
 
 
 def tensor_parallel(devices) -> kd.Distribution:
     """Groups of four devices share each block, as in Megatron; the groups work on different parts of the batch."""
-    layout_map = kd.LayoutMap(kd.create_device_mesh({"data": len(devices) // 4, "model": 4}, devices=devices))
-    layout_map["embedding/embeddings"] = ("model", None)
-    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
-    layout_map[".*attention_output/kernel"] = ("model", None, None)
-    layout_map[".*up/kernel|head/kernel"] = (None, "model")
-    layout_map[".*up/bias"] = ("model",)
-    layout_map[".*down/kernel"] = ("model", None)
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    mesh = kd.create_device_mesh({"data": len(devices) // 4, "model": 4}, devices=devices)
+    return kd.ModelParallel(layout_map=kd.tensor_parallel_layout_map(lambda: build(depth=2), mesh))
 
 
 def main():

@@ -1,0 +1,132 @@
+"""What each strategy sends and holds, over the least that it can: Keras under keras_dist, and hand-written JAX.
+
+One transformer of 4 blocks, width 1,024, 4,096 tokens on a device, bfloat16 compute and float32 Adam, for eight devices
+that need not be attached. The hand-written program (`handwritten.py`) is the same model in `jax.shard_map`, with its
+collectives written out. Both are compiled in one run, and one reader reads both compiled modules.
+
+Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras_dist as kd
+
+kd.simulate_devices(8)
+
+import handwritten  # noqa: E402
+import jax  # noqa: E402
+import keras  # noqa: E402
+from keras import layers  # noqa: E402
+
+from keras_dist.planning.hlo import read_module  # noqa: E402
+
+AXES = {name: ",".join(f"{axis}:{size}" for axis, size in s.mesh.items()) for name, s in handwritten.STRATEGIES.items()}
+
+
+class Positions(layers.Layer):
+    """Adds a learned embedding of each position."""
+
+    def build(self, shape):
+        self.embeddings = self.add_weight(shape[1:], name="embeddings", initializer="uniform")
+
+    def call(self, x):
+        return x + self.embeddings
+
+
+def build(sizes: handwritten.Gpt) -> keras.Model:
+    """Returns the model of `handwritten.py` in Keras, compiled."""
+    tokens = keras.Input((sizes.length,), dtype="int32")
+    x = layers.Embedding(sizes.vocabulary, sizes.width, name="embedding")(tokens)
+    x = Positions(name="position")(x)
+    for number in range(sizes.blocks):
+        y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
+        attention = layers.MultiHeadAttention(sizes.heads, sizes.head_size, name=f"block{number}_attention")
+        x = layers.Add(name=f"block{number}_add1")([x, attention(y, y, use_causal_mask=True)])
+        y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
+        y = layers.Dense(4 * sizes.width, activation="gelu", name=f"block{number}_up")(y)
+        x = layers.Add(name=f"block{number}_add2")([x, layers.Dense(sizes.width, name=f"block{number}_down")(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    model = keras.Model(tokens, layers.Dense(sizes.vocabulary, name="head")(x), name="gpt")
+    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def distribution(strategy: str, devices, builder) -> kd.Distribution:
+    """Returns the distribution of a strategy."""
+    axes = AXES[strategy] if strategy[:2] != "tp" else f"batch:1,{AXES[strategy]}"
+    mesh = kd.create_device_mesh(axes, devices=devices)
+    if strategy in ("dp", "zero1"):
+        return kd.DataParallel(mesh, shard_optimizer_state=strategy == "zero1")
+    if strategy in ("fsdp", "fsdp_reshard", "hsdp"):
+        return kd.FullyShardedDataParallel(mesh, reshard_after_forward=strategy == "fsdp_reshard")
+    rules = kd.tensor_parallel_layout_map(builder, mesh, sequence_parallel=strategy == "tp_sp")
+    if strategy == "fsdp_tp":
+        return kd.FullyShardedDataParallel(layout_map=rules)
+    return kd.ModelParallel(layout_map=rules)
+
+
+def least_state(strategy: str, parameters: int) -> float:
+    """Returns the least bytes of weights and Adam's slots on one device."""
+    plan = handwritten.STRATEGIES[strategy]
+    parts = plan.size(plan.kernels, plan.model)
+    return 4 * parameters / parts + 8 * parameters / (plan.size(plan.slots) if plan.slots else parts)
+
+
+def count(collectives, kind: str) -> int:
+    """Returns how many collectives of a kind run."""
+    return int(sum(each.count for each in collectives if each.kind == kind))
+
+
+def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
+    """Returns a row of the table."""
+    devices, builder = kd.target(target), functools.partial(build, sizes)
+    function, state, batch = handwritten.step(strategy, list(devices), sizes)
+    compiled = function.lower(state, batch).compile()
+    by_hand, memory = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh), compiled.memory_analysis()
+    tokens = batch[0]
+    plan = kd.plan(builder, distribution(strategy, devices, builder), (tokens, tokens))
+    floor, held = handwritten.floor(strategy, sizes), least_state(strategy, plan.parameters)
+    cells = [
+        target,
+        strategy,
+        f"{floor / 1e6:.1f}",
+        f"{by_hand.wire_bytes / floor:.3f}",
+        f"{plan.wire_bytes / floor:.3f}",
+        f"{count(by_hand.collectives, 'all-to-all')} : {count(plan.collectives, 'all-to-all')}",
+        f"{plan.memory.state / held:.3f}",
+        f"{memory.temp_size_in_bytes / 2**20:.0f}",
+        f"{plan.memory.temporaries / memory.temp_size_in_bytes:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main():
+    """Prints a table of all strategies, or of those asked for, on one target or all whose compiler is installed."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("strategies", nargs="*", help=f"of {', '.join(handwritten.STRATEGIES)}")
+    arguments.add_argument("--target", action="append", default=[], help="for example h100:8 or v5e:2x4")
+    arguments.add_argument("--blocks", type=int, default=4)
+    asked = arguments.parse_args()
+    compilers = {"h100:8": "jax_cuda12_plugin", "v5e:2x4": "libtpu"}
+    targets = asked.target or [target for target, package in compilers.items() if importlib.util.find_spec(package)]
+    if not targets:
+        sys.exit('No compiler is installed: pip install "keras-dist[tpu]" or "keras-dist[cuda12]".')
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    print(f"JAX {jax.__version__}, {asked.blocks} blocks\n")
+    columns = ("target", "strategy", "floor, MB sent", "by hand", "keras_dist", "all-to-all", "state")
+    print(f"| {' | '.join((*columns, 'MiB temporaries by hand', 'keras_dist'))} |")
+    print("|---" * (len(columns) + 2) + "|", flush=True)
+    for target in targets:
+        for strategy in asked.strategies or handwritten.STRATEGIES:
+            print(measure(strategy, target, handwritten.Gpt(blocks=asked.blocks)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""One transformer under seven strategies: the same losses, and what each one holds and sends.
+
+First a small transformer learns to write Python, from the source of Python's own library, on eight simulated devices:
+once on one device, once under each strategy, with the same losses. Then a larger one is planned under each strategy for
+hardware that need not be there: without arguments for eight H100s and eight TPU v5e, as far as their compilers are
+installed, else for the simulated devices (where bfloat16 travels as float32, and is all-reduced in place of scattered).
+
+Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/strategies.py [target ...]
+"""
+
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras_dist as kd
+
+kd.simulate_devices(8)
+
+import jax  # noqa: E402
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from keras import layers  # noqa: E402
+
+LENGTH = 64
+
+
+def transformer(blocks: int, width: int, length: int = LENGTH, vocabulary: int = 256) -> keras.Model:
+    """Returns a compiled language model; nothing in it knows of a distribution."""
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(vocabulary, width, name="embedding")(tokens)
+    for number in range(blocks):
+        y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
+        attention = layers.MultiHeadAttention(8, width // 8, name=f"block{number}_attention")
+        x = layers.Add(name=f"block{number}_add1")([x, attention(y, y, use_causal_mask=True)])
+        y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
+        y = layers.Dense(4 * width, activation="gelu", name=f"block{number}_up")(y)
+        x = layers.Add(name=f"block{number}_add2")([x, layers.Dense(width, name=f"block{number}_down")(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    model = keras.Model(tokens, layers.Dense(vocabulary, name="head")(x), name="transformer")
+    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def strategies(build, devices=None) -> dict:
+    """Returns a function for each strategy that makes its distribution, on all devices or on those given."""
+
+    def mesh(axes: str):
+        return kd.create_device_mesh(axes, devices=devices)
+
+    def rules(axes: str, sequence_parallel: bool = False):
+        return kd.tensor_parallel_layout_map(build, mesh(axes), sequence_parallel=sequence_parallel)
+
+    return {
+        # Every device holds everything; gradients are summed.
+        "DP": lambda: kd.DataParallel(mesh("data:8")),
+        # ... but the optimizer's state, of which each device holds and updates a part.
+        "ZeRO-1": lambda: kd.DataParallel(mesh("data:8"), shard_optimizer_state=True),
+        # Each device holds a part of everything, and layers gather their weights when they are called.
+        "FSDP": lambda: kd.FullyShardedDataParallel(mesh("fsdp:8")),
+        # The same within groups of four devices, which sum their gradients.
+        "HSDP": lambda: kd.FullyShardedDataParallel(mesh("replica:2,fsdp:4")),
+        # Devices share each layer: some heads of each attention, some columns or rows of each kernel.
+        "TP": lambda: kd.ModelParallel(layout_map=rules("data:1,model:8")),
+        # ... and between those layers some positions of each sequence.
+        "TP + SP": lambda: kd.ModelParallel(layout_map=rules("data:1,model:8", sequence_parallel=True)),
+        # Pairs of devices share each layer, and four pairs each weight.
+        "FSDP x TP": lambda: kd.FullyShardedDataParallel(layout_map=rules("fsdp:4,model:2")),
+    }
+
+
+def python_source(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns sequences of bytes of Python's own library, and the bytes that come next."""
+    text = np.frombuffer(inspect.getsource(json).encode() + inspect.getsource(inspect).encode(), np.uint8)
+    starts = np.random.default_rng(0).integers(0, len(text) - LENGTH - 1, rows)
+    return tuple(np.stack([text[s + shift : s + shift + LENGTH] for s in starts]).astype("int32") for shift in (0, 1))
+
+
+def losses(distribution) -> list[float]:
+    """Returns the loss of each of three epochs."""
+    kd.set_distribution(distribution)
+    keras.utils.set_random_seed(0)
+    x, y = python_source(128)
+    history = transformer(blocks=2, width=64).fit(x, y, batch_size=32, epochs=3, verbose=0).history["loss"]
+    kd.set_distribution(None)
+    return history
+
+
+def table(target: str) -> None:
+    """Prints what a train step of a larger transformer holds and sends on one device, under each strategy."""
+    on_cpu = target.startswith("cpu")
+    build = functools.partial(transformer, 2 if on_cpu else 4, 256 if on_cpu else 1024, 256 if on_cpu else 1024, 4096)
+    print(f"\n{target}: bytes on one device, and bytes that it sends in a step")
+    print(f"{'':10} {'state':>9} {'temporaries':>11} {'sent':>9}  collectives")
+    for name, make in strategies(build, kd.target(target)).items():
+        distribution = make()
+        rows = 4 * distribution.num_model_replicas
+        tokens = jax.ShapeDtypeStruct((rows, 256 if on_cpu else 1024), "int32")
+        plan = kd.plan(build, distribution, (tokens, tokens))
+        kinds = {each.kind: 0 for each in plan.traffic}
+        for each in plan.traffic:
+            kinds[each.kind] += int(each.count)
+        figures = [f"{size / 2**20:.1f} MiB" for size in (plan.memory.state, plan.memory.temporaries, plan.wire_bytes)]
+        said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        print(f"{name:10} {figures[0]:>9} {figures[1]:>11} {figures[2]:>9}  {said}")
+
+
+def main():
+    alone = losses(None)
+    print("losses of three epochs on one device:", *(f"{loss:.4f}" for loss in alone))
+    for name, make in strategies(functools.partial(transformer, 2, 64)).items():
+        under = losses(make())
+        difference = max(abs(one - other) / one for one, other in zip(alone, under, strict=True))
+        print(f"{name:10} {' '.join(f'{loss:.4f}' for loss in under)}  relative difference {difference:.0e}")
+    print("\nThe rules that make it tensor parallel, found from what the model computes:")
+    print(strategies(functools.partial(transformer, 2, 64))["TP"]()._layout_map.to_source())
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    targets = sys.argv[1:]
+    if not targets and importlib.util.find_spec("jax_cuda12_plugin"):
+        targets.append("h100:8")
+    if not sys.argv[1:] and importlib.util.find_spec("libtpu"):
+        targets.append("v5e:2x4")
+    for target in targets or ["cpu:8"]:
+        table(target)
+
+
+if __name__ == "__main__":
+    main()
