@@ -6,8 +6,8 @@ Which file does what; each imports only from those above it:
   `ordered_rules.py`: what a rule over paths need not spell, and what the order of rules decides.
 * `units.py`, `tables.py`, `plain.py`: figures, tables and bars as people read them, and as JSON. `path_groups.py`:
   variables of equal blocks as one.
-* `keras_seam.py`: every private name of Keras that is touched. `keras_seam_overrides.py`: what of Keras is replaced
-  while a distribution of ours is installed.
+* `keras_seam.py`: every private name of Keras that is touched. `keras_seam_overrides.py`: how functions of Keras are
+  replaced while a distribution of ours is installed, and which is. `keras_seam_replacements.py`: by what, and why.
 * `devices.py`: the process and its devices; simulated ones. `mock_devices.py`: devices that are described only.
 * `topology.py`: devices in a good order; the links between them. `mesh_picture.py`: which device sits where.
 * `mesh.py`: `DeviceMesh` and the ways to make one. `mesh_compat.py`: the mesh APIs of datarax, artifex and eformer.
@@ -15,8 +15,10 @@ Which file does what; each imports only from those above it:
 * `layout_map.py`: `LayoutMap`. `batches.py`: a host batch becomes global arrays. `outputs.py`: what layers
   return. `placement.py`: where the variables of a built model lie, and moving them.
 * `shard_choice.py`: which dim of a tensor to shard. `compute.py`: weights where layers compute with them.
-* `distribution.py`: `Distribution`, `DataParallel`, `ModelParallel`. `installed.py`: the one that is installed.
-* `strategies.py`: `FullyShardedDataParallel`.
+* `distribution.py`: `Distribution`. `installed.py`: the one that is installed.
+* `strategies.py`: `DataParallel`, `ModelParallel`, `FullyShardedDataParallel`.
+* `tensor_parallel.py`: rules for tensor and sequence parallelism, found from what a model computes. `dim_flow.py`:
+  which dims of a program are sharded together. `dim_nodes.py`: those dims as nodes, and what each communicates.
 * `coverage.py`, `explain.py`: which rule lays out which variable. `nearest.py`, `suggestions.py`: rules that would do
   what was meant. `findings.py`: what was probably not meant. `coverage_report.py`: a coverage as text and HTML.
 * `visualize.py`: which device holds which part of a tensor.
@@ -36,7 +38,7 @@ from keras_dist.devices import (
     process_id,
     simulate_devices,
 )
-from keras_dist.distribution import DataParallel, Distribution, ModelParallel
+from keras_dist.distribution import Distribution
 from keras_dist.explain import explain
 from keras_dist.guard import LayoutMapWarning
 from keras_dist.installed import distribute_tensor, distribution, set_distribution
@@ -58,7 +60,7 @@ from keras_dist.planning.deferred import deferred, materialize
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
 from keras_dist.planning.plan import Plan, plan
 from keras_dist.planning.target import Target, target
-from keras_dist.strategies import FullyShardedDataParallel
+from keras_dist.strategies import DataParallel, FullyShardedDataParallel, ModelParallel
 from keras_dist.tensor_parallel import tensor_parallel_layout_map
 from keras_dist.visualize import visualize
 

@@ -1,7 +1,7 @@
 """Every private name of Keras that this package touches; nobody else imports one.
 
 Small functions around private names, so that a new Keras is met in one place. What of Keras is replaced, and when, is
-in `keras_seam_overrides.py`, which takes Keras's modules from here.
+in `keras_seam_replacements.py`, which takes Keras's modules from here.
 """
 
 import collections

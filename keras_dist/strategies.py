@@ -1,15 +1,190 @@
-"""Ready distributions: `FullyShardedDataParallel`."""
+"""Ready distributions: `DataParallel`, `ModelParallel` and `FullyShardedDataParallel`."""
+
+import warnings
+import weakref
+from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from keras_dist import keras_seam
-from keras_dist.distribution import BatchDimName, ModelParallel
+from keras_dist.distribution import BatchDimName, Distribution
 from keras_dist.layout import TensorLayout, axis_tuple
-from keras_dist.layout_map import LayoutMap, as_layout_map
-from keras_dist.mesh import create_device_mesh
+from keras_dist.layout_map import LayoutMap, Rule, as_layout_map
+from keras_dist.mesh import DeviceMesh, as_mesh_of_layers, create_device_mesh
 from keras_dist.placement import VariableSpec
 from keras_dist.shard_choice import SMALL, sharded_further
+
+
+class DataParallel(Distribution, keras.distribution.DataParallel):
+    """Replicates every variable and shards the batch.
+
+    Args:
+        device_mesh: a 1-d mesh. Of a mesh with several axes the first is used, with a warning.
+        devices: the devices of a 1-d mesh, where no mesh is given. By default all of them.
+        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
+        shard_optimizer_state: whether each device keeps and updates its part of the optimizer's state only (ZeRO-1).
+            Gradients then travel in a reduce-scatter, and new weights in an all-gather, in place of one all-reduce.
+
+    Raises:
+        ValueError: both a mesh and devices, an empty list of devices, or no mesh.
+
+    Example:
+
+    >>> DataParallel(devices=["cpu:0", "cpu:1"])
+    <DataParallel device_mesh=<DeviceMesh batch:2 on 2 of 8 cpu devices>>
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (P_os).
+    """
+
+    def __init__(
+        self,
+        device_mesh=None,
+        devices=None,
+        auto_shard_dataset: bool = True,
+        *,
+        shard_optimizer_state: bool = False,
+    ):
+        if device_mesh is not None and devices is not None:
+            raise ValueError(
+                "DataParallel takes a mesh or devices, not both. Received: "
+                f"device_mesh={device_mesh}, devices={devices}. Leave one of them out."
+            )
+        if device_mesh is None:
+            if devices is not None and np.size(devices) == 0:
+                raise ValueError(
+                    "DataParallel needs at least one device. Received: devices=[]. Leave `devices` out for all of them."
+                )
+            names = [keras_seam.DEFAULT_BATCH_DIM_NAME]
+            if devices is None:
+                device_mesh = create_device_mesh((-1,), axis_names=names)
+            else:
+                device_mesh = DeviceMesh(np.shape(devices), names, devices)
+        device_mesh = as_mesh_of_layers(device_mesh)
+        first_axis = device_mesh.axis_names[0]
+        if device_mesh.devices.ndim != 1:
+            warnings.warn(
+                f"Expect the input mesh to be 1D, but received {device_mesh}. The first axis, {first_axis!r}, will be "
+                "used for data-parallel sharding; along the others every device computes the same. To shard the "
+                "batch over several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
+                stacklevel=2,
+            )
+        super().__init__(device_mesh, first_axis, auto_shard_dataset)
+        self._shard_optimizer_state = shard_optimizer_state
+
+    def get_update_layout(self, variable) -> TensorLayout:
+        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; with `shard_optimizer_state` one that shards a dim of it over the
+            batch axis, where a dim divides and the variable is not small.
+        """
+        layout = self.get_variable_layout(variable)
+        if not self._shard_optimizer_state:
+            return layout
+        return sharded_further(layout, variable, self._placer.batch_axes, self._device_mesh)
+
+
+class ModelParallel(Distribution, keras.distribution.ModelParallel):
+    """Shards variables as the rules of a layout map say, and the batch.
+
+    Args:
+        layout_map: the rules. A variable that none matches is replicated.
+        batch_dim_name: the mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
+            first axis.
+        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
+        device_mesh: taken for programs that pass it; the mesh is that of the layout map, and must be this one.
+        strict: whether rules that match nothing, and weights that are replicated though an axis is meant for
+            sharding them, are an error before the first step. By default a `LayoutMapWarning` says so once.
+
+    Raises:
+        ValueError: no layout map, one without a mesh, or a batch axis that the mesh does not have.
+
+    Example:
+
+    >>> layout_map = LayoutMap(DeviceMesh((2, 4), ["data", "model"]))
+    >>> layout_map["dense.*/kernel"] = (None, "model")
+    >>> distribution = ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    >>> with distribution.scope():
+    ...     dense = keras.layers.Dense(8, name="dense")
+    ...     dense.build((None, 16))
+    >>> dense.kernel.value.sharding.shard_shape(dense.kernel.shape)
+    (16, 2)
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_map=None,
+        batch_dim_name: BatchDimName = None,
+        auto_shard_dataset: bool = True,
+        device_mesh=None,
+        strict: bool = False,
+    ):
+        if layout_map is None:
+            raise ValueError("You must specify a layout_map argument. Received: None. Make one with LayoutMap(mesh).")
+        layout_map = as_layout_map(layout_map)
+        mesh = layout_map.device_mesh
+        if mesh is None or (device_mesh is not None and as_mesh_of_layers(device_mesh) != mesh):
+            raise ValueError(
+                f"ModelParallel lies on the mesh of its layout map. Received: layout_map.device_mesh={mesh}, "
+                f"device_mesh={device_mesh}. Make the map with LayoutMap(device_mesh)."
+            )
+        super().__init__(mesh, mesh.axis_names[0] if batch_dim_name is None else batch_dim_name, auto_shard_dataset)
+        self._layout_map = layout_map
+        self._strict = strict
+        self._checked: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+        replicas = self.num_model_replicas
+        if self._num_processes > replicas and self._num_processes % replicas:
+            raise ValueError(
+                "If `num_processes` is greater than `num_model_replicas`, `num_processes` must be divisible by "
+                f"`num_model_replicas`. Received: num_processes={self._num_processes}, num_model_replicas={replicas}, "
+                f"the product of the batch axes {self._placer.batch_axes}. Choose a mesh where it divides."
+            )
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        """Returns the layout that the rules give a layer's inputs or outputs, None to leave them to the compiler.
+
+        Of several tensors that the layer returns, or is called with by position, each is given the layout that has
+        at least as many dims.
+
+        Args:
+            path: the path of the layer with `/input` or `/output` behind it.
+
+        Returns:
+            The layout, or None.
+
+        Raises:
+            ValueError: several rules match.
+        """
+        return self._layout_map[path]
+
+    def rule(self, path: str) -> Rule | None:
+        """Returns the rule of the layout map for the path of a variable, None where it is replicated.
+
+        Args:
+            path: the path of a variable.
+
+        Returns:
+            The key of the layout map and its layout, or None.
+
+        Raises:
+            ValueError: several rules match.
+        """
+        return self._layout_map.rule(path)
+
+    def _check_rules(self, model) -> None:
+        from keras_dist.guard import check_rules  # which explains models under distributions
+
+        rules = [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]
+        state = len(model.variables), rules  # LoRA adds variables later, and users add rules
+        if self._checked.get(model) != state:
+            check_rules(model, self, self._strict)
+            self._checked[model] = state
 
 
 class FullyShardedDataParallel(ModelParallel):

@@ -12,7 +12,8 @@ import keras
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_dist import keras_seam
-from keras_dist.dim_flow import Dims, Flow, flow_of
+from keras_dist.dim_flow import flow_of
+from keras_dist.dim_nodes import Dims, Flow
 from keras_dist.distribution import Distribution
 from keras_dist.layout import Axes
 from keras_dist.layout_map import LayoutMap
