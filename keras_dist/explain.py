@@ -23,7 +23,7 @@ from keras_dist.mesh import DeviceMesh, as_device_mesh
 from keras_dist.models import built
 from keras_dist.ordered_rules import matching
 from keras_dist.path_index import PathIndex
-from keras_dist.placement import all_variables, layout_under, owners_of_slots, slot_layout
+from keras_dist.placement import VariableSpec, all_variables, layout_under, owners_of_slots, slot_layout
 
 
 def explain(model_or_builder: Any, distribution: Distribution | None = None) -> Coverage:
@@ -177,15 +177,19 @@ def _answer(variable: keras.Variable, distribution: Distribution) -> _Answer:
     except ValueError:
         several = True
     pattern = None if rule is None else rule.pattern
+    author = keras_seam_overrides.laid_out_by(variable)
     try:
         layout = layout_under(variable, distribution)
+        wanted = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
     except ValueError as error:
         sizes = distribution.device_mesh.axis_sizes
         problem = None if rule is None else misfit(rule.layout.axes, variable.shape, sizes)
         why = f"rule {pattern!r} does not fit: {problem.partition('. ')[0]}" if problem else str(error)
         return _Answer(None, pattern, SEVERAL_RULES if several else why)
-    if layout is keras_seam.variable_layout(variable) and keras_seam_overrides.laid_out_by(variable) is None:
+    if author is None and layout is keras_seam.variable_layout(variable):
         return _Answer(layout, None, "brought its own layout")
+    if layout != wanted:
+        return _Answer(layout, pattern, "lies as before the rules were changed; redistribute(model) moves it")
     if weight and of_weight and rule in (None, of_weight):
         return _Answer(layout, of_weight.pattern, f"follows {weight.path!r}")
     if rule is not None:

@@ -90,10 +90,17 @@ def check_placement(model: keras.Model, variables: Iterable[keras.Variable], dis
         distribution: the installed distribution.
 
     Raises:
-        ValueError: a variable lies on other devices, or is laid out as another distribution said.
+        ValueError: a variable lies on other devices, or is laid out as another distribution said, or this one before
+            its rules were changed.
     """
-    variables = list(variables)
-    problems = [(v, problem) for v in variables if (problem := _misplacement(v, distribution))]
+
+    def wanted(variable):
+        layout, author = keras_seam.variable_layout(variable), keras_seam_overrides.laid_out_by(variable)
+        brought = layout is not None and author is None
+        return layout if brought else distribution.get_variable_layout(VariableSpec.of(variable))
+
+    variables, layouts = list(variables), layouts_of(model, distribution, wanted)
+    problems = [(v, problem) for v in variables if (problem := _misplacement(v, layouts[id(v)], distribution))]
     if problems:
         variable, problem = problems[0]
         raise ValueError(
@@ -122,21 +129,22 @@ def lies_on(value: Any, mesh: jax.sharding.Mesh) -> bool:
     return sharding.device_set == set(mesh.devices.flat)
 
 
-def _misplacement(variable: keras.Variable, distribution: Any) -> str | None:
+def _misplacement(variable: keras.Variable, wanted: Any, distribution: Any) -> str | None:
     value = keras_seam.variable_value(variable)
     if isinstance(value, jax.Array) and not lies_on(value, distribution.device_mesh.backend_mesh):
         devices = sorted(value.sharding.device_set, key=lambda device: device.id)
         names = [f"{device.platform}:{device.id}" for device in devices[:4]]
         return f"lies on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
     author = keras_seam_overrides.laid_out_by(variable)
-    if author is None or author is distribution:
+    if author is None:
         return None
-    lies, wanted = keras_seam.variable_layout(variable), distribution.get_variable_layout(VariableSpec.of(variable))
+    lies = keras_seam.variable_layout(variable)
     if not isinstance(lies, TensorLayout) or as_sharding(lies).is_equivalent_to(
         as_sharding(wanted), len(variable.shape)
     ):
         return None
-    return f"is laid out as {lies.axes} by {author}, and not as {wanted.axes}"
+    whose = "its rules as they were" if author is distribution else author
+    return f"is laid out as {lies.axes} by {whose}, and not as {wanted.axes}"
 
 
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:

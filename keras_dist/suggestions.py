@@ -169,9 +169,15 @@ class _Paths:
     def with_words_corrected(self, rules: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
         """Returns rules that match once their words are spelled as the nearest of the model's, with the paths."""
         nearest, corrected, regexes = Nearest(sorted(self._with_word)), {}, {}
+        by_letters = {
+            "".join(sorted(word)): word for word in sorted(self._with_word)
+        }  # short words with letters swapped
 
         def correct(match: re.Match[str]) -> str:
-            return match[0] if match[0] in self._with_word else nearest.to(match[0], 0.7) or match[0]
+            word = match[0]
+            if word in self._with_word:
+                return word
+            return nearest.to(word, 0.7) or by_letters.get("".join(sorted(word)), word)
 
         for rule in rules:
             with_words = _WORD.sub(correct, rule)

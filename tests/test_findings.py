@@ -73,6 +73,13 @@ def test_1_a_typo_in_a_regex():
     assert not explained(decoder, pasted(finding, rules)).unused
 
 
+def test_1_a_typo_in_a_short_word():
+    rules = {".*pu/kernel": (None, "model")}
+    finding = only(found(decoder, rules), "no match")
+    assert "Did you mean layout_map['.*up/kernel'] = (None, 'model')?" in finding.message
+    assert not explained(decoder, pasted(finding, rules)).unused
+
+
 def test_2_a_rule_without_the_name_of_a_sequential():
     def build():
         return keras.Sequential([keras.Input((16,)), layers.Dense(8, name="dense")], name="tower")

@@ -142,6 +142,23 @@ def test_another_distribution_between_fits(second, shape, optimizer):
     assert_same_numbers(losses, losses_on_one_device(2, lambda: dense_model(optimizer)))
 
 
+def test_a_rule_that_is_added_after_the_model_is_made():
+    start_anew()
+    distribution = model_parallel(kd, {})
+    kd.set_distribution(distribution)
+    model = dense_model("adam")
+    distribution._layout_map["a/kernel"] = (None, "model")
+    with raises_misplaced() as error:
+        fit(model)
+    assert "'sequential/a/kernel', is laid out as (None, None) by its rules as they were" in str(error.value)
+    row = next(v for v in kd.explain(model).variables if v.path.endswith("a/kernel"))
+    assert (row.axes, row.rule) == ((None, None), "a/kernel")
+    assert row.why == "lies as before the rules were changed; redistribute(model) moves it"
+    losses = fit(kd.redistribute(model))
+    assert shard_shape(model.weights[0]) == (4, 2)
+    assert_same_numbers(losses, losses_on_one_device(1, lambda: dense_model("adam")))
+
+
 def test_fewer_devices_between_fits():
     def train_twice(api, between):
         start_anew()
