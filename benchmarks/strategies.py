@@ -5,6 +5,9 @@ that need not be attached. The hand-written program (`handwritten.py`) is the sa
 collectives written out. Both are compiled in one run, and one reader reads both compiled modules.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
+
+`--check` runs a small model instead: the hand-written step under each strategy, on eight simulated devices, against
+Keras on one. No compiler for other hardware is needed.
 """
 
 import argparse
@@ -23,6 +26,7 @@ kd.simulate_devices(8)
 import handwritten  # noqa: E402
 import jax  # noqa: E402
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 from keras import layers  # noqa: E402
 
 from keras_dist.planning.hlo import read_module  # noqa: E402
@@ -107,13 +111,62 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def check(names, steps: int = 5) -> None:
+    """Prints how far the losses of the hand-written step are from those of Keras on one device.
+
+    Raises:
+        AssertionError: further than float32 adds up differently.
+    """
+    sizes = handwritten.Gpt(vocabulary=64, width=64, length=16, blocks=2, heads=8, head_size=8, dtype="float32")
+    generator = np.random.default_rng(0)
+    tokens, targets = generator.integers(0, sizes.vocabulary, (2, 8 * sizes.rows, sizes.length))
+    for name in names:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(0)
+        model = build(sizes)
+        weights = {weight.path: weight.numpy() for weight in model.weights if "seed" not in weight.path}
+        function, state, batch = handwritten.step(name, jax.devices(), sizes)
+        rows = batch[0].shape[0]  # under tensor parallelism the rows are those of one device
+        expected = [float(model.train_on_batch(tokens[:rows], targets[:rows])) for _ in range(steps)]
+        values = dict(zip(handwritten.parameters(sizes), map(weights.__getitem__, paths(sizes)), strict=True))
+        state = jax.tree.map(lambda spec: jax.device_put(np.zeros(spec.shape, spec.dtype), spec.sharding), state)
+        state["weights"] = {key: jax.device_put(values[key], old.sharding) for key, old in state["weights"].items()}
+        losses = []
+        for _ in range(steps):
+            loss, state = function(state, (tokens[:rows].astype("int32"), targets[:rows].astype("int32")))
+            losses.append(float(loss))
+        print(f"{name}: losses {losses[0]:.6f} to {losses[-1]:.6f}", end=", ")
+        print(f"at most {np.max(np.abs(np.divide(losses, expected) - 1)):.1e} from those of Keras", flush=True)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def paths(sizes: handwritten.Gpt):
+    """Yields the paths in Keras of the weights of `handwritten.parameters`, in their order."""
+    for name in handwritten.parameters(sizes):
+        block, _, rest = name.partition("/")
+        if name in ("embedding", "position"):
+            yield f"{name}/embeddings"
+        elif not block.startswith("block"):
+            yield name
+        elif rest.startswith(("query", "key", "value")):
+            yield f"{block}_attention/{rest}"
+        elif rest.startswith("output"):
+            yield f"{block}_attention/attention_{rest}"
+        else:
+            yield f"{block}_{rest}"
+
+
 def main():
     """Prints a table of all strategies, or of those asked for, on one target or all whose compiler is installed."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("strategies", nargs="*", help=f"of {', '.join(handwritten.STRATEGIES)}")
     arguments.add_argument("--target", action="append", default=[], help="for example h100:8 or v5e:2x4")
     arguments.add_argument("--blocks", type=int, default=4)
+    arguments.add_argument("--check", action="store_true", help="compares numbers on simulated devices")
     asked = arguments.parse_args()
+    if asked.check:
+        check(asked.strategies or handwritten.STRATEGIES)
+        return
     compilers = {"h100:8": "jax_cuda12_plugin", "v5e:2x4": "libtpu"}
     targets = asked.target or [target for target, package in compilers.items() if importlib.util.find_spec(package)]
     if not targets:
