@@ -4,7 +4,7 @@ KerasHub's Llama 3 with 8 G parameters on 64 chips, or with 70 G on 256, AdamW, 
 tokens, fully sharded over one axis and tensor parallel over the other. By default two shallow models are compiled and
 the plan is extrapolated; `--whole` compiles all blocks, to compare.
 
-Run: pip install "keras-dist[tpu]" keras-hub tensorflow-cpu && python benchmarks/plan_llama.py 8b
+Run: pip install "keras-dist[tpu,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
 """
 
 import argparse

@@ -76,6 +76,10 @@ def following(axes: Axes, weight: Followed, shape: Sequence[int], axis_sizes: Ma
 def flattened(axes: Axes, rank: int) -> Axes:
     """Returns the axes of a kernel that is packed into fewer dims, as one of 4-bit numbers is: rows, and columns.
 
+    Args:
+        axes: the axes of the kernel, an entry for each of its dims.
+        rank: how many dims it is packed into.
+
     Example:
 
     >>> flattened(("model", None, None), 2), flattened((None, "model", None), 2)

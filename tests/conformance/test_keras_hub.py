@@ -6,7 +6,7 @@ import pytest
 
 import keras_dist as kd
 
-keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[test]'")
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_subclassed_models_are_trained_after_they_got_values(call):
 
 
 def test_a_task_of_keras_hub_is_trained_after_it_got_values():
-    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install keras-hub")
+    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
     distribution = LAYOUTS["fully sharded"]()
     tokens = np.ones((8, 16), "int32")
     with distribution.scope():
