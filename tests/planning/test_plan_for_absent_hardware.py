@@ -131,7 +131,7 @@ def test_a_model_that_no_host_could_hold_is_planned():
     assert planned.fits
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub: pip install 'keras-dist[hub]'")
+@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install 'keras-dist[hub]'")
 @pytest.mark.parametrize("target", ["cpu:8", *EIGHT])
 def test_a_task_of_keras_hub_that_compiles_itself(target):
     import keras_hub
