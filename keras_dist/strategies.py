@@ -272,7 +272,7 @@ class FullyShardedDataParallel(ModelParallel):
 
     def _stored(self, variable) -> TensorLayout:
         layout = self._by_rule(variable)
-        return sharded_further(layout, variable, self._shard_axes, self._device_mesh, self._min_shard_bytes)
+        return sharded_further(layout, variable, self._shard_axes, self._device_mesh, small=self._min_shard_bytes)
 
 
 def _data_axes(
