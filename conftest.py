@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by both processes that run the tests, to compile for TPUs
 
 import keras_dist as kd
 
