@@ -50,7 +50,15 @@ _originals: dict[tuple[int, str], Any] = {}  # what stood in the owner's place, 
 
 
 def replaces(owner: Any, name: str, parameters: tuple[str, ...], answers: str, outlives: bool = False) -> Callable:
-    """Marks a function as what stands in the place of one of Keras's, while a distribution of ours is installed."""
+    """Marks a function as what stands in the place of one of Keras's, while a distribution of ours is installed.
+
+    Args:
+        owner: the module or class that holds Keras's function.
+        name: its name there.
+        parameters: the parameters it must have.
+        answers: what it is replaced for.
+        outlives: whether the replacement must stay while variables that we laid out live.
+    """
 
     def mark(replacement: Callable) -> Callable:
         OVERRIDES.append(Override(owner, name, parameters, replacement, answers, outlives))
@@ -66,6 +74,7 @@ def keras_own(owner, name: str) -> Callable:
 
 
 def put_in_or_out() -> None:
+    """Puts the replacements in where a distribution of ours is installed in some thread, else takes them out."""
     with _lock:
         if _everywhere is not None or _by_thread or _set_aside:
             _activate()
