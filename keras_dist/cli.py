@@ -1,11 +1,14 @@
-"""`keras-dist`: plans, meshes and devices on the command line.
+"""`keras-dist`: plans, meshes, devices and programs of several processes on the command line.
 
     keras-dist plan model.py:build --target v5e:4x4 --mesh data:4,model:4 --layout model.py:layout --batch 64
     keras-dist mesh data:2,model:4 --target v5e:2x4
     keras-dist devices
+    keras-dist launch -n 2 --devices-per-process 4 train.py --epochs 3
 
 What is asked for goes to standard output, everything else to standard error. The exit status is 0; 1 where a plan does
-not fit; 2 where what was asked for cannot be, or where a function of the user raises, whose traceback is shown.
+not fit; 2 where what was asked for cannot be, or where a function of the user raises, whose traceback is shown. That of
+`launch` is that of the first process that fails; what the processes print goes where they print it, each line behind
+the number of its process.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_dist as kd
+from keras_dist.launch import launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(arguments)
     except SystemExit as asked:  # help and version, or words that are no command
         return int(asked.code or 0)
+    if parsed.command is _launch:
+        return _launch(parsed)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what functions of the user print is no part of the answer
             answer, status = parsed.command(parsed)
@@ -59,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("keras-dist", description="Plans, meshes and devices of keras_dist.")
+    parser = argparse.ArgumentParser("keras-dist", description="Plans, meshes, devices and launches of keras_dist.")
     parser.add_argument("--version", action="version", version=f"keras-dist {kd.__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{plan,mesh,devices}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{plan,mesh,devices,launch}")
 
     plan = commands.add_parser(
         "plan",
@@ -97,6 +103,24 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (plan, mesh, listing):
         command.add_argument("--json", action="store_true", help="print JSON")
+
+    launching = commands.add_parser(
+        "launch",
+        help="run a program as several processes on this machine, for development",
+        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] (script.py | -m module) [argument ...]",
+        epilog="In the program, keras_dist.initialize() without arguments joins the processes.",
+    )
+    launching.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
+    launching.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="N simulated CPU devices for each process (default: each process takes the devices of this machine)",
+    )
+    launching.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
+    launching.add_argument("program", help="a Python script, or a module")
+    launching.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    launching.set_defaults(command=_launch)
     return parser
 
 
@@ -175,6 +199,21 @@ def _devices(parsed: argparse.Namespace) -> tuple[str, int]:
         *named, memory = row.values()
         cells.append([*map(str, named), "not known" if memory is None else bytes_text(memory)])
     return Table(("name", "kind", "platform", ">process", ">memory"), cells).to_text(), 0
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    program = ["-m", parsed.program] if parsed.module else [parsed.program]
+    try:
+        outcome = launch([sys.executable, *program, *parsed.arguments], parsed.processes, parsed.devices_per_process)
+    except ValueError as error:
+        print(f"keras-dist: error: {error}", file=sys.stderr)
+        return 2
+    if outcome.failed is not None:
+        print(
+            f"keras-dist: process {outcome.failed} was the first to fail, with exit status {outcome.status}.",
+            file=sys.stderr,
+        )
+    return outcome.status
 
 
 # -------------------------------------------------------------------------------------------------- what they need

@@ -1,4 +1,4 @@
-"""The process and its devices: which there are, simulated ones, and joining a cluster of processes."""
+"""The process and its devices: which there are, and simulated ones."""
 
 import contextlib
 import os
@@ -64,37 +64,6 @@ def num_processes() -> int:
 def process_id() -> int:
     """Returns the number of this process, from 0 to `num_processes() - 1`."""
     return keras_seam.process_id()
-
-
-def initialize(
-    job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
-) -> None:
-    """Joins this process to the others of a multi-process program. Call it before anything else uses JAX.
-
-    Each argument may come from the environment instead, which suits launch scripts. Where neither says
-    anything, JAX finds the cluster by itself (Cloud TPU, Slurm, Open MPI).
-
-    Args:
-        job_addresses: `"host:port"` of process 0, or the addresses of all processes joined by commas, process
-            0 first. Environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`.
-        num_processes: how many processes there are. Environment: `KERAS_DISTRIBUTION_NUM_PROCESSES`.
-        process_id: the number of this process, from 0. Environment: `KERAS_DISTRIBUTION_PROCESS_ID`.
-
-    Raises:
-        ValueError: a number in the environment that is no integer, or as many addresses as there are not processes.
-    """
-    if job_addresses is None:
-        job_addresses = os.environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES")
-    if num_processes is None:
-        num_processes = _integer_from_environment("KERAS_DISTRIBUTION_NUM_PROCESSES")
-    if process_id is None:
-        process_id = _integer_from_environment("KERAS_DISTRIBUTION_PROCESS_ID")
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"process_id must lie between 0 and num_processes - 1. Received: process_id={process_id}, "
-            f"num_processes={num_processes}. Number the processes from 0."
-        )
-    keras_seam.initialize(job_addresses, num_processes, process_id)
 
 
 def simulate_devices(count: int) -> None:
@@ -310,15 +279,3 @@ def platform_devices(platform: str) -> list[Device]:
 def _require_platform(device_type: str | None) -> None:
     if device_type is not None:
         platform_devices(device_type)
-
-
-def _integer_from_environment(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"The environment variable {name} must be an integer. Received: {text!r}. Correct or unset it."
-        ) from None

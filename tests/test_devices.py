@@ -5,7 +5,6 @@ import pytest
 from new_process import run
 
 import keras_dist as kd
-from keras_dist import keras_seam
 from keras_dist.devices import to_jax_devices
 
 
@@ -78,50 +77,3 @@ def test_another_backend_is_one_clear_error(code):
     assert last.startswith("ValueError: keras_dist needs Keras's JAX backend")
     assert "'numpy'" in last
     assert "KERAS_BACKEND=jax" in last
-
-
-class TestInitialize:
-    """Arguments come first, then the environment; JAX's part of it is Keras's own and replaced here."""
-
-    @pytest.fixture
-    def calls(self, monkeypatch):
-        calls = []
-        monkeypatch.setattr(keras_seam, "initialize", lambda *arguments: calls.append(arguments))
-        for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
-            monkeypatch.delenv(f"KERAS_DISTRIBUTION_{name}", raising=False)
-        return calls
-
-    def test_nothing_is_left_to_jax(self, calls):
-        kd.initialize()
-        assert calls == [(None, None, None)]
-
-    def test_arguments_win_over_the_environment(self, calls, monkeypatch):
-        monkeypatch.setenv("KERAS_DISTRIBUTION_JOB_ADDRESSES", "10.0.0.1:1234")
-        monkeypatch.setenv("KERAS_DISTRIBUTION_NUM_PROCESSES", "4")
-        monkeypatch.setenv("KERAS_DISTRIBUTION_PROCESS_ID", "3")
-        kd.initialize()
-        kd.initialize(num_processes=2, process_id=1)
-        assert calls == [("10.0.0.1:1234", 4, 3), ("10.0.0.1:1234", 2, 1)]
-
-    def test_a_number_that_is_none_is_named(self, calls, monkeypatch):
-        monkeypatch.setenv("KERAS_DISTRIBUTION_NUM_PROCESSES", "two")
-        with pytest.raises(ValueError, match=r"KERAS_DISTRIBUTION_NUM_PROCESSES must be an integer. Received: 'two'"):
-            kd.initialize()
-
-    def test_a_process_beyond_the_last_is_refused(self, calls):
-        with pytest.raises(ValueError, match="process_id=2, num_processes=2"):
-            kd.initialize("10.0.0.1:1234", 2, 2)
-        assert calls == []
-
-
-def test_a_process_can_join_a_cluster_of_one():
-    code = (
-        "import socket, keras_dist as kd\n"
-        "with socket.socket() as s:\n"
-        "    s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]\n"
-        "kd.simulate_devices(2)\n"
-        "kd.initialize(f'127.0.0.1:{port}', 1, 0)\n"
-        "print(kd.num_processes(), kd.process_id(), kd.get_device_count())\n"
-    )
-    done = run(code)
-    assert done.stdout.strip().endswith("1 0 2"), done.stderr

@@ -1,0 +1,234 @@
+"""Many processes of one program on this machine, for development: started, shown, and stopped together.
+
+It uses neither JAX nor Keras, which only the processes need.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple
+
+FOLLOWED = 70  # the exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
+_GRACE = 15.0  # seconds that the others have to end by themselves after one failed
+_TERM = 5.0  # seconds from SIGTERM, which XLA catches and outlives, to SIGKILL
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+class Outcome(NamedTuple):
+    """How the processes ended.
+
+    Attributes:
+        status: 0, or the exit status of the first that failed, 128 more than the signal that ended it.
+        failed: the number of that process, None where none failed before all were stopped.
+        statuses: that of every process; negative where a signal ended it.
+    """
+
+    status: int
+    failed: int | None
+    statuses: list[int]
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None = None,
+    *,
+    show: Callable[[int, str, str], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    grace: float = _GRACE,
+) -> Outcome:
+    """Runs a command as several processes that `keras_dist.initialize()` joins, and waits for their end.
+
+    Where one fails, the others are given some seconds to end with words of their own, and are then stopped. SIGINT,
+    SIGTERM and SIGHUP stop all.
+
+    Args:
+        command: the words of the command, the same for each process.
+        processes: how many.
+        devices_per_process: simulated CPU devices of each; by default each has the devices of this machine.
+        show: is called for each line of each process with the number of the process, "stdout" or "stderr", and the
+            line; by default lines are printed behind their number.
+        environment: variables to start from; by default those of this process.
+        timeout: seconds until all are stopped; by default they may take as long as they like.
+        grace: seconds that the others have to end by themselves after one failed.
+
+    Returns:
+        How they ended.
+
+    Raises:
+        ValueError: less than one process or device.
+
+    Example:
+
+    >>> print(launch([sys.executable, "-c", "print('hello')"], processes=1))
+    [0] hello
+    Outcome(status=0, failed=None, statuses=[0])
+    """
+    for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
+        if number is not None and number < 1:
+            raise ValueError(
+                f"A program is launched as one process or more, each with one device or more. Received: {name}={number}"
+                ". Give a number of at least 1."
+            )
+    show = show or _Printer()
+    common = dict(os.environ if environment is None else environment) | _joint_environment(processes)
+    if devices_per_process is not None:
+        common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with _signals(ends):
+        group = [
+            _Process(rank, command, common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}, show, ends)
+            for rank in range(processes)
+        ]
+        try:
+            status, failed = _wait(group, ends, timeout, grace)
+        finally:
+            _stop(group)
+    return Outcome(status, failed, [process.status for process in group])
+
+
+def _joint_environment(processes: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
+        "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "NPROC": str(min(max(16, 2 * devices), 256)),  # as in simulate_devices
+        "XLA_FLAGS": " ".join(flag for flag in flags.split() if not flag.startswith(_FLAG)),  # the older way
+    }
+
+
+class _Process:
+    """One process, the threads that read what it prints, and the thread that waits for its end."""
+
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], show, ends):
+        # A session of its own: a key such as Ctrl-C reaches the launcher only, and what it starts ends with it.
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.rank = rank
+        streams = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+        self._readers = [
+            threading.Thread(target=_read, args=(rank, name, stream, show), daemon=True) for name, stream in streams
+        ]
+        for reader in self._readers:
+            reader.start()
+        threading.Thread(target=self._report_end, args=(ends,), daemon=True).start()
+
+    def _report_end(self, ends: "queue.SimpleQueue[int]") -> None:
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(timeout=1)  # what it has started may hold them open
+        ends.put(self.rank)
+
+    @property
+    def status(self) -> int:
+        return self._process.wait()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to it and to what it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+            os.killpg(self._process.pid, number)
+
+    def finish(self) -> None:
+        """Reads the last of its words, for which what it has started must have ended."""
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+
+def _read(rank: int, name: str, stream: IO[str], show: Callable[[int, str, str], None]) -> None:
+    with stream:
+        for line in stream:
+            show(rank, name, line.rstrip("\n"))
+
+
+class _Printer:
+    """Prints each line behind the number of its process."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+
+    def __call__(self, rank: int, name: str, line: str) -> None:
+        with self._lock:
+            print(f"[{rank}] {line}", file=getattr(sys, name), flush=True)
+
+
+def _wait(
+    group: list[_Process], ends: "queue.SimpleQueue[int]", timeout: float | None, grace: float
+) -> tuple[int, int | None]:
+    """Waits until all have ended, or one failed and the others had their grace. Returns the status and whose it is."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    failed: list[tuple[int, int]] = []
+    running = len(group)
+    while running:
+        try:
+            end = ends.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if end < 0:  # a signal
+            return 128 - end, None
+        running -= 1
+        status = group[end].status
+        if status:
+            failed.append((status if status > 0 else 128 - status, end))
+            if len(failed) == 1:
+                soon = time.monotonic() + grace
+                deadline = soon if deadline is None else min(deadline, soon)
+    if not failed:
+        return (124, None) if running else (0, None)  # as timeout(1) has it
+    return next(((status, rank) for status, rank in failed if status != FOLLOWED), failed[0])
+
+
+def _stop(group: list[_Process]) -> None:
+    for process in group:
+        if process.is_alive():
+            process.send(signal.SIGTERM)
+    deadline = time.monotonic() + _TERM
+    while any(process.is_alive() for process in group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in group:
+        process.send(signal.SIGKILL)
+    for process in group:
+        process.finish()
+
+
+@contextlib.contextmanager
+def _signals(ends: "queue.SimpleQueue[int]") -> Iterator[None]:
+    """Puts signals to the launcher among the ends of processes, as negative numbers."""
+    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, frame: ends.put(-number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
