@@ -1,5 +1,6 @@
 """Where the variables of a built model lie: whether that is where a distribution wants them, and moving them."""
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,8 +9,10 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist import keras_seam, keras_seam_overrides
+from keras_dist import keras_seam, keras_seam_overrides, keras_seam_state
+from keras_dist.gather import gather
 from keras_dist.layout import TensorLayout
+from keras_dist.values import has_all_here, move
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -65,7 +68,7 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
             "Pass, for example, keras_dist.DataParallel()."
         )
     target = keras_seam.current_distribution() if distribution is None else distribution
-    keras_seam.put_values_back(model)
+    keras_seam_state.put_values_back(model)
 
     def wanted(variable):
         return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
@@ -77,7 +80,7 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
         keras_seam_overrides.remember_laid_out(
             variable, target if isinstance(target, keras_seam_overrides.Hooks) else None
         )
-    keras_seam.forget_compiled_functions(model)
+    keras_seam_state.forget_compiled_functions(model)
     return model
 
 
@@ -145,6 +148,15 @@ def _misplacement(variable: keras.Variable, wanted: Any, distribution: Any) -> s
         return None
     whose = "its rules as they were" if author is distribution else author
     return f"is laid out as {lies.axes} by {whose}, and not as {wanted.axes}"
+
+
+def describe(variable: keras.Variable) -> str:
+    """Returns shape, dtype and layout of a variable in words, and a checksum of its value where all devices hold it."""
+    value, layout = keras_seam.variable_value(variable), keras_seam.variable_layout(variable)
+    words = f"{tuple(variable.shape)} {variable.dtype} {getattr(layout, 'axes', layout)}"
+    if isinstance(value, jax.Array) and value.is_fully_replicated and not isinstance(value, Tracer):
+        words += f" {zlib.crc32(np.asarray(value).tobytes()):08x}"
+    return words
 
 
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
@@ -240,5 +252,5 @@ def _moved(value: Any, layout: Any) -> Any:
         return None
     if layout is None:
         # Not tied to a device, like the value of a variable that was made without a distribution.
-        return jax.device_put(np.asarray(value))
-    return jax.device_put(value, as_sharding(layout))
+        return jax.device_put(np.asarray(value) if has_all_here(value) else gather(value))
+    return move(value, as_sharding(layout))

@@ -18,6 +18,7 @@ from keras_dist import keras_seam, keras_seam_deferred, keras_seam_overrides
 from keras_dist.keras_seam import variable_layout, variable_value
 from keras_dist.placement import all_variables, as_sharding
 from keras_dist.planning.fused_random import fused_key
+from keras_dist.values import move
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -142,7 +143,7 @@ def _value_to_come(variable: keras.Variable, programs: dict[Any, Future], pool: 
 def _moved(variable: keras.Variable, sharding: Any) -> jax.Array:
     value: Any = variable_value(variable)
     in_place = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
-    return value if in_place else jax.device_put(value, sharding)
+    return value if in_place else move(value, sharding)
 
 
 def _filled(number: float, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
@@ -151,7 +152,7 @@ def _filled(number: float, shape: tuple[int, ...], dtype: str, sharding: Any) ->
 
 
 def _drawn_on_one_device(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
-    return jax.device_put(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
+    return move(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
 
 
 def _kind(initializer: Any) -> tuple | None:

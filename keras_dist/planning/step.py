@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_dist import keras_seam, keras_seam_deferred
+from keras_dist import keras_seam, keras_seam_deferred, keras_seam_state
 from keras_dist.distribution import Distribution
 from keras_dist.placement import as_sharding, layout_under, layouts_of
 
@@ -107,7 +107,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             if name == "train" and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             layouts = layouts_of(model, distribution, lambda variable: layout_under(variable, distribution))
-            yield Step(model, name, distribution, keras_seam.state_variables(model, name), layouts, specs)
+            yield Step(model, name, distribution, keras_seam_state.state_variables(model, name), layouts, specs)
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
