@@ -1,9 +1,10 @@
 """A host batch becomes global arrays over the mesh, whatever its number of rows."""
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,30 +44,6 @@ class BatchPlacer:
         )
         self._shardings: dict[tuple[str, ...], jax.sharding.NamedSharding] = {}
 
-    def require_parts_of_processes(self) -> None:
-        """Checks that each process holds the part of a batch that Keras gives it.
-
-        Raises:
-            ValueError: a part lies on several processes that are given different rows.
-        """
-        names, devices = list(self.device_mesh.axis_sizes), self.device_mesh.backend_mesh.devices
-        batch_dims = [names.index(name) for name in self.batch_axes]
-        others = [dim for dim in range(devices.ndim) if dim not in batch_dims]
-        parts = math.prod(self.device_mesh.axis_sizes[name] for name in self.batch_axes)
-        rows = devices.transpose(batch_dims + others).reshape(parts, -1).tolist()
-        holders = [sorted({device.process_index for device in row}) for row in rows]
-        processes = sorted(set(itertools.chain.from_iterable(holders)))
-        each = len(processes) // parts
-        for part, of_part in enumerate(holders):
-            if len(of_part) > 1 and of_part != processes[part * each : (part + 1) * each]:
-                holder = "one process" if each <= 1 else f"{each} processes in a row"
-                raise ValueError(
-                    f"Each process is given rows of its own, so each part of a batch lies on {holder}. Received: "
-                    f"{self.device_mesh} with the batch over {self.batch_axes}, where part {part} of {parts} lies on "
-                    f"the processes {of_part}. Use DeviceMesh(axes), which lays out host after host, or a dcn that "
-                    "keeps hosts on the batch axes."
-                )
-
     def axes_for(self, rows: int) -> tuple[str, ...]:
         """Returns the batch axes that a number of rows is sharded over, `()` where it is replicated."""
         return next(axes for size, axes in self._choices if rows % size == 0)
@@ -92,7 +69,8 @@ class BatchPlacer:
     def place(self, batch: Any) -> Any:
         """Lays every array of a batch over the mesh, all of them in one transfer.
 
-        With several processes each passes its own part of the batch, and the global batch is their union.
+        With several processes each passes the whole batch, and its devices take their rows of it; nothing is sent
+        from one process to another.
 
         Args:
             batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. A sharded
@@ -101,16 +79,44 @@ class BatchPlacer:
         Returns:
             The same structure of `jax.Array`.
         """
-        leaves, structure = jax.tree.flatten(batch, is_leaf=_is_sparse)
+        leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
+        leaves = [_as_array(leaf) for leaf in leaves]
         if jax.process_count() > 1:
-            placed = [self._place_part_of_process(leaf) for leaf in leaves]
+            placed = [self._place_of_several(leaf) for leaf in leaves]
         else:
-            leaves = [_as_array(leaf) for leaf in leaves]
             placed = jax.device_put(leaves, [self._target(leaf) for leaf in leaves])
         return jax.tree.unflatten(structure, placed)
 
+    def place_parts(self, batch: Any, rows: Sequence[Sequence[int]]) -> Any:
+        """Lays a batch over the mesh of which each process passes a part; nothing is sent between processes yet.
+
+        Args:
+            batch: the part of this process.
+            rows: for each array, how many rows each process passes, in the order of the processes.
+
+        Returns:
+            The same structure, for `join_parts`.
+
+        Raises:
+            ValueError: a sparse array, whose parts cannot be joined.
+        """
+        leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
+        placed = [self._place_part(_as_array(leaf), of_leaf) for leaf, of_leaf in zip(leaves, rows, strict=True)]
+        return jax.tree.unflatten(structure, placed)
+
+    def replicate(self, outputs: Any) -> Any:
+        """Brings arrays whole to every device, where every process can read them; all processes call it.
+
+        Args:
+            outputs: nested tuples, lists and dicts of arrays that lie on the mesh.
+
+        Returns:
+            The same structure.
+        """
+        return _replicated(self.sharding(()))(outputs)
+
     def _target(self, leaf) -> jax.sharding.Sharding:
-        if _is_sparse(leaf):
+        if is_sparse(leaf):
             return self.sharding(())
         if self.is_sharded_here(leaf):
             return leaf.sharding
@@ -124,15 +130,124 @@ class BatchPlacer:
             and value.sharding.device_set == self.sharding(()).device_set
         )
 
-    def _place_part_of_process(self, leaf) -> jax.Array:
-        leaf = _as_array(leaf)
-        if isinstance(leaf, _NUMBERS):
-            leaf = np.asarray(leaf)
-        sharding = self._sharding_over(self.batch_axes if leaf.ndim else ())
-        return jax.make_array_from_process_local_data(sharding, leaf)
+    def _place_of_several(self, leaf) -> jax.Array:
+        if self.is_sharded_here(leaf):
+            return leaf
+        if is_sparse(leaf):
+            return jax.tree.map(lambda part: _from_host(np.asarray(part), self.sharding(())), leaf)
+        leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(leaf)))
+        return _from_host(leaf, self.sharding(leaf.shape))
+
+    def _place_part(self, leaf, rows: Sequence[int]) -> "jax.Array | Parts":
+        if is_sparse(leaf):
+            raise ValueError(
+                "With auto_shard_dataset=False each process passes a part of its own, and parts of sparse arrays "
+                "cannot be joined. Pass dense arrays, or auto_shard_dataset=True and the whole dataset in all of them."
+            )
+        if np.ndim(leaf) == 0:
+            return self._place_of_several(leaf)
+        leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        shape, starts = (sum(rows), *leaf.shape[1:]), list(itertools.accumulate(rows, initial=0))
+        target, mine = self.sharding(shape), starts[jax.process_index()]
+
+        def own(index: Any) -> np.ndarray:
+            return leaf[_shifted(index[0], -mine, len(leaf)), *index[1:]]
+
+        of_devices: Any = target.devices_indices_map(shape)
+        if all(
+            starts[device.process_index] <= (index[0].start or 0)
+            and (shape[0] if index[0].stop is None else index[0].stop) <= starts[device.process_index + 1]
+            for device, index in of_devices.items()
+        ):  # each process brings just the rows of its devices
+            return jax.make_array_from_callback(shape, target, own)
+        return self._place_in_slots(leaf, rows, target)
+
+    def _place_in_slots(self, leaf: np.ndarray, rows: Sequence[int], target) -> "Parts":
+        """Places the rows of each process on its own devices, in slots of one size."""
+        devices = list(self.device_mesh.backend_mesh.devices.flat)
+        ranks: dict[int, int] = {}
+        slots = []  # of each device in the mesh's order: its process, and which of that one's slots
+        for device in devices:
+            slots.append((device.process_index, ranks.get(device.process_index, 0)))
+            ranks[device.process_index] = slots[-1][1] + 1
+        size = max(1, *(-(-count // ranks[process]) for process, count in enumerate(rows) if process in ranks))
+        padded = np.zeros((ranks[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
+        padded[: len(leaf)] = leaf
+
+        def slot(index):
+            rank = slots[(index[0].start or 0) // size][1]
+            return padded[rank * size : (rank + 1) * size]
+
+        spec = jax.sharding.PartitionSpec(self.device_mesh.backend_mesh.axis_names)
+        sharding = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
+        array = jax.make_array_from_callback((len(devices) * size, *leaf.shape[1:]), sharding, slot)
+        where = {slot: number for number, slot in enumerate(slots)}
+        taken = [
+            where[process, row // size] * size + row % size
+            for process, count in enumerate(rows)
+            for row in range(count)
+        ]
+        return Parts(array, _from_host(np.asarray(taken, "int32"), self.sharding(())), target)
 
 
-def _is_sparse(leaf) -> bool:
+class Parts(NamedTuple):
+    """An array of a batch whose rows lie on the devices of the processes that passed them.
+
+    Attributes:
+        slots: the rows, with padding between.
+        taken: which rows of `slots` make up the array, in their order.
+        target: how the array is to lie.
+    """
+
+    slots: jax.Array
+    taken: jax.Array
+    target: jax.sharding.NamedSharding
+
+
+def join_parts(batch: Any) -> Any:
+    """Brings the rows of all processes where they belong.
+
+    All processes call it for the same batch, and in the same order among all that their devices compute.
+
+    Args:
+        batch: what `BatchPlacer.place_parts` returns.
+
+    Returns:
+        The same structure of `jax.Array`.
+    """
+    return jax.tree.map(_join, batch, is_leaf=lambda leaf: isinstance(leaf, Parts))
+
+
+def _join(leaf: Any) -> Any:
+    return _joined(leaf.target)(leaf.slots, leaf.taken) if isinstance(leaf, Parts) else leaf
+
+
+@functools.cache
+def _joined(target: jax.sharding.NamedSharding) -> Callable:
+    everywhere = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+
+    def join(slots, taken):
+        return jax.lax.with_sharding_constraint(slots, everywhere)[taken]
+
+    return jax.jit(join, out_shardings=target)
+
+
+@functools.cache
+def _replicated(sharding: jax.sharding.NamedSharding) -> Callable:
+    return jax.jit(lambda outputs: outputs, out_shardings=sharding)
+
+
+def _from_host(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Places a host array that all processes have; `jax.device_put` would compare it among them first."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _shifted(part: slice, by: int, rows: int) -> slice:
+    return slice((part.start or 0) + by, rows if part.stop is None else part.stop + by)
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Whether a value is a sparse array of JAX."""
     return isinstance(leaf, sparse.JAXSparse)
 
 

@@ -10,15 +10,25 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist import keras_seam, keras_seam_overrides, keras_seam_replacements  # noqa: F401  (marks what replaces)
-from keras_dist.batches import BatchPlacer
+from keras_dist import (
+    keras_seam,
+    keras_seam_iterator,  # noqa: F401  (marks what replaces, as four more do)
+    keras_seam_loading,  # noqa: F401
+    keras_seam_overrides,
+    keras_seam_reading,  # noqa: F401
+    keras_seam_replacements,  # noqa: F401
+    keras_seam_saving,  # noqa: F401
+)
+from keras_dist.agreement import BatchAgreement, agree_on_model
+from keras_dist.batches import BatchPlacer, join_parts
 from keras_dist.compute import in_compute_layout
+from keras_dist.feed import Feed, OwnRows, own_rows, own_rows_of
 from keras_dist.followers import flattened, followed, following
 from keras_dist.layout import TensorLayout, axis_tuple, misfit
 from keras_dist.layout_map import Rule
 from keras_dist.mesh import DeviceMesh, as_mesh_of_layers
 from keras_dist.outputs import distribute_outputs
-from keras_dist.placement import VariableSpec, check_placement, layout_under, lies_on, slot_layout
+from keras_dist.placement import VariableSpec, check_placement, describe, layout_under, lies_on, slot_layout
 
 BatchDimName = str | Sequence[str] | None
 
@@ -33,12 +43,11 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
     Args:
         device_mesh: the mesh that everything lies on.
         batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
-        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
-            `False` means that each is passed its own part.
+        auto_shard_dataset: with several processes, whether each is passed the whole dataset, of which its devices take
+            their rows. `False` means that each is passed a part of its own, of any size; a global batch is their union.
 
     Raises:
-        ValueError: no mesh, one with axes that are not of type `Auto`, a batch axis that the mesh does not have, or a
-            mesh on which several processes share parts of a batch that Keras gives to each alone.
+        ValueError: no mesh, one with axes that are not of type `Auto`, or a batch axis that the mesh does not have.
     """
 
     def __init__(
@@ -63,8 +72,7 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         self._process_id = keras_seam.process_id()
         self._is_multi_process = self._num_processes > 1
         self._placer = BatchPlacer(self._device_mesh, batch_axes)
-        if self._is_multi_process:
-            self._placer.require_parts_of_processes()
+        self._agreements: dict[bool, BatchAgreement] = {}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -185,7 +193,8 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
 
         Args:
             batch: nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
-                scalars; `None` stays `None`.
+                scalars; `None` stays `None`. With several processes, the whole batch or the part of this one, as
+                `auto_shard_dataset` says; all of them call it.
 
         Returns:
             The same structure of `jax.Array`: dim 0 sharded over the batch axes, or over the largest part of them
@@ -200,7 +209,7 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         >>> x.sharding.shard_shape(x.shape), y.sharding.shard_shape(y.shape)
         ((2, 3), (5,))
         """
-        return self._placer.place(batch)
+        return self._place_now(batch)[0]
 
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns how an array of a batch is sharded when it is placed.
@@ -262,7 +271,37 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
         is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
         if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask"):
             return leaf
-        return self._placer.place(leaf)
+        return self.distribute_batch(leaf)
+
+    def _feed(self, batches, step, steps_per_epoch, state_of) -> Feed:
+        return Feed(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, state_of)
+
+    def _place_now(self, batch) -> tuple[Any, list[OwnRows | None]]:
+        """Places a batch that stands alone; returns which rows of it this process has passed, too."""
+        if not self._is_multi_process:
+            return self._placer.place(batch), [None]
+        is_whole = self.auto_shard_dataset
+        is_first = is_whole not in self._agreements
+        agreement = self._agreements.setdefault(is_whole, BatchAgreement("single batches", is_whole, "one batch"))
+        if is_whole:
+            if is_first:
+                agreement.on_batch(batch)
+            return self._placer.place(batch), [None]
+        rows = agreement.on_batch(batch)
+        assert rows is not None  # single batches do not end
+        return join_parts(self._placer.place_parts(batch, rows)), [own_rows(rows)]
+
+    def _own_outputs(self, outputs, rows) -> Any:
+        """What this process is given of the outputs of a step, as arrays that it can read."""
+        outputs = self._placer.replicate(outputs)
+        if not rows or None in rows:
+            return outputs
+        return own_rows_of(jax.tree.map(np.asarray, outputs), rows)
+
+    def _agree_on_model(self, step, model, variables) -> None:
+        if self._is_multi_process:
+            facts = {"random seed": keras_seam.random_seed(), "distribution": repr(self)}
+            agree_on_model(step, model.name, [(v.path, describe(v)) for v in variables], facts)
 
     def _check_placement(self, model, variables) -> None:
         check_placement(model, variables, self)

@@ -6,10 +6,11 @@ in `keras_seam_replacements.py`, which takes Keras's modules from here.
 
 import collections
 import contextlib
+import functools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -34,17 +35,32 @@ _require_jax_backend()
 
 import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 
 try:
     from keras.src.backend.common import global_state, variables
+    from keras.src.backend.common import standardize_dtype as standardize_dtype
     from keras.src.backend.common.name_scope import current_path as _current_path
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+    from keras.src.backend.jax import core as jax_core
     from keras.src.backend.jax import distribution_lib as _backend_lib
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
+    from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
     from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
+    from keras.src.random.seed_generator import global_seed_generator as _global_seed_generator
+    from keras.src.saving import saving_api as saving_api
+    from keras.src.saving import saving_lib as saving_lib
+    from keras.src.trainers import data_adapters as data_adapters
+    from keras.src.trainers.data_adapters import array_slicing as array_slicing
+    from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
+    from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
+    from keras.src.utils import file_utils as file_utils
+    from keras.src.utils import rng_utils
+    from keras.src.utils.jax_utils import is_in_jax_tracing_scope as is_in_jax_tracing_scope
+    from keras.src.utils.naming import to_snake_case
 except ImportError as error:
     raise ImportError(
         f"This keras_dist does not know Keras {keras.__version__}: {error}. Install a Keras that its "
@@ -54,6 +70,8 @@ except ImportError as error:
 KerasDistribution = distribution_lib.Distribution
 KerasOptimizer = base_optimizer.BaseOptimizer
 KerasVariable = variables.Variable
+JaxVariable = jax_core.JaxVariable
+backend_lib = _backend_lib
 DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
 GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
 STEPS = ("train", "test", "predict")
@@ -79,9 +97,34 @@ def process_id() -> int:
     return _backend_lib.process_id()
 
 
-def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Starts JAX's multi-process runtime and gives all processes one random seed, as Keras does."""
-    _backend_lib.initialize(job_addresses, num_processes, process_id)
+def initialize(
+    job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable | None = None
+) -> None:
+    """Starts JAX's multi-process runtime and gives all processes one random seed, as Keras does.
+
+    Args:
+        job_addresses: as Keras takes it.
+        num_processes: as Keras takes it.
+        process_id: as Keras takes it.
+        start: is called by Keras in the place of `jax.distributed.initialize`, with that before its arguments.
+    """
+    real = jax.distributed.initialize
+    if start is not None:
+        jax.distributed.initialize = functools.partial(start, real)
+    try:
+        _backend_lib.initialize(job_addresses, num_processes, process_id)
+    finally:
+        jax.distributed.initialize = real
+
+
+def initialize_seed() -> None:
+    """Gives all processes one random seed, unless they have one."""
+    _backend_lib.initialize_rng()
+
+
+def random_seed() -> int | None:
+    """The seed that `keras.utils.set_random_seed` was given last."""
+    return rng_utils.get_random_seed()
 
 
 def path_of_open_scope() -> str:
@@ -119,6 +162,29 @@ def current_distribution():
 def own_variables(layer) -> list:
     """The weights of a layer, without those of the layers in it."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def owners_of_weights(model) -> dict[int, str]:
+    """The path of each weight by its id, with the names of the model and of all layers that it is in."""
+    paths: dict[int, str] = {}
+    seen: set[int] = set()
+
+    def add(layer, path):
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        for variable in own_variables(layer):
+            paths.setdefault(id(variable), f"{path}/{variable.name}")
+        for inner in layer._flatten_layers(include_self=False, recursive=False):
+            add(inner, f"{path}/{inner.name}")
+
+    add(model, model.name)
+    return paths
+
+
+def automatic_names(model) -> set[str]:
+    """The names that Keras gives to a model and the layers in it where the user gives none, without numbers."""
+    return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
 
 
 def last_layers(model) -> list:
@@ -162,134 +228,6 @@ def rematerialized(layer, call: Callable):
         outer.add_loss(loss)
         layer._loss_ids.add(id(loss))
     return outputs
-
-
-# -------------------------------------------------------------------- the state of a model that runs
-
-
-class _Leaves(Sequence):
-    """One part of a training state between two steps.
-
-    The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: a list
-    of arrays would be searched for layers and variables, one array at a time, at every step. It looks no further
-    into a sequence of another type.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, values: list):
-        self.values = values
-
-    def __len__(self):
-        return len(self.values)
-
-    def __getitem__(self, index):
-        return self.values[index]
-
-    def __iter__(self):
-        return iter(self.values)
-
-
-jax.tree_util.register_pytree_node(
-    _Leaves, lambda leaves: (leaves.values, None), lambda _, values: _Leaves(list(values))
-)
-
-
-def _as_list(part):
-    return part.values if type(part) is _Leaves else part
-
-
-def state_variables(model, step: str) -> list[list]:
-    """The variables that a step takes and returns, in the parts and the order of Keras's training state."""
-    parts = [model.trainable_variables, model.non_trainable_variables]
-    if step == "train":
-        parts.append(model.optimizer.variables)
-    if step != "predict":
-        parts.append(model.metrics_variables)
-    return parts
-
-
-def step_function(model, step: str, keras_function: Callable) -> Callable:
-    """Wraps the function that runs a step: its state travels as `_Leaves`, and a failure loses no variable.
-
-    Keras puts values back only from a step that has ended; where the first batch of a run fails, they would be gone.
-    """
-
-    def function(state, iterator):
-        state = _without_sharing(state) if type(state[0]) is list else tuple(map(_as_list, state))
-        try:
-            outputs, new_state = keras_function(state, iterator)
-        except BaseException:
-            _fill_from_state(model, step, state)
-            model._jax_state, model._jax_state_synced = None, True
-            raise
-        return outputs, tuple(_Leaves(part) if type(part) is list else part for part in new_state)
-
-    return function
-
-
-def _without_sharing(state: tuple) -> tuple:
-    """Copies arrays that two variables share: a step gives its arrays away, and can give each away once.
-
-    After a fit with a moving average of the weights, Keras leaves each weight and its average with one array.
-    """
-    seen: set[int] = set()
-
-    def own(value):
-        if id(value) in seen:
-            return value.copy()
-        seen.add(id(value))
-        return value
-
-    return tuple([own(value) for value in part] for part in state)
-
-
-def forget_compiled_functions(model) -> None:
-    """Makes a model compile its train, test and predict functions anew at their next use, in a run that goes on too."""
-    for step in STEPS:
-        attribute = f"{step}_function"
-
-        def function(state, iterator, step=step, attribute=attribute):
-            setattr(model, attribute, None)
-            state = tuple(map(_as_list, state))
-            # Keras looks at the values to make a function; in a run that goes on, they are in the state.
-            filled = _fill_from_state(model, step, state)
-            model._jax_state = None
-            getattr(model, f"make_{step}_function")()
-            for variable in filled:
-                variable._value = None
-            return getattr(model, attribute)(state, iterator)
-
-        if getattr(model, attribute, None) is not None:
-            setattr(model, attribute, function)
-
-
-def put_values_back(model) -> None:
-    """Gives the variables of a model that runs, or whose run broke off, the values that the run took from them.
-
-    While a step runs the variables hold no values, so that memory is not taken twice. Keras puts them back at the
-    end of a run and, for `fit` only, where one breaks off. A variable that has been given a value since keeps that.
-    """
-    state = getattr(model, "_jax_state", None)
-    if state is None or model._jax_state_synced:
-        return
-    for part, values in state.items():
-        variables = model.optimizer.variables if part == "optimizer_variables" else getattr(model, part)
-        _fill(variables, values)
-    model._jax_state, model._jax_state_synced = None, True
-
-
-def _fill(variables, values) -> list:
-    filled = []
-    for variable, value in zip(variables, values, strict=True):
-        if variable._value is None and not value.is_deleted():
-            variable._value = value
-            filled.append(variable)
-    return filled
-
-
-def _fill_from_state(model, step: str, state: tuple) -> list:
-    return [v for part in zip(state_variables(model, step), state, strict=True) for v in _fill(*part)]
 
 
 # -------------------------------------------------------------------------------------------- a step as a function
@@ -342,6 +280,29 @@ def forget_generator_without_value() -> None:
     generator = global_state.get_global_attribute(_GENERATOR)
     if generator is not None and variable_value(generator.state) is None:
         global_state.set_global_attribute(_GENERATOR, None)
+
+
+def global_seed() -> list[int] | None:
+    """The state of Keras's global random generator, None where nothing has asked for it."""
+    generator = global_state.get_global_attribute(_GENERATOR)
+    return None if generator is None else np.asarray(generator.state.value).tolist()
+
+
+def set_global_seed(state: list[int] | None) -> None:
+    """Makes the state of Keras's global random generator what it was."""
+    if state is not None:
+        generator: Any = _global_seed_generator()
+        generator.state.assign(np.array(state, generator.state.dtype))
+
+
+def begin_at_epoch(model, epoch: int | None) -> None:
+    """Makes a `fit` that is about to begin do so at an epoch; None: at the one that it is given."""
+    model._initial_epoch = epoch
+
+
+def is_told_to_stop(callback) -> bool:
+    """Whether a callback has stopped the training of its model, whose variables are left where they are."""
+    return bool(callback._model.stop_training)
 
 
 def metrics_to_build(model) -> list:

@@ -159,6 +159,20 @@ class Hooks:
     def _check_placement(self, model, variables) -> None:
         raise NotImplementedError
 
+    _is_multi_process: bool
+
+    def _feed(self, batches, step, steps_per_epoch, state_of):
+        raise NotImplementedError
+
+    def _place_now(self, batch):
+        raise NotImplementedError
+
+    def _own_outputs(self, outputs, rows):
+        raise NotImplementedError
+
+    def _agree_on_model(self, step, model, variables) -> None:
+        raise NotImplementedError
+
 
 _lock = threading.RLock()
 _everywhere: Hooks | None = None  # ours, for every thread that has none of its own
@@ -189,6 +203,20 @@ def installed_in_this_thread(distribution: Hooks) -> Iterator[None]:
         yield
     finally:
         _install_in_this_thread(before)
+
+
+@contextlib.contextmanager
+def hidden_in_this_thread() -> Iterator[None]:
+    """Runs a block of code in which Keras finds no distribution in this thread."""
+    before = _of_keras()
+    keras_own(global_state, "set_global_attribute")(GLOBAL_NAME, None)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME)
+        else:
+            keras_own(global_state, "set_global_attribute")(GLOBAL_NAME, before)
 
 
 def notice(distribution: Hooks) -> None:

@@ -16,17 +16,18 @@ import keras
 from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
-from keras_dist import keras_seam
+from keras_dist import keras_seam, lead, reading
+from keras_dist.feed import Feed, own_rows_of
 from keras_dist.keras_seam import (
     STEPS,
     current_distribution,
     distribution_lib,
     in_stateless_scope,
-    put_values_back,
-    state_variables,
     trainer,
 )
+from keras_dist.keras_seam_iterator import announce
 from keras_dist.keras_seam_overrides import any_laid_out, keras_own, laid_out_by, ours_here, put_in_or_out, replaces
+from keras_dist.keras_seam_state import put_values_back, state_variables, step_function
 
 _this_thread = threading.local()  # computing: the call without side effects that runs, if one does
 
@@ -64,10 +65,12 @@ def _distribute_tensor(tensor, layout):
     "predict_on_batch replicates its input over all devices",
 )
 def _predict_on_batch(self, x):
-    ours = ours_here()
-    if ours is not None:
-        x = ours.distribute_batch(x)
-    return keras_own(trainer.JAXTrainer, "predict_on_batch")(self, x)
+    ours, original = ours_here(), keras_own(trainer.JAXTrainer, "predict_on_batch")
+    if ours is None:
+        return original(self, x)
+    x, rows = ours._place_now(x)
+    outputs = original(self, x)
+    return outputs if None in rows else own_rows_of(outputs, rows)
 
 
 @replaces(
@@ -166,10 +169,12 @@ def _stateless_call(self, trainable_variables, non_trainable_variables, *args, r
     keras_seam.KerasVariable,
     "_maybe_autocast",
     ("self", "value"),
-    "weights that lie in another layout than they are computed with",
+    "weights that lie in another layout than they are computed with, and what process 0 alone computes with",
 )
 def _read_variable(self, value):
     original, computing = keras_own(keras_seam.KerasVariable, "_maybe_autocast"), _computing()
+    if lead.is_leading():
+        value = reading.local_value(self, value)
     ours = None if computing is None or not isinstance(value, Tracer) else ours_here()
     if computing is None or ours is None:
         return original(self, value)
@@ -239,16 +244,29 @@ def _make_function(step: str) -> Callable:
                 _warn_if_not_installed(self)
             return original(self, force)
         put_values_back(self)
+        announce(step)
         if force or function is None or made_under is not ours:
             ours._check_placement(self, itertools.chain.from_iterable(state_variables(self, step)))
             ours._check_rules(self)
+            ours._agree_on_model(step, self, itertools.chain.from_iterable(state_variables(self, step)))
             original(self, force=True)
-            function = keras_seam.step_function(self, step, getattr(self, attribute))
+            finish = _own_outputs if step == "predict" and ours._is_multi_process else _as_they_are
+            function = step_function(self, step, getattr(self, attribute), finish)
             function.made_under = ours  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
         return None
 
     return make
+
+
+def _as_they_are(outputs, iterator):
+    return outputs
+
+
+def _own_outputs(outputs, iterator):
+    ours = ours_here()
+    assert ours is not None
+    return ours._own_outputs(outputs, iterator.take_own_rows() if isinstance(iterator, Feed) else [None])
 
 
 def _warn_if_not_installed(model) -> None:

@@ -6,7 +6,6 @@ import pytest
 from jax.experimental import sparse
 
 import keras_dist as kd
-from keras_dist import keras_seam
 from keras_dist.batches import BatchPlacer
 
 
@@ -74,36 +73,3 @@ def test_a_sparse_array_is_replicated(placer):
 
 def test_equal_numbers_of_rows_share_a_sharding_object(placer):
     assert placer.sharding((8, 3)) is placer.sharding((16,))
-
-
-class TestPartsOfProcesses:
-    """With several processes, each is given rows of its own; here the processes are described only."""
-
-    @pytest.fixture(autouse=True)
-    def several_processes(self, monkeypatch):
-        monkeypatch.setattr(keras_seam, "num_processes", lambda: 4)
-
-    @pytest.mark.parametrize(
-        ("axes", "batch_axes"),
-        [
-            ("data:4,model:8", ("data",)),
-            ("data:2,model:16", ("data",)),
-            ("data:8,model:4", ("data",)),
-            ("data:32", ("data",)),
-            ("data:2,fsdp:4,model:4", ("data", "fsdp")),
-            ("model:2,data:16", ("data",)),
-            ("data:4,model:8", ()),
-        ],
-    )
-    def test_hosts_in_a_row_hold_a_part(self, axes, batch_axes):
-        mesh = kd.create_device_mesh(axes, kd.mock_gpus(4, 8), dcn="data" if axes.startswith("model") else None)
-        assert kd.Distribution(mesh, batch_axes or None).device_mesh == mesh
-
-    def test_hosts_that_share_parts_that_are_their_own_are_an_error(self):
-        across = kd.create_device_mesh("data:4,model:8", kd.mock_gpus(4, 8), dcn="model")
-        torus = kd.create_device_mesh("data:4,model:4", kd.mock_tpus("v5e:4x4"))
-        for mesh in (across, torus):
-            with pytest.raises(ValueError, match=r"part 0 of 4 lies on the processes \[0, 1.*Use DeviceMesh\(axes\)"):
-                kd.Distribution(mesh, "data")
-        listed = kd.DeviceMesh("data:4,model:4", devices=kd.mock_tpus("v5e:4x4"))
-        assert kd.Distribution(listed, "data").num_model_replicas == 4

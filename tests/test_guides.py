@@ -88,6 +88,16 @@ def test_the_guide_to_layout_maps_has_each_message_and_what_to_do(guide_to_layou
     assert any(message in " ".join(entry.split()) for entry in entries)
 
 
+def test_the_guide_to_checkpoints():
+    done = subprocess.run([sys.executable, GUIDES / "checkpoints.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "killed: exit status -9 after epoch 1, batch 16" in done.stdout
+    assert "all 69 losses are those of the undisturbed training, to the last bit" in done.stdout
+    assert "ModelParallel            'up/kernel' (64, 256), a device holds (64, 32)" in done.stdout
+    assert "the same values: True" in done.stdout
+    assert "ValueError: A checkpoint is restored in whole." in done.stdout
+
+
 def test_the_guide_to_strategies():
     done = subprocess.run(
         [sys.executable, GUIDES / "strategies.py", "cpu:8"], capture_output=True, text=True, check=False
@@ -100,3 +110,18 @@ def test_the_guide_to_strategies():
         assert float(trained.rpartition(" ")[2]) < 1e-5
         assert "MiB" in planned
     assert "layout_map['block[0-9]+_up/kernel'] = (None, 'model')" in done.stdout
+
+
+def test_the_guide_to_many_hosts():
+    command = [sys.executable, GUIDES / "many_hosts.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, killed, again = done.stdout.split("--- ")[1:]
+    assert "[0] 2 processes, 8 devices" in first
+    assert "saved and loaded: True" in first
+    assert "process 0 passes 718 of 1437 rows, and is given 718 predictions" in first
+    assert "[100, 100] on process 0, but [101, 101] on process 1" in first
+    assert "exit status 137" in killed
+    assert "Process 1" in done.stderr
+    (loss,), (loss_again,) = ([line for line in part.splitlines() if " loss " in line] for part in (first, again))
+    assert loss == loss_again
