@@ -96,6 +96,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def main() -> None:
+    """Starts the service, says where, and ends with the processes."""
     options = json.loads(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the processes may live through as well
         signal.signal(number, signal.SIG_IGN)

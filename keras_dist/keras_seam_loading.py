@@ -160,9 +160,8 @@ def _is_memory_sufficient(model):
 )
 def _get_h5_file(self, path_or_io, mode=None):
     name = str(path_or_io)
-    if ours_here() is None or (mode or self.mode) != "r" or not self.archive:
-        return keras_own(saving_lib.H5IOStore, "_get_h5_file")(self, path_or_io, mode)
-    if not stored.lies_plain(self.archive, name):
+    is_read = ours_here() is not None and (mode or self.mode) == "r" and self.archive
+    if not is_read or not stored.lies_plain(self.archive, name):
         return keras_own(saving_lib.H5IOStore, "_get_h5_file")(self, path_or_io, mode)
     self.io_file = stored.open_member(self.archive, name)
     return saving_lib.h5py.File(self.io_file, mode="r")

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from keras_dist import keras_seam, keras_seam_overrides, keras_seam_state
 from keras_dist.gather import gather
 from keras_dist.layout import TensorLayout
-from keras_dist.values import has_all_here, move
+from keras_dist.values import move
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -252,5 +252,5 @@ def _moved(value: Any, layout: Any) -> Any:
         return None
     if layout is None:
         # Not tied to a device, like the value of a variable that was made without a distribution.
-        return jax.device_put(np.asarray(value) if has_all_here(value) else gather(value))
+        return jax.device_put(gather(value))
     return move(value, as_sharding(layout))

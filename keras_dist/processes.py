@@ -28,7 +28,6 @@ _MARGIN = 3.0  # seconds that process 0 waits longer than that
 _EXIT_STATUS = 70  # of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
 
 _timeout = DEFAULT_TIMEOUT
-_is_watching = False
 _is_leaving = False
 _threads: list[threading.Thread] = []
 _link: coordination.Link | None = None
@@ -206,11 +205,6 @@ def report_failure(error: BaseException) -> None:
             raise
 
 
-def is_watching() -> bool:
-    """Whether this process watches the others."""
-    return _is_watching
-
-
 def watch() -> None:
     """Begins to watch the other processes, and lets them know when this one fails or ends. Called once.
 
@@ -218,8 +212,7 @@ def watch() -> None:
         ValueError: this process was told another number of processes than process 0.
         ProcessFailure: process 0 does not come to this within the timeout.
     """
-    global _is_watching, _link
-    _is_watching = True
+    global _link
     _client().key_value_set(f"{_PREFIX}/where/{index()}", _where())
     if index() == 0:
         service = coordination.service_of_this_process()
