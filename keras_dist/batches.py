@@ -74,7 +74,7 @@ class BatchPlacer:
 
         Args:
             batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. A sharded
-                array on this mesh's devices stays as it lies.
+                array on this mesh's devices stays as it lies, and so does one on devices of several processes.
 
         Returns:
             The same structure of `jax.Array`.
@@ -98,7 +98,7 @@ class BatchPlacer:
             The same structure, for `join_parts`.
 
         Raises:
-            ValueError: a sparse array, whose parts cannot be joined.
+            ValueError: a sparse array, whose parts cannot be joined, or one that all processes have already.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         placed = [self._place_part(_as_array(leaf), of_leaf) for leaf, of_leaf in zip(leaves, rows, strict=True)]
@@ -131,7 +131,7 @@ class BatchPlacer:
         )
 
     def _place_of_several(self, leaf) -> jax.Array:
-        if self.is_sharded_here(leaf):
+        if is_global(leaf):
             return leaf
         if is_sparse(leaf):
             return jax.tree.map(lambda part: _from_host(np.asarray(part), self.sharding(())), leaf)
@@ -143,6 +143,12 @@ class BatchPlacer:
             raise ValueError(
                 "With auto_shard_dataset=False each process passes a part of its own, and parts of sparse arrays "
                 "cannot be joined. Pass dense arrays, or auto_shard_dataset=True and the whole dataset in all of them."
+            )
+        if is_global(leaf):
+            raise ValueError(
+                "With auto_shard_dataset=False each process passes a part of its own, and holds it in whole. "
+                f"Received: an array of shape {leaf.shape} that lies on devices of several processes, which is a whole "
+                "batch. Pass the part, or auto_shard_dataset=True."
             )
         if np.ndim(leaf) == 0:
             return self._place_of_several(leaf)
@@ -240,6 +246,11 @@ def _replicated(sharding: jax.sharding.NamedSharding) -> Callable:
 def _from_host(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """Places a host array that all processes have; `jax.device_put` would compare it among them first."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether an array lies on devices of other processes too, so that all of them have it."""
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def _shifted(part: slice, by: int, rows: int) -> slice:

@@ -20,7 +20,7 @@ from keras_dist import (
     keras_seam_saving,  # noqa: F401
 )
 from keras_dist.agreement import BatchAgreement, agree_on_model
-from keras_dist.batches import BatchPlacer, join_parts
+from keras_dist.batches import BatchPlacer, is_global, join_parts
 from keras_dist.compute import in_compute_layout
 from keras_dist.feed import Feed, OwnRows, own_rows, own_rows_of
 from keras_dist.followers import flattened, followed, following
@@ -269,7 +269,7 @@ class Distribution(keras_seam_overrides.Hooks, keras_seam.KerasDistribution):
 
     def _distribute_argument(self, leaf):
         is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
-        if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask"):
+        if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask") or is_global(leaf):
             return leaf
         return self.distribute_batch(leaf)
 

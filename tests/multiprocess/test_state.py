@@ -68,6 +68,11 @@ found["convert_to_numpy"] = bool((keras.ops.convert_to_numpy(model.layers[0].ker
 found["repr"] = repr(model.layers[0].kernel) if processes.index() == 0 else repr(model.layers[0].kernel)
 found["bias"] = model.layers[0].bias.numpy().shape if processes.index() == 0 else None  # held by all: alone
 
+# a batch that lies on all devices already
+rows = rng.normal(size=(6, 512)).astype("float32")
+laid_out, alone = kd.distribution().distribute_batch(rows), model.predict_on_batch(rows)
+found["laid out"] = [bool((model.predict_on_batch(laid_out) == alone).all()), list(model(laid_out).shape)]
+
 # writing
 model.save(os.path.join(folder, "m.keras"))
 model.save_weights(os.path.join(folder, "w.weights.h5"))
@@ -132,6 +137,7 @@ def test_variables_are_read_by_all(values):
         assert each["get_weights"]
         assert each["convert_to_numpy"]
         assert "on several processes as P" in each["repr"]
+        assert each["laid out"] == [True, [6, 4]]
     assert found[0]["bias"] == [1024]
 
 
@@ -211,6 +217,9 @@ other = new_model(64)
 other.load_weights(path("deep", "1.weights.h5"))
 found["first"] = bool((other.layers[0].kernel.numpy() == seen[0]).all())
 
+laid_out = kd.distribution().distribute_batch(x[:3])
+found["laid out"] = [list(model(laid_out).shape), words(model.predict_on_batch, laid_out)]
+
 class Stop(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
@@ -246,6 +255,8 @@ def test_callbacks_write_once(tmp_path):
         *(f"{epoch + 1}.weights.h5" for epoch in range(each["epochs"])),
     ]
     assert each["first"]
+    assert each["laid out"][0] == [6, 4]
+    assert "which is a whole batch. Pass the part" in each["laid out"][1]
     assert each["backup"] == ["latest.weights.h5", "training_metadata.json"]
     assert each["epochs after backup"] == [1, 2, 3]
     assert not each["backup at the end"]
