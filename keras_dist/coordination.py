@@ -24,6 +24,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 LINGER = 30  # seconds that the service outlives a process 0 that dies, for the others to hear of it
 _MAX_HEARTBEAT = 100  # seconds, JAX's default
 _RETRY = 0.5  # seconds
+_START = 60  # seconds that the program of the service may take to start
 _JAX_EXTRA = 5  # seconds that JAX waits longer for the others than it is told
 
 
@@ -215,7 +216,10 @@ class _Service:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._shutdown_timeout = LINGER + shutdown_timeout
         assert self._program.stdout is not None
+        if not select.select([self._program.stdout], [], [], _START)[0]:
+            self._program.kill()
         line = self._program.stdout.readline()
         said = json.loads(line) if line else {"error": f"it ended with status {self._program.wait()}"}
         if "error" in said:
@@ -229,7 +233,10 @@ class _Service:
         with contextlib.suppress(BrokenPipeError):  # it has ended
             self._program.stdin.write("end\n")
             self._program.stdin.close()
-        self._program.wait()
+        try:
+            self._program.wait(self._shutdown_timeout)
+        except subprocess.TimeoutExpired:
+            self._program.kill()
 
 
 def _require_free(bind_address: str) -> None:
@@ -268,6 +275,7 @@ class Link:
     def __init__(self, process: int, port: int, token: str):
         self._socket = socket.create_connection((split_address(address())[0], port), timeout=10)
         self._socket.sendall(f"{token} {process}\n".encode())
+        os.register_at_fork(after_in_child=self._socket.close)  # or a child that lives on would seem to be this process
         self._words = b""
 
     def gone(self, seconds: float) -> list[int]:

@@ -1,5 +1,6 @@
 """Batches on their way from a source to the steps: read, agreed on among processes, placed, ahead of time."""
 
+import contextlib
 import heapq
 import itertools
 import warnings
@@ -158,7 +159,9 @@ class _Source:
                     return
         except Exception as error:
             if self._agreement is not None and not self._agreement.has_ended:
-                self._agreement.on_error(error)
+                # Where the others do not hear of it, this process fails all the same, for its own reason.
+                with contextlib.suppress(processes.ProcessFailure):
+                    self._agreement.on_error(error)
             raise
         if self._agreement is not None:
             self._agreement.on_end()

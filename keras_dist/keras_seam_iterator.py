@@ -59,8 +59,8 @@ class EpochIterator(trainer.JAXEpochIterator):
     def _get_iterator(self, start=0, state=None):
         if self._ours is None:
             return super()._get_iterator()
-        adapter, is_followed = self.data_adapter, getattr(_this_thread, "followed", None) is self
-        remember = state_of if is_followed else None
+        adapter = self.data_adapter
+        remember = state_of if _followed() is self else None
         return self._ours._feed(
             lambda: iterator_from(adapter, start, state), self._step, self.steps_per_epoch, remember
         )
@@ -76,16 +76,23 @@ class EpochIterator(trainer.JAXEpochIterator):
         if resume is None:
             steps = super()._enumerate_iterator()
         else:
-            _this_thread.followed = self
+            _this_thread.followed = weakref.ref(self)
             steps = self._enumerate_from(*resume)
         is_first = True
-        for first, last, feed in steps:
-            if is_first:
-                is_first, self._is_in_epoch = False, True
-                self._begin_epoch(
-                    self._current_iterator if feed is NOTHING_LEFT else feed, 0 if resume is None else resume[0]
-                )
-            yield first, last, feed
+        try:
+            for first, last, feed in steps:
+                if is_first:
+                    is_first, self._is_in_epoch = False, True
+                    self._begin_epoch(
+                        self._current_iterator if feed is NOTHING_LEFT else feed, 0 if resume is None else resume[0]
+                    )
+                yield first, last, feed
+        except (
+            GeneratorExit
+        ):  # a callback has stopped this: nobody asks for the next batch, which the others may not make
+            if self._feed is not None:
+                self._feed.close()
+            raise
         self._is_in_epoch = False
         if self._feed is not None and self.steps_per_epoch is None and self._ours._is_multi_process:
             self._feed.is_over()  # the others may have more, or less
@@ -159,7 +166,13 @@ def current_position() -> tuple[int, SourceState | None]:
         How many batches of the epoch it has delivered, and the state of its data after the last of these. When the
         epoch has ended, 0, and the state if the next epoch goes on in the same pass through the data, else None.
     """
-    return _this_thread.followed.position()
+    iterator = _followed()
+    assert iterator is not None
+    return iterator.position()
+
+
+def _followed() -> EpochIterator | None:
+    return getattr(_this_thread, "followed", lambda: None)()
 
 
 def require_ours(who: str) -> None:

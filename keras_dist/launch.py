@@ -83,12 +83,12 @@ def launch(
     if devices_per_process is not None:
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    group: list[_Process] = []
     with _signals(ends):
-        group = [
-            _Process(rank, command, common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}, show, ends)
-            for rank in range(processes)
-        ]
         try:
+            for rank in range(processes):
+                environment = common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}
+                group.append(_Process(rank, command, environment, show, ends))
             status, failed = _wait(group, ends, timeout, grace)
         finally:
             _stop(group)

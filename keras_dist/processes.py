@@ -5,9 +5,11 @@ ever where a process does not come, and the processes must be able to say so to 
 """
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -133,17 +135,24 @@ def _wait_for(key: str, topic: str, who: str, given_up: Callable[[], bool] = lam
         raise_failure()
         if given_up():
             raise ProcessFailure(f"Nobody waits at {topic!r} any more.")
-        left = [process for process in range(count()) if _has_left(process)]
+        left = _those_who_left()
         if left:
             said = _look_up(key)  # which may have come just before it ended
             if said is not None:
                 return said
-            raise ProcessFailure(
+            raise _failure_to_come(
                 f"Every process runs the same program to its end. {describe(left)} ended while process {index()} "
                 f"waits at {topic!r}. Let every process make the same calls of Keras."
             )
         if time.monotonic() > deadline:
-            raise ProcessFailure(_stalled(key, topic, who))
+            raise _failure_to_come(_stalled(key, topic, who))
+
+
+def _failure_to_come(words: str) -> ProcessFailure:
+    error = ProcessFailure(words)
+    if threading.current_thread() is not threading.main_thread():
+        report_failure(error)  # the main thread may be waiting for its devices, where no exception reaches it
+    return error
 
 
 def _stalled(key: str, topic: str, who: str) -> str:
@@ -243,6 +252,9 @@ def _where() -> str:
 def _watch() -> None:
     global _failure
     while _failure is None and not _is_leaving:
+        if not coordination.is_joined():  # the program has called jax.distributed.shutdown()
+            _say_farewell()
+            return
         try:
             gone = _gone(_TICK)
             report = _look_up(f"{_PREFIX}/failed")
@@ -255,8 +267,8 @@ def _watch() -> None:
             elif gone := gone or _silent:
                 _failure = f"{describe(gone).capitalize()} died or does not answer any more."
         except (jax.errors.JaxRuntimeError, ConnectionError) as error:
-            if _is_leaving:
-                return
+            if _is_leaving or not coordination.is_joined():
+                continue
             _failure = f"The coordination service, at {coordination.address()}, does not answer: {error}"
     if _failure is None:
         return
@@ -279,45 +291,61 @@ def _hear_heartbeats() -> None:
     """
     global _silent
     everyone = list(range(count()))
-    while not _silent and not _is_leaving:
+    while not _silent and _failure is None and not _is_leaving and coordination.is_joined():
         time.sleep(_TICK)
         try:
-            living = _client().get_live_nodes(everyone)
-            _silent = [process for process in everyone if process not in living and not _has_left(process)]
+            living = {*_client().get_live_nodes(everyone), *_those_who_left()}
+            _silent = [process for process in everyone if process not in living]
         except (jax.errors.JaxRuntimeError, ConnectionError):
-            return  # which the other thread meets too
+            continue  # if the service has ended, the other thread says so
 
 
-def _has_left(process: int) -> bool:
-    return _look_up(f"{_PREFIX}/left/{process}") is not None
+def _those_who_left() -> list[int]:
+    """The processes that have come to the end of the program."""
+    return [int(name.rpartition("/")[2]) for name, _ in _client().key_value_dir_get(f"{_PREFIX}/left/")]
 
 
 def _end(failure: str) -> None:
     sys.stdout.flush()
-    print(f"keras_dist: process {index()} ends. {failure}", file=sys.stderr, flush=True)
+    _print_end(failure)
     os._exit(_EXIT_STATUS)
+
+
+def _print_end(failure: str) -> None:
+    print(f"keras_dist: process {index()} ends. {failure}", file=sys.stderr, flush=True)
+
+
+def _is_of_devices(error: BaseException) -> bool:
+    """Whether an error is one of JAX's runtime, which has several types and begins with a code: `UNKNOWN: Gloo ...`."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error)) is not None
 
 
 def _leave() -> None:
     """Ends the part of this process. Process 0 waits for the others, since what they speak through ends with it."""
     global _is_leaving
+    if not coordination.is_joined():
+        _say_farewell()
+        return
     _client().key_value_set(f"{_PREFIX}/left/{index()}", "")
-    if _link is not None:
-        _link.leave()
+    _say_farewell()
     if index() == 0:
         _wait_for_others()
     _is_leaving = not _has_failed()
-    if _is_leaving:
-        # A thread that is in JAX's library when Python ends would abort the process: what it waits for ends first.
+    # A thread that is in JAX's library when Python ends would abort the process: what it waits for ends first.
+    with contextlib.nullcontext() if _is_leaving else contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.distributed.shutdown()
-        for thread in _threads:
-            thread.join(_GRACE)
+    for thread in _threads:
+        thread.join(_GRACE if _is_leaving else _TICK)
+
+
+def _say_farewell() -> None:
+    if _link is not None:
+        _link.leave()
 
 
 def _wait_for_others() -> None:
-    others = [process for process in range(count()) if process != 0]
     deadline, failed = time.monotonic() + _timeout, False
-    while not all(map(_has_left, others)) and time.monotonic() < deadline:
+    while len(_those_who_left()) < count() and time.monotonic() < deadline:
         if not failed and _has_failed():
             failed = True
             deadline = min(deadline, time.monotonic() + _GRACE + _MARGIN)
@@ -332,13 +360,18 @@ def _report_uncaught_errors() -> None:
     before: Callable = sys.excepthook
 
     def hook(kind, error, trace):
-        if isinstance(error, jax.errors.JaxRuntimeError):  # perhaps because another process has died: wait to hear it
+        left: list[int] = []
+        if _is_of_devices(error):  # perhaps because another process has ended: wait to hear it
             deadline = time.monotonic() + 5 * _TICK
-            while _failure is None and time.monotonic() < deadline:
+            while _failure is None and not left and time.monotonic() < deadline:
                 time.sleep(_TICK / 10)
+                left = _those_who_left()
+        if left:
+            whom = describe(left).capitalize()
+            _print_end(f"Every process runs the same program to its end. {whom} ended while others needed it.")
         report_failure(error)
         before(kind, error, trace)
         if _failure is not None and not isinstance(error, ProcessFailure):
-            print(f"keras_dist: process {index()} ends. {_failure}", file=sys.stderr, flush=True)
+            _print_end(_failure)
 
     sys.excepthook = hook

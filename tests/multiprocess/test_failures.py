@@ -90,3 +90,36 @@ def test_a_process_that_does_something_else_is_named_and_ends_too(who):
     assert "wait for one another for 12 seconds" in other.stderr, words
     assert late.returncode == 70, words
     assert "wait for one another for 12 seconds" in late.stderr, words
+
+
+IN_FIT = """
+import signal, time
+import keras, numpy as np
+from keras_dist import processes
+
+class Act(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        float(logs["loss"])  # for which the devices of all are waited for
+        if batch == 3:
+            processes.set_timeout({wait})
+            if processes.index() == 1:
+                {act}
+
+kd.set_distribution(kd.DataParallel())
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, verbose=0, callbacks=[Act()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [("time.sleep(1000)", "wait for one another for 12 seconds"), ("sys.exit(0)", "ended while")],
+    ids=["stalls", "ends early"],
+)
+def test_a_process_whose_devices_wait_ends_too(act, words):
+    done = run_processes(IN_FIT.format(act=act, wait=WAIT), processes=2, devices=1, check=False)
+    assert words in done[0].stderr, in_words(done)
+    assert "process 1 (" in done[0].stderr.lower(), in_words(done)
+    assert 0 < done[0].returncode != 124, in_words(done)
+    assert done[1].returncode == (0 if "exit" in act else 70), in_words(done)
