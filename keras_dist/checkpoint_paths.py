@@ -84,6 +84,22 @@ def pair_slots(saved: list[str], paths: list[str], weights: list[tuple[str, str]
     ...            [("dense/kernel", "sequential/dense/kernel")]).pairs
     {0: 'adam/sequential_dense_kernel_momentum'}
     """
+    expected = name_slots(paths, weights)
+
+    def unnumbered(path):  # the name of the optimizer only
+        head, _, name = path.rpartition("/")
+        return "/".join(_split(part)[0] for part in head.split("/")) + "/" + name
+
+    return _best([lambda: _by_key(saved, expected, lambda path: path), lambda: _by_key(saved, expected, unnumbered)])
+
+
+def name_slots(paths: list[str], weights: list[tuple[str, str]]) -> list[str]:
+    """Returns the paths that an optimizer's variables have in a checkpoint.
+
+    Args:
+        paths: their paths in the optimizer.
+        weights: as for `pair_slots`.
+    """
     flat = defaultdict(list)  # weights of one path are taken in turn: a rebuilt model can have several
     for now, before in weights:
         flat[now.replace("/", "_")].append(before.replace("/", "_"))
@@ -99,13 +115,38 @@ def pair_slots(saved: list[str], paths: list[str], weights: list[tuple[str, str]
                 return f"{head}/{flat[stem][(seen[path] - 1) % len(flat[stem])]}{name[len(stem) :]}"
         return path
 
-    expected = [as_saved(path) for path in paths]
+    return [as_saved(path) for path in paths]
 
-    def unnumbered(path):  # the name of the optimizer only
-        head, _, name = path.rpartition("/")
-        return "/".join(_split(part)[0] for part in head.split("/")) + "/" + name
 
-    return _best([lambda: _by_key(saved, expected, lambda path: path), lambda: _by_key(saved, expected, unnumbered)])
+def name_weights(paths: list[str], owners: list[str]) -> list[str]:
+    """Returns under which paths weights are saved: their own, or, where several have the same one, their owners'.
+
+    The states of random generators have no owners that tell them apart, and are numbered.
+
+    Args:
+        paths: the paths of the weights.
+        owners: as for `pair_weights`.
+
+    Example:
+
+    >>> name_weights(["dense/kernel", "dense/kernel", "head/bias"], ["m/a/dense/kernel", "m/b/dense/kernel", "m/bias"])
+    ['m/a/dense/kernel', 'm/b/dense/kernel', 'head/bias']
+    """
+    count = Counter(paths)
+    return number_repeated(
+        owner if count[path] > 1 and not path.endswith(SEED) else path
+        for path, owner in zip(paths, owners, strict=True)
+    )
+
+
+def number_repeated(paths: Iterable[str]) -> list[str]:
+    """Returns paths of which none is another one: `~1` follows the second of the same, `~2` the third."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for path in paths:
+        numbered.append(f"{path}~{seen[path]}" if seen[path] else path)
+        seen[path] += 1
+    return numbered
 
 
 def _best(attempts: Iterable[Callable[[], Pairing]]) -> Pairing:

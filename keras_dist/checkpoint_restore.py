@@ -1,4 +1,4 @@
-"""The variables of a model from a checkpoint of Orbax: all of them, laid out where they lie, or an error."""
+"""The variables of a model in a checkpoint of Orbax: all of them, restored where the model's lie, or an error."""
 
 import contextlib
 import os
@@ -35,12 +35,44 @@ def orbax() -> Any:
         return orbax.checkpoint.v1
 
 
+def state_tree(model: keras.Model) -> dict[str, dict]:
+    """Returns the values of all variables by kind and path, as `model.get_state_tree()`, which takes no path twice.
+
+    That is what the metrics of two outputs have, and the weights of models in a model that was loaded.
+    """
+    trainable, others = list(model.trainable_variables), list(model.non_trainable_variables)
+    optimizer: Any = model.optimizer
+    slots, metrics = list(optimizer.variables), list(model.metrics_variables)
+    owners = keras_seam.owners_of_weights(model)
+    weights = [*trainable, *others]
+    paths = [variable.path for variable in weights]
+    saved = checkpoint_paths.name_weights(paths, [owners.get(id(v)) or str(v.path) for v in weights])
+    of_slots = checkpoint_paths.name_slots([v.path for v in slots], list(zip(paths, saved, strict=True)))
+    return {
+        WEIGHTS[0]: _nested(trainable, saved[: len(trainable)]),
+        WEIGHTS[1]: _nested(others, saved[len(trainable) :]),
+        OPTIMIZER: _nested(slots, checkpoint_paths.number_repeated(of_slots)),
+        METRICS: _nested(metrics, checkpoint_paths.number_repeated(v.path for v in metrics)),
+    }
+
+
+def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for variable, path in zip(variables, paths, strict=True):
+        *parts, name = path.split("/")
+        inner = tree
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[name] = variable.value
+    return tree
+
+
 def restore(model: keras.Model, path: str, skip_mismatch: bool = False, exactly: bool = False) -> None:
     """Gives a model the values of a checkpoint. Each device reads its own part.
 
     Weights are found by their paths, also where a model was rebuilt or made a second time and Keras has named it
-    otherwise. The optimizer, if model and checkpoint have one, is restored with the weights. The values of metrics
-    are restored where the checkpoint has them.
+    otherwise. The optimizer, if model and checkpoint have one, is built and restored with the weights. The values of
+    metrics are restored where the checkpoint has them.
 
     Args:
         model: a model that is built.
@@ -49,7 +81,7 @@ def restore(model: keras.Model, path: str, skip_mismatch: bool = False, exactly:
         exactly: metrics are treated as weights are.
 
     Raises:
-        ValueError: the checkpoint lacks variables of the model, has others, or others of the same path. Nothing has
+        ValueError: the checkpoint lacks variables of the model, has others, or others of the same path. No value has
             changed then.
     """
     if not keras_seam.is_built(model):
@@ -92,10 +124,8 @@ def _find(model, saved: dict[str, Any], exactly: bool) -> tuple[dict[str, Any], 
         [owners.get(id(variable)) or str(variable.path) for variable in others],
         keras_seam.automatic_names(model),
     )
-    groups = [
-        (others, pairing, entries),
-        (generators, checkpoint_paths.pair_seeds(seeds, [v.path for v in generators]), entries),
-    ]
+    of_seeds = checkpoint_paths.pair_seeds(seeds, checkpoint_paths.number_repeated(v.path for v in generators))
+    groups = [(others, pairing, entries), (generators, of_seeds, entries)]
     renamed = [(others[number].path, pairing.pairs[number]) for number in sorted(pairing.pairs)]
 
     of_optimizer = {entry.partition("/")[2]: entry for entry in saved if entry.startswith(f"{OPTIMIZER}/")}
@@ -107,9 +137,10 @@ def _find(model, saved: dict[str, Any], exactly: bool) -> tuple[dict[str, Any], 
 
     of_metrics = {entry.partition("/")[2]: entry for entry in saved if entry.startswith(f"{METRICS}/")}
     metrics = list(model.metrics_variables)
-    in_metrics = checkpoint_paths.pair_slots(list(of_metrics), [variable.path for variable in metrics], [])
+    paths = checkpoint_paths.number_repeated(variable.path for variable in metrics)
+    in_metrics = checkpoint_paths.pair_slots(list(of_metrics), paths, [])
     if not exactly:
-        in_metrics = Pairing({n: p for n, p in in_metrics.pairs.items() if metrics[n].path == p}, [], [])
+        in_metrics = Pairing({n: p for n, p in in_metrics.pairs.items() if paths[n] == p}, [], [])
     groups.append((metrics, in_metrics, of_metrics))
 
     found, problems = {}, []

@@ -300,11 +300,6 @@ def begin_at_epoch(model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def is_told_to_stop(callback) -> bool:
-    """Whether a callback has stopped the training of its model, whose variables are left where they are."""
-    return bool(callback._model.stop_training)
-
-
 def metrics_to_build(model) -> list:
     """The metric objects that a model was compiled with and has not put to use yet."""
     compiled = getattr(model, "_compile_metrics", None)

@@ -1,7 +1,9 @@
 """What of Keras is replaced so that files are written once, by process 0, and whole or not at all."""
 
+import copy
 import functools
 import os
+import shutil
 from collections.abc import Callable
 
 import keras
@@ -74,8 +76,37 @@ _BATCH, _EPOCH, _LOGS = ("batch", "logs"), ("epoch", "logs"), ("logs",)
 for _name, _parameters in {"on_train_begin": _LOGS, "on_epoch_end": _EPOCH, "on_train_end": _LOGS}.items():
     _on_process_0(keras.callbacks.CSVLogger, _name, _parameters)
 
-_led_by_process_0(keras.callbacks.BackupAndRestore, "_save_model", (), "write a backup")
 _led_by_process_0(keras.callbacks.BackupAndRestore, "on_train_end", _LOGS, "delete a backup")
+
+
+@replaces(
+    keras.callbacks.BackupAndRestore,
+    "_save_model",
+    ("self",),
+    "backups whose files a process that is killed leaves half written",
+)
+def _save_backup(self):
+    original = keras_own(keras.callbacks.BackupAndRestore, "_save_model")
+    if ours_here() is None:
+        return original(self)
+    if file_utils.is_remote_path(self.backup_dir):
+        work = functools.partial(original, self)
+    else:
+        work = functools.partial(write_whole, self.backup_dir, functools.partial(_backup_in, self, original))
+    return lead(self.model, "write a backup", work)
+
+
+def _backup_in(callback, write: Callable, folder: str) -> None:
+    """Writes a backup into another folder, and with `double_checkpoint` the one before, which Keras would copy."""
+    other = copy.copy(callback)
+    other.backup_dir = folder
+    os.makedirs(folder, exist_ok=True)
+    for name in ("_weights_path", "_training_metadata_path"):
+        before = getattr(callback, name)
+        setattr(other, name, os.path.join(folder, os.path.basename(before)))
+        if callback.double_checkpoint and os.path.exists(before):
+            shutil.copy(before, f"{getattr(other, name)}.bkp")
+    write(other)
 
 
 @replaces(

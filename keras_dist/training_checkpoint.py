@@ -88,7 +88,6 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._checkpointer: Any = None
         self._epoch = self._batches = 0  # the epoch, and how many batches of it are done
         self._before_epoch = self._saved_at = 0  # how many were done before it, and when it was saved last
-        self._is_cut_off = False  # whether a callback has stopped training in the middle of the epoch
         self._found: dict | None = None  # what was restored and is not used yet
         self._metrics: list[tuple] = []
 
@@ -96,9 +95,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         """Restores the newest complete checkpoint, if there is one."""
         keras_seam_iterator.require_ours("TrainingCheckpoint")
         model: Any = self.model
+        self._close()  # that of a fit which an exception has ended
         self._checkpointer = self._open()
         self._epoch = self._batches = self._before_epoch = self._saved_at = 0
-        self._found, self._is_cut_off = None, False
+        self._found = None
         step = self._agree_on_step()
         if step is None:
             keras_seam.begin_at_epoch(model, None)
@@ -113,7 +113,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Begins an epoch, or goes on in the middle of one."""
-        self._epoch, self._is_cut_off = epoch, False
+        keras_seam.begin_at_epoch(self.model, None)  # for the next fit; this one has begun
+        self._epoch, self._batches = epoch, 0
         found, self._found = self._found, None
         if found is None:
             keras_seam_iterator.resume_next_epoch(0)
@@ -127,28 +128,39 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         keras_seam_iterator.resume_next_epoch(found["batches"], state)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves after every `save_freq` batches, and where a callback stops training in the middle of an epoch."""
+        """Saves after every `save_freq` batches."""
         self._batches, data = keras_seam_iterator.current_position()
         total = self._before_epoch + self._batches
-        is_due = self._every is not None and total - self._saved_at >= self._every
-        self._is_cut_off = keras_seam.is_told_to_stop(self)
-        if (is_due or self._is_cut_off) and total > self._saved_at:
+        if self._every is not None and total - self._saved_at >= self._every:
             self._save(total, self._epoch, self._batches, data)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves at the end of each epoch with `save_freq="epoch"`, and of the last."""
-        self._before_epoch += self._batches
+    def on_test_begin(self, logs=None):
+        """Saves where a callback has stopped training in the middle of an epoch, before metrics are those of a test."""
         batches, data = keras_seam_iterator.current_position()
+        total = self._before_epoch + self._batches
+        if batches and total > self._saved_at:
+            self._save(total, self._epoch, batches, data)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves at the end of each epoch with `save_freq="epoch"`, and where training ends."""
+        self.on_test_begin()
+        batches, data = keras_seam_iterator.current_position()
+        self._before_epoch += self._batches
         parameters: Any = self.params
         epochs: int = parameters["epochs"]
         is_due = self._every is None or epoch + 1 >= epochs
-        if is_due and not self._is_cut_off and self._before_epoch > self._saved_at:
-            self._save(self._before_epoch, epoch + 1, 0, data if batches == 0 else None)
+        if is_due and batches == 0 and self._before_epoch > self._saved_at:
+            self._save(self._before_epoch, epoch + 1, 0, data)
 
     def on_train_end(self, logs=None):
         """Waits until the last checkpoint is written."""
-        self._checkpointer.close()
         keras_seam.begin_at_epoch(self.model, None)
+        self._close()
+
+    def _close(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
 
     # ---------------------------------------------------------------------------------------- what lies on the disk
 
@@ -185,7 +197,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             "seed": keras_seam.global_seed(),
         }
         model: Any = self.model
-        content = {checkpoint_restore.ARRAYS: model.get_state_tree(), _PROGRESS: _Progress(json.dumps(progress))}
+        arrays = checkpoint_restore.state_tree(model)
+        content = {checkpoint_restore.ARRAYS: arrays, _PROGRESS: _Progress(json.dumps(progress))}
         if self.save_on_background:
             self._checkpointer.save_checkpointables_async(total, content)
         else:

@@ -19,6 +19,10 @@ def write_whole(path: str | os.PathLike, write: Callable[[str], Any]) -> Any:
     Returns:
         What the function returns.
 
+    Raises:
+        OSError: what belongs there cannot be written or put in place. Where the folder of the path is missing or must
+            not be written to, the function is called with the path itself.
+
     Example:
 
     >>> import pathlib
@@ -29,11 +33,14 @@ def write_whole(path: str | os.PathLike, write: Callable[[str], Any]) -> Any:
     5
     ('whole', ['notes.txt'])
     """
-    folder, name = os.path.split(os.path.realpath(path))
+    given = os.path.basename(os.fspath(path))
+    folder, name = os.path.split(os.path.realpath(path))  # a link stays one
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         return write(os.fspath(path))  # which makes the folder, or says what is wrong
     with tempfile.TemporaryDirectory(prefix=f".{name}.part-", dir=folder) as part:
-        result = write(os.path.join(part, name))
+        result = write(os.path.join(part, given))
+        if given != name:
+            os.rename(os.path.join(part, given), os.path.join(part, name))
         _move_all(part, folder)
     return result
 

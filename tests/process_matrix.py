@@ -55,7 +55,7 @@ DISTRIBUTIONS: dict[str, Callable[..., kd.Distribution]] = {
 
 
 def new_model() -> keras.Model:
-    """Makes and compiles a model from `X` to `Y`, with state of every kind."""
+    """Makes and compiles a model from `X` to `Y`, with state of every kind, and two metrics of one path."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     inputs = keras.Input((4,))

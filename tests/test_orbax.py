@@ -7,7 +7,6 @@ import pytest
 import keras_dist as kd
 from keras_dist import checkpoint_paths, placement
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 X = np.sin(np.arange(64 * 4, dtype="float32").reshape(64, 4))
 Y = X.sum(1, keepdims=True)
 
@@ -231,3 +230,15 @@ def test_slots_follow_their_weights():
     saved = ["adam/iteration", "adam/sequential_dense_kernel_momentum"]
     pairing = checkpoint_paths.pair_slots(saved, ["adam_1/iteration", "adam_1/dense_kernel_momentum"], weights)
     assert pairing.pairs == dict(enumerate(saved))
+
+
+def test_no_path_is_saved_twice():
+    paths = ["dense/kernel", "dense/kernel", "seed/seed_generator_state", "seed/seed_generator_state", "dense/bias"]
+    owners = ["m/a/dense/kernel", "m/b/dense/kernel", "m/a/seed_generator_state", "m/b/seed_generator_state", "m/bias"]
+    saved = checkpoint_paths.name_weights(paths, owners)
+    assert saved == [*owners[:2], paths[2], f"{paths[2]}~1", "dense/bias"]
+    weights = list(zip(paths, saved, strict=True))
+    slots = ["adam/iteration", "adam/dense_kernel_momentum", "adam/dense_kernel_momentum", "adam/dense_bias_momentum"]
+    names = checkpoint_paths.name_slots(slots, weights)
+    assert names == ["adam/iteration", "adam/m_a_dense_kernel_momentum", "adam/m_b_dense_kernel_momentum", slots[3]]
+    assert checkpoint_paths.pair_slots(names, slots, weights).pairs == dict(enumerate(names))

@@ -1,5 +1,6 @@
 """Training that is cut off and started again goes on as if it had not been: the same losses, batch by batch."""
 
+import contextlib
 import json
 import random
 
@@ -17,10 +18,7 @@ Y = X.sum(1, keepdims=True)
 
 
 # Keras says so where it finds the end of a source without a length.
-pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
 class CutOff(Exception):
@@ -123,7 +121,7 @@ def train(directory, source, after=None, save_freq=1, callbacks=(), distribution
         try:
             model.fit(callbacks=[*checkpoint, losses, *callbacks], **arguments)
         except CutOff:
-            checkpoint[0]._checkpointer.close()  # what is being written is written to its end
+            checkpoint[0]._close()  # what is being written is written to its end
         return losses, [np.asarray(weight) for weight in model.get_weights()]
 
 
@@ -184,17 +182,30 @@ def test_several_steps_at_once(tmp_path):
     assert_goes_on(train(tmp_path, "arrays", steps_per_execution=2), whole, (1, 3))
 
 
-def test_a_callback_that_stops_training_in_the_middle_of_an_epoch(tmp_path):
+@pytest.mark.parametrize("save_freq", [100, "epoch"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_callback_that_stops_training_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 3
 
-    whole = train(None, "arrays")
+    whole = train(None, "arrays", validation_data=(X, Y))
     with kd.DataParallel().scope():
-        model, losses = build(), Losses()
-        callbacks = [Stop(), kd.TrainingCheckpoint(str(tmp_path))]
-        model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, losses])
-    assert_goes_on(train(tmp_path, "arrays", save_freq="epoch"), whole, (0, 4))
+        callbacks = [Stop(), kd.TrainingCheckpoint(str(tmp_path), save_freq)][:: 1 if is_first else -1]
+        data = {"x": X, "y": Y, "validation_data": (X, Y), "batch_size": BATCH, "epochs": EPOCHS}
+        build().fit(**data, verbose=0, callbacks=callbacks)
+    assert_goes_on(train(tmp_path, "arrays", save_freq=save_freq, validation_data=(X, Y)), whole, (0, 4))
+
+
+def test_a_fit_that_failed_does_not_make_the_next_one_begin_later(tmp_path):
+    train(tmp_path, "arrays", after=7, save_freq="epoch")
+    with kd.DataParallel().scope():
+        model, checkpoint = build(), kd.TrainingCheckpoint(str(tmp_path))
+        arguments = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
+        with pytest.raises(CutOff):
+            model.fit(X, Y, **arguments, callbacks=[checkpoint, Losses(after=1)])
+        assert model.fit(X, Y, **arguments).epoch == [0, 1, 2]
+        assert model.fit(X, Y, **arguments, callbacks=[checkpoint]).epoch == [1, 2]
 
 
 def test_a_dataset_is_not_read_where_it_was_read_before(tmp_path):
@@ -256,6 +267,36 @@ def test_positions_survive_json():
 def test_arguments_that_do_not_fit(arguments, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         kd.TrainingCheckpoint(str(tmp_path), **arguments)
+
+
+def test_variables_that_share_a_path_go_on(tmp_path):
+    def part(name):
+        layers = [keras.layers.Dense(8, name="up"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="down")]
+        return keras.Sequential([keras.Input((4,)), *layers], name=name)
+
+    def fit(directory, after=None):
+        keras.utils.set_random_seed(7)
+        with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+            model = keras.saving.load_model(tmp_path / "model.keras")  # whose paths lack the names of the parts
+            model.compile("adam", "mse", metrics=["mse", "mse"])
+            paths = [variable.path for variable in model.variables]
+            assert paths.count("up/kernel") == 2
+            with contextlib.suppress(CutOff):
+                checkpoint, losses = kd.TrainingCheckpoint(str(directory), 1), Two(after)
+                arguments = {"batch_size": BATCH, "epochs": 2, "verbose": 0}
+                model.fit(X, [Y, 2 * Y], **arguments, callbacks=[checkpoint, losses])
+            checkpoint._close()
+        return losses, [np.asarray(value) for value in model.get_weights()]
+
+    class Two(Losses):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, {**logs, "mae": logs["second_mse"]})
+
+    inputs = keras.Input((4,))
+    keras.Model(inputs, [part("first")(inputs), part("second")(inputs)]).save(tmp_path / "model.keras")
+    whole = fit(tmp_path / "whole")
+    fit(tmp_path / "cut", after=8)
+    assert_goes_on(fit(tmp_path / "cut"), whole, (1, 2))
 
 
 def test_a_fit_without_a_distribution_is_refused(tmp_path):

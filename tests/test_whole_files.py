@@ -1,5 +1,6 @@
 """Files are written whole or not at all, on one process too."""
 
+import json
 import os
 
 import keras
@@ -74,3 +75,32 @@ def test_names_say_what_comes_last(tmp_path, monkeypatch):
 
     write_whole(tmp_path / "a.json", write)
     assert placed == ["written"] * 3 + ["b.h5", "z.h5", "a.json"]
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_backup_is_put_in_place_in_whole(doubled, tmp_path, monkeypatch):
+    folder = tmp_path / "backup"
+    backup = keras.callbacks.BackupAndRestore(str(folder), save_freq=1, double_checkpoint=doubled)
+
+    def files():
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    with kd.DataParallel().scope():
+        model = new_model()
+        model.compile("sgd", "mse")
+        seen = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(files()))
+        model.fit(np.ones((24, 4)), np.ones((24, 2)), batch_size=8, verbose=0, callbacks=[backup, note])
+        assert not folder.exists()  # as it should be at the end
+        assert seen[1].keys() == {"latest.weights.h5", "training_metadata.json"} | (
+            {"latest.weights.h5.bkp", "training_metadata.json.bkp"} if doubled else set()
+        )
+        if doubled:
+            assert seen[2]["latest.weights.h5.bkp"] == seen[1]["latest.weights.h5"] != seen[2]["latest.weights.h5"]
+        backup._save_model()
+        before = files()
+        monkeypatch.setattr(json, "dumps", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backup._save_model()
+    assert files() == before
+    assert os.listdir(tmp_path) == ["backup"]

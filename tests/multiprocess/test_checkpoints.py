@@ -1,6 +1,7 @@
 """Checkpoints of one and of several processes, and training whose processes are killed at any moment."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,8 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run_processes import in_words, run_processes
-
-SAME_PROGRAM = {"JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def train(directory, notes, who=None, kill_after=None, delay=0.0, units=1024):
@@ -68,12 +67,12 @@ def losses_in(file):
 
 
 def test_killed_training_goes_on_as_if_it_had_not_been(tmp_path):
-    environment = {**SAME_PROGRAM, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-    many = {"processes": 2, "devices": 4, "timeout": 180}
+    # Of its own, since a process may be killed while it writes there too.
+    many = {"processes": 2, "devices": 4, "timeout": 180, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
 
     def run(directory, notes, *arguments, check):
         files = [str(tmp_path / directory), str(tmp_path / notes)]
-        return run_processes(train, *files, *arguments, **many, check=check, **environment)
+        return run_processes(train, *files, *arguments, **many, check=check)
 
     whole = run("whole", "whole.txt", check=True)
     for who, after, delay in [("all", 4, 0.0), (1, 5, 0.03), (0, 4, 0.1), ("all", 7, 0.3), (1, 6, 0.0)]:
@@ -87,6 +86,74 @@ def test_killed_training_goes_on_as_if_it_had_not_been(tmp_path):
     last = run("cut", "cut.txt", check=True)
     assert [process.result for process in last] == [process.result for process in whole]
     assert losses_in(tmp_path / "cut.txt") == losses_in(tmp_path / "whole.txt")
+
+
+def go_on(directory, cases, stop_after):
+    """Trains in each case until a batch, or to the end; returns the mean loss after each batch that was done."""
+    import os
+
+    import grain
+    import keras
+    import process_matrix
+
+    import keras_dist as kd
+
+    count, me = kd.num_processes(), kd.process_id()
+    rows = list(zip(process_matrix.X, process_matrix.Y, strict=True))
+
+    class Losses(keras.callbacks.Callback):
+        epoch, done = 0, 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            losses[f"{self.epoch}, {batch}"] = float(logs["loss"])
+            self.done += 1
+            self.model.stop_training |= self.done == stop_after
+
+    found = {}
+    for distribution, source in cases:
+        if source == "PyDataset":
+            data = process_matrix.py_dataset(process_matrix.Batches(True)).x
+        else:
+            data = grain.MapDataset.source(rows).shuffle(seed=3)
+            data = data.batch(7) if source == "grain" else data[me::count].batch(4)
+            data = data.to_iter_dataset()
+        losses = found[f"{distribution}, {source}"] = {}
+        strategy = process_matrix.DISTRIBUTIONS[distribution](auto_shard_dataset=source != "grain, own rows")
+        with strategy.scope():
+            model = process_matrix.new_model()
+            checkpoint = kd.TrainingCheckpoint(os.path.join(directory, distribution, source), save_freq=100)
+            model.fit(data, epochs=3, shuffle=source == "PyDataset", callbacks=[Losses(), checkpoint], verbose=0)
+    return found
+
+
+def test_sources_of_several_processes_go_on_where_they_stood(tmp_path):
+    pytest.importorskip("grain")
+    cases = [
+        ("model_parallel_across", "PyDataset"),
+        ("model_parallel_across", "grain"),
+        ("fully_sharded", "grain, own rows"),
+    ]
+    of_whole_data = [case for case in cases if case[1] != "grain, own rows"]
+
+    def run(directory, processes, cases, stop_after=None):
+        arguments = [str(tmp_path / directory), cases, stop_after]
+        many = {"processes": processes, "devices": 8 // processes, "initialize": processes > 1}
+        return [process.result for process in run_processes(go_on, *arguments, **many)]
+
+    whole = run("whole", 2, cases)
+    assert whole[0] == whole[1]
+    cut = run("cut", 2, cases, 6)  # of 12 batches, four in an epoch
+    shutil.copytree(tmp_path / "cut", tmp_path / "elsewhere")
+    rest = run("cut", 2, cases)
+    for case, losses in whole[0].items():
+        assert len(losses) == 12
+        assert cut[0][case] == dict(list(losses.items())[:6]), case
+        assert rest[0][case] == rest[1][case] == dict(list(losses.items())[6:]), case
+    for case, losses in run("elsewhere", 1, of_whole_data)[0].items():
+        assert losses == pytest.approx(rest[0][case], rel=1e-6), case
 
 
 def save_and_load(directory, strategy, saves):
