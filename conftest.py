@@ -1,9 +1,21 @@
-"""Eight simulated devices for the whole run, and nothing installed or fixed left over from one test to the next."""
+"""Eight simulated devices for the whole run, and nothing installed or fixed left over from one test to the next.
+
+Most of the time of a test goes into compiling. So the compiler leaves out what it does for speed on a CPU, which is
+nothing of how it partitions, and no program is compiled twice in a run: not by the processes that run the tests, nor by
+those that they start.
+"""
 
 import os
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by both processes that run the tests, to compile for TPUs
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import keras_dist as kd
 
@@ -25,9 +37,9 @@ def nothing_installed():
 
 
 @pytest.fixture
-def quick_compilation():
-    """Leaves out what the compiler does for speed on a CPU: half of its time, and none of how it partitions."""
+def full_compilation():
+    """Compiles as a user does, for tests of what the compiler makes of a step."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

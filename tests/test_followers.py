@@ -72,7 +72,7 @@ def test_a_broad_rule_is_for_the_weight_and_one_for_the_factor_is_for_the_factor
     assert axes["down/lora_kernel_b"] == (None, "model")
 
 
-def test_training_with_lora_gives_the_numbers_of_one_device(quick_compilation):
+def test_training_with_lora_gives_the_numbers_of_one_device():
     x, y = np.arange(48).reshape(8, 6) % 64, np.ones((8, 6, 16))
 
     def losses():
@@ -87,7 +87,7 @@ def test_training_with_lora_gives_the_numbers_of_one_device(quick_compilation):
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
-def test_quantized_weights_and_their_scales(mode, quick_compilation):
+def test_quantized_weights_and_their_scales(mode):
     x = np.arange(48).reshape(8, 6) % 64
     alone = build()
     alone.quantize(mode)

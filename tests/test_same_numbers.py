@@ -30,15 +30,12 @@ MESH_SHAPES = [
 
 # The draws are the same in every run. A failure is not shrunk: each attempt would compile for seconds.
 compiling = hypothesis.settings(
-    max_examples=4,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.generate],
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class SelfAttention(keras.Layer):

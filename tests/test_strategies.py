@@ -17,7 +17,7 @@ from keras_dist.shard_choice import sharded_further
 
 STEPS, TOLERANCE = 20, 1e-4
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "small_slots_too")
+pytestmark = pytest.mark.usefixtures("small_slots_too")
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from strategy_models import MODELS, STRATEGIES, fsdp, only_rules, tensor_paralle
 import keras_dist as kd
 from keras_dist.shard_choice import sharded_further
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(ROWS, 8)).astype("float32")

@@ -70,7 +70,7 @@ def causal_lm(build, kind):
 
 
 @pytest.mark.parametrize("name", OWN_MAPS)
-def test_never_less_sharded_and_never_more_traffic_than_by_their_own_map(name, quick_compilation):
+def test_never_less_sharded_and_never_more_traffic_than_by_their_own_map(name):
     build, backbone, kind = OWN_MAPS[name]
     mesh = kd.create_device_mesh("batch:1,model:8")
     theirs = kd.ModelParallel(layout_map=backbone.get_layout_map(mesh, "model", "batch"), batch_dim_name="batch")
@@ -110,7 +110,7 @@ def images_or_tokens(model):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "vit", "t5", "resnet"])
-def test_they_give_the_numbers_of_one_device(name, quick_compilation):
+def test_they_give_the_numbers_of_one_device(name):
     build = OTHERS[name]
 
     def outputs():

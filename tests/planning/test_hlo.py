@@ -29,6 +29,9 @@ every_compiler = pytest.mark.parametrize("compiler", COMPILERS)
 every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
+pytestmark = pytest.mark.usefixtures("full_compilation")
+
+
 def axes_of(mesh):
     return dict(mesh.shape)
 

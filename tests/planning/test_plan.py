@@ -16,8 +16,6 @@ from keras_dist.planning import compilation
 from keras_dist.planning.flops import asked_flops
 from keras_dist.planning.target import require_one_target
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def figures(planned):
     variables = [dataclasses.replace(v, path=v.path.split("/", 1)[-1]) for v in planned.variables]

@@ -24,6 +24,9 @@ TWO_NETWORKS = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("full_compilation")
+
+
 def mesh_of(target, axes, slices=1):
     return kd.create_device_mesh(axes, devices=kd.target(target, slices=slices))
 

@@ -45,7 +45,6 @@ def collectives(found):
     return Counter((c.kind, c.axes, c.tensors, c.bytes, c.wire_bytes, c.count, c.dtype) for c in found)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_and_collectives_are_those_of_fit(name, layout, compiled_texts):
@@ -69,6 +68,7 @@ def test_state_and_collectives_are_those_of_fit(name, layout, compiled_texts):
     assert planned.collectives
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("step", ["test", "predict"])
 def test_the_other_steps_are_planned_too(step, compiled_texts):
     build, (x, y) = MODELS["gpt"]
@@ -86,6 +86,7 @@ def test_the_other_steps_are_planned_too(step, compiled_texts):
     assert collectives(planned.collectives) == collectives(found)
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_data_parallel_moves_the_gradients_and_nothing_else():
     planned = kd.plan(gpt, kd.DataParallel(), 16)
     floor = 2 * planned.memory.weights * 7 / 8
@@ -93,6 +94,7 @@ def test_data_parallel_moves_the_gradients_and_nothing_else():
     assert floor <= planned.wire_bytes <= 1.01 * floor
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_tensor_parallel_has_four_all_reduces_in_a_block():
     distribution = LAYOUTS["tensor parallel"]()
     counts = []
@@ -104,6 +106,7 @@ def test_tensor_parallel_has_four_all_reduces_in_a_block():
     assert counts[1] - counts[0] == 4
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones():
     for layout in ("tensor parallel", "fully sharded"):
         distribution = LAYOUTS[layout]()

@@ -33,7 +33,7 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 4, 512, 512, 4096
 ITEM = 2  # bytes of a number in the dtype of compute
 BLOCKS = 2
 
-pytestmark = pytest.mark.parametrize("target", TARGETS)
+pytestmark = [pytest.mark.parametrize("target", TARGETS), pytest.mark.usefixtures("full_compilation")]
 
 
 @pytest.fixture(autouse=True)
