@@ -164,11 +164,11 @@ def current_position() -> tuple[int, SourceState | None]:
 
     Returns:
         How many batches of the epoch it has delivered, and the state of its data after the last of these. When the
-        epoch has ended, 0, and the state if the next epoch goes on in the same pass through the data, else None.
+        epoch has ended, 0, and the state if the next epoch goes on in the same pass through the data, else None. Where
+        there is no such iterator, 0 and None.
     """
     iterator = _followed()
-    assert iterator is not None
-    return iterator.position()
+    return (0, None) if iterator is None else iterator.position()
 
 
 def _followed() -> EpochIterator | None:

@@ -135,7 +135,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             self._save(total, self._epoch, self._batches, data)
 
     def on_test_begin(self, logs=None):
-        """Saves where a callback has stopped training in the middle of an epoch, before metrics are those of a test."""
+        """Saves where training was stopped in the middle of an epoch, before metrics are those of the validation."""
+        self._save_if_stopped()
+
+    def _save_if_stopped(self) -> None:
         batches, data = keras_seam_iterator.current_position()
         total = self._before_epoch + self._batches
         if batches and total > self._saved_at:
@@ -143,7 +146,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves at the end of each epoch with `save_freq="epoch"`, and where training ends."""
-        self.on_test_begin()
+        self._save_if_stopped()
         batches, data = keras_seam_iterator.current_position()
         self._before_epoch += self._batches
         parameters: Any = self.params
