@@ -28,7 +28,7 @@ Which file does what; each imports only from those above it:
   `keras_seam_deferred.py`: variables without values; `keras_seam_loading.py`: values, from memory and from files, go
   straight into shards; `keras_seam_reading.py`, `keras_seam_saving.py`: variables of several processes are read, and
   files written once; `keras_seam_orbax.py`: checkpoints are loaded, with `checkpoint_restore.py`: the variables of a
-  model from a checkpoint, and `checkpoint_paths.py`: which entry belongs to which.
+  model in a checkpoint, and `checkpoint_paths.py`: which entry belongs to which.
 * `distribution.py`: `Distribution`. `installed.py`: the one that is installed.
 * `strategies.py`: `DataParallel`, `ModelParallel`, `FullyShardedDataParallel`.
 * `training_checkpoint.py`: `TrainingCheckpoint`.
