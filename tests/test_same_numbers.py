@@ -30,7 +30,7 @@ MESH_SHAPES = [
 
 # The draws are the same in every run. A failure is not shrunk: each attempt would compile for seconds.
 compiling = hypothesis.settings(
-    max_examples=3,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.generate],
