@@ -65,7 +65,12 @@ def pair_weights(saved: list[str], paths: list[str], owners: list[str], automati
 
 
 def pair_seeds(saved: list[str], paths: list[str]) -> Pairing:
-    """Finds the entry for the state of each random generator: by path, else in the order in which they were made."""
+    """Finds the entry for the state of each random generator: by path, else in the order in which they were made.
+
+    Args:
+        saved: the paths of states in the checkpoint.
+        paths: those of the model's generators, none twice.
+    """
     return _best([lambda: _by_key(saved, paths, lambda path: path), lambda: _by_key(saved, paths, lambda _: "")])
 
 

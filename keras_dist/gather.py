@@ -40,7 +40,16 @@ def gather(array: Any, keep: bool = True, piece: int = PIECE) -> np.ndarray | No
 
 
 def gather_pieces(array: jax.Array, keep: bool, piece: int) -> np.ndarray | None:
-    """As `gather`, of an array over a mesh, in the way that is needed where processes hold different shards."""
+    """As `gather`, of an array over a mesh, in the way that is needed where processes hold different shards.
+
+    Args:
+        array: of any shape, laid out over a mesh.
+        keep: whether this process wants the value; it takes part either way.
+        piece: bytes that each device holds at a time, beside its shard.
+
+    Returns:
+        The whole array, None where it is not kept.
+    """
     steps = _Steps.of(array.sharding, array.shape, piece // array.dtype.itemsize)
     result = np.empty(array.shape, array.dtype) if keep else None
     if not array.size:
