@@ -23,6 +23,7 @@ kd.simulate_devices(8)
 
 import jax  # noqa: E402
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 
@@ -34,6 +35,12 @@ def nothing_installed():
     yield
     kd.set_distribution(None)
     keras.config.enable_traceback_filtering()
+
+
+@pytest.fixture(autouse=True)
+def names_in_examples(doctest_namespace):
+    """Examples in docstrings may use these names without importing them."""
+    doctest_namespace.update(jax=jax, keras=keras, kd=kd, np=np)
 
 
 @pytest.fixture

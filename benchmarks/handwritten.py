@@ -376,7 +376,7 @@ def floor(strategy: str, model: Gpt = Gpt()) -> float:
 def measure(strategy: str, target: str, options: dict[str, str]) -> str:
     """Compiles a strategy for hardware that is not attached; returns a row of a table in Markdown."""
     import keras_dist
-    from keras_dist.planning.hlo import read_module
+    from keras_dist.planning.hlo.module_costs import read_module
 
     function, state, batch = step(strategy, list(keras_dist.target(target)))
     started = time.perf_counter()

@@ -78,7 +78,7 @@ def load(how: str, path: str, blocks: int, axes: tuple) -> dict:
     import keras
     import numpy as np
 
-    from keras_dist import keras_seam
+    from keras_dist._keras import internals
 
     api = keras.distribution if how == "keras" else kd
     layout_map = api.LayoutMap(api.DeviceMesh((8,), ["model"]))
@@ -86,14 +86,14 @@ def load(how: str, path: str, blocks: int, axes: tuple) -> dict:
     api.set_distribution(api.ModelParallel(layout_map=layout_map, batch_dim_name=None))
     model = build(blocks)
     jax.block_until_ready([variable.value for variable in model.variables])
-    distribute, most = keras_seam.backend_lib.distribute_tensor, {"device 0": 0, "host": 0}
+    distribute, most = internals.backend_lib.distribute_tensor, {"device 0": 0, "host": 0}
 
     def noting(tensor, layout):
         result = jax.block_until_ready(distribute(tensor, layout))
         most["device 0"] = max(most["device 0"], on_device_0(jax.live_arrays()))
         return result
 
-    keras_seam.backend_lib.distribute_tensor = noting
+    internals.backend_lib.distribute_tensor = noting
     ended = threading.Event()
 
     def watch():

@@ -29,7 +29,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from keras import layers  # noqa: E402
 
-from keras_dist.planning.hlo import read_module  # noqa: E402
+from keras_dist.planning.hlo.module_costs import read_module  # noqa: E402
 
 AXES = {name: ",".join(f"{axis}:{size}" for axis, size in s.mesh.items()) for name, s in handwritten.STRATEGIES.items()}
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_dist as kd
-from keras_dist.launch import launch
+from keras_dist.multihost.launcher import launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,7 +162,7 @@ def _mesh(parsed: argparse.Namespace) -> tuple[str, int]:
     info = mesh.info()
     if parsed.json:
         return json.dumps(info | {"longest_link": {k: v._asdict() for k, v in info["longest_link"].items()}}), 0
-    from keras_dist.axes import spell_axes
+    from keras_dist.mesh.axes import spell_axes
 
     links = ", ".join(f"{axis} {link}" for axis, link in info["longest_link"].items())
     info |= {"axes": spell_axes(info["axes"]), "longest_link": links}
@@ -172,15 +172,15 @@ def _mesh(parsed: argparse.Namespace) -> tuple[str, int]:
 
 
 def _devices(parsed: argparse.Namespace) -> tuple[str, int]:
-    from keras_dist.plain import plain
+    from keras_dist._report.as_json import plain
 
     if parsed.hardware:
         return json.dumps(plain(kd.hardware), indent=2) if parsed.json else repr(kd.hardware), 0
     import jax
 
-    from keras_dist.devices import device_name
-    from keras_dist.tables import Table
-    from keras_dist.units import bytes_text
+    from keras_dist._report.tables import Table
+    from keras_dist._report.units import bytes_text
+    from keras_dist.mesh.devices import device_name
 
     rows = [
         {

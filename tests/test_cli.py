@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from new_process import run
+from support.new_process import run
 
 import keras_dist as kd
 from keras_dist.cli import main

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist.axes import spell_axes
+from keras_dist._report.tables import Section, Table, html_of, text_of
+from keras_dist._report.units import bytes_text, count_text, percent_text, seconds_text
+from keras_dist.mesh.axes import spell_axes
 from keras_dist.planning.plan import Plan
-from keras_dist.planning.plan_report import bound_text, distribution_name
-from keras_dist.tables import Section, Table, html_of, text_of
-from keras_dist.units import bytes_text, count_text, percent_text, seconds_text
+from keras_dist.planning.report import bound_text, distribution_name
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_dist.planning.flops import asked_flops
+from keras_dist.mesh.topology import networks_of
+from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.hardware import Hardware
-from keras_dist.planning.hlo import Collective, LargeValue, read_module
+from keras_dist.planning.hlo.module_costs import Collective, LargeValue, read_module
+from keras_dist.planning.model_flops import asked_flops
 from keras_dist.planning.roofline import Roofline, roofline
-from keras_dist.planning.step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
-from keras_dist.topology import networks_of
 
 # With this libtpu finishes a program that does not fit, so that what it would need is known; before 0.0.50.
 _COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}

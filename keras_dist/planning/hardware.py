@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist.devices import Device
-from keras_dist.tables import Table
+from keras_dist._report.tables import Table
+from keras_dist.mesh.devices import Device
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float8", "int8")  # widest first
@@ -102,6 +102,7 @@ class Hardware:
 
     >>> hardware["v5e"].memory_bytes / 2**30
     15.75
+    >>> import dataclasses
     >>> own = dataclasses.replace(hardware["v5e"], name="v5e-slow", network_bytes_per_second=1e9)
     >>> own == hardware["v5e"], own.flops_per_second["bfloat16"]
     (False, 197000000000000.0)

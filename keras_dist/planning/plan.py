@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import keras
 
-from keras_dist import keras_seam
-from keras_dist.distribution import Distribution
-from keras_dist.layout import TensorLayout
-from keras_dist.mesh import DeviceMesh
-from keras_dist.placement import as_sharding, owners_of_slots
-from keras_dist.plain import plain
+from keras_dist._keras import internals
+from keras_dist._report.as_json import plain
+from keras_dist._report.progress import progress_of
+from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
 from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
+from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.hardware import Hardware, hardware
-from keras_dist.planning.hlo import Collective, LargeValue
-from keras_dist.planning.progress import progress_of
+from keras_dist.planning.hlo.module_costs import Collective, LargeValue
 from keras_dist.planning.roofline import Roofline
-from keras_dist.planning.step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.target import require_one_target, target
+from keras_dist.strategies.base import Distribution
+from keras_dist.variables.variable_layouts import as_sharding, owners_of_slots
 
 PARTS = ("weights", "optimizer", "other")
 
@@ -164,7 +164,7 @@ class Plan:
 
     def picture(self) -> str:
         """Returns memory and time of one device as bars of text."""
-        from keras_dist.planning.plan_report import picture
+        from keras_dist.planning.report import picture
 
         return picture(self)
 
@@ -187,7 +187,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from keras_dist.planning.plan_report import as_text
+        from keras_dist.planning.report import as_text
 
         return as_text(self)
 
@@ -196,7 +196,7 @@ class Plan:
         return f"<Plan of the {self.step} step of {self.model!r} on {self.mesh.devices.size} x {self.target}: {fits}>"
 
     def _repr_html_(self) -> str:
-        from keras_dist.planning.plan_report import as_html
+        from keras_dist.planning.report import as_html
 
         return as_html(self)
 
@@ -380,9 +380,9 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: An
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
     require_one_target(distribution.device_mesh)
-    if step not in keras_seam.STEPS:
+    if step not in internals.STEPS:
         raise ValueError(
-            f"A step is one of {', '.join(map(repr, keras_seam.STEPS))}. Received: step={step!r}. Leave it out for "
+            f"A step is one of {', '.join(map(repr, internals.STEPS))}. Received: step={step!r}. Leave it out for "
             "'train'."
         )
     if depth is None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from keras_dist.mesh.topology import Torus, coordinates_of, is_closed, networks_of
 from keras_dist.planning.hardware import DTYPES, Hardware
-from keras_dist.topology import Torus, coordinates_of, is_closed, networks_of
 
 if TYPE_CHECKING:
-    from keras_dist.planning.hlo import Collective
+    from keras_dist.planning.hlo.module_costs import Collective
 
 Groups = Sequence[Sequence[int]]  # flat positions in the mesh
 

@@ -34,12 +34,12 @@ def test_all_but_the_excluded_pass(file, tmp_path):
         pytest.importorskip("orbax.checkpoint", reason="needs Orbax: pip install 'keras-dist[test]'")
     report = tmp_path / "report.xml"
     command = [
-        *(sys.executable, "-m", "pytest", "-p", "keras_on_ours", "-p", "no:cacheprovider", "-c", os.devnull),
+        *(sys.executable, "-m", "pytest", "-p", "support.keras_on_ours", "-p", "no:cacheprovider", "-c", os.devnull),
         # Keras mostly lies in a virtual environment, and that in a hidden folder: pytest would pass over both.
         *("--rootdir", str(tmp_path), "--collect-in-virtualenv", "-o", "norecursedirs=", f"--junitxml={report}"),
         str(path),
     ]
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent), "KERAS_BACKEND": "jax"}
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1]), "KERAS_BACKEND": "jax"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert report.exists(), run.stdout + run.stderr
 

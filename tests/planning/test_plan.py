@@ -8,13 +8,13 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subclassed, tensor_parallel
+from support.planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subclassed, tensor_parallel
 
 import keras_dist as kd
-from keras_dist.keras_seam import variable_value
+from keras_dist._keras.internals import variable_value
 from keras_dist.planning import compilation
-from keras_dist.planning.flops import asked_flops
-from keras_dist.planning.target import require_one_target
+from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.model_flops import asked_flops
 
 
 def figures(planned):

@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from planned_models import LargestDim, gpt, rules, tensor_parallel
+from support.planned_models import LargestDim, gpt, rules, tensor_parallel
 
 import keras_dist as kd
 

@@ -5,11 +5,11 @@ from collections import Counter
 import jax
 import keras
 import pytest
-from planned_models import LAYOUTS, MODELS, gpt
+from support.planned_models import LAYOUTS, MODELS, gpt
 
 import keras_dist as kd
-from keras_dist import keras_seam
-from keras_dist.planning.hlo import read_module
+from keras_dist._keras import internals
+from keras_dist.planning.hlo.module_costs import read_module
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def compiled_texts(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(keras_seam.trainer, "jit", recording_jit)
+    monkeypatch.setattr(internals.trainer, "jit", recording_jit)
     return texts
 
 

@@ -357,7 +357,7 @@ def test_only_hardware_has_a_roofline():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
 @pytest.mark.parametrize(("topology", "slices"), [("v5e:4x4", 1), ("v5p:4x4x4", 1), ("v3:2x2", 1), ("v5e:4x4", 2)])
 def test_devices_of_libtpu_have_the_links_of_described_ones(topology, slices):
-    from keras_dist.planning.target import target
+    from keras_dist.planning.compile_target import target
 
     made = target(topology, slices)
     steps = []
@@ -376,7 +376,7 @@ def test_devices_of_libtpu_have_the_links_of_described_ones(topology, slices):
     reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
 )
 def test_hosts_of_the_cuda_compiler_are_joined_by_the_network():
-    from keras_dist.planning.target import target
+    from keras_dist.planning.compile_target import target
 
     devices = as_array(list(target("h100:2x8")), (2, 8))
     step = least(H100, devices, collective("all-reduce", groups_along(devices, 0)))

@@ -1,0 +1,148 @@
+"""The state of a model that runs: from its variables into steps, from step to step, and back into the variables."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from keras_dist._keras.internals import STEPS, StatelessScope
+
+NOTHING_LEFT = ()  # in the place of batches: an epoch goes on after its last one, and no step is made
+
+
+class _Leaves(Sequence):
+    """One part of a training state between two steps.
+
+    The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: a list
+    of arrays would be searched for layers and variables, one array at a time, at every step. It looks no further
+    into a sequence of another type.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+jax.tree_util.register_pytree_node(
+    _Leaves, lambda leaves: (leaves.values, None), lambda _, values: _Leaves(list(values))
+)
+
+
+def _as_list(part):
+    return part.values if type(part) is _Leaves else part
+
+
+def state_variables(model, step: str) -> list[list]:
+    """The variables that a step takes and returns, in the parts and the order of Keras's training state."""
+    parts = [model.trainable_variables, model.non_trainable_variables]
+    if step == "train":
+        parts.append(model.optimizer.variables)
+    if step != "predict":
+        parts.append(model.metrics_variables)
+    return parts
+
+
+def step_function(model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any]) -> Callable:
+    """Wraps the function that runs a step: its state travels as `_Leaves`, and a failure loses no variable.
+
+    Keras puts values back only from a step that has ended; where the first batch of a run fails, they would be gone.
+
+    Args:
+        model: the model.
+        step: the step.
+        keras_function: Keras's function of state and iterator.
+        finish: makes of the outputs, and the iterator, what is returned.
+    """
+
+    def function(state, iterator):
+        if iterator is NOTHING_LEFT:
+            return _metrics_result(model, _as_list(state[-1])), tuple(_Leaves(_as_list(part)) for part in state)
+        state = _without_sharing(state) if type(state[0]) is list else tuple(map(_as_list, state))
+        try:
+            outputs, new_state = keras_function(state, iterator)
+        except BaseException:
+            _fill_from_state(model, step, state)
+            model._jax_state, model._jax_state_synced = None, True
+            raise
+        return finish(outputs, iterator), tuple(_Leaves(part) if type(part) is list else part for part in new_state)
+
+    return function
+
+
+def _metrics_result(model, values: list) -> dict:
+    with StatelessScope(state_mapping=list(zip(model.metrics_variables, values, strict=True))):
+        return model.get_metrics_result()
+
+
+def _without_sharing(state: tuple) -> tuple:
+    """Copies arrays that two variables share: a step gives its arrays away, and can give each away once.
+
+    After a fit with a moving average of the weights, Keras leaves each weight and its average with one array.
+    """
+    seen: set[int] = set()
+
+    def own(value):
+        if id(value) in seen:
+            return value.copy()
+        seen.add(id(value))
+        return value
+
+    return tuple([own(value) for value in part] for part in state)
+
+
+def forget_compiled_functions(model) -> None:
+    """Makes a model compile its train, test and predict functions anew at their next use, in a run that goes on too."""
+    for step in STEPS:
+        attribute = f"{step}_function"
+
+        def function(state, iterator, step=step, attribute=attribute):
+            setattr(model, attribute, None)
+            state = tuple(map(_as_list, state))
+            # Keras looks at the values to make a function; in a run that goes on, they are in the state.
+            filled = _fill_from_state(model, step, state)
+            model._jax_state = None
+            getattr(model, f"make_{step}_function")()
+            for variable in filled:
+                variable._value = None
+            return getattr(model, attribute)(state, iterator)
+
+        if getattr(model, attribute, None) is not None:
+            setattr(model, attribute, function)
+
+
+def put_values_back(model) -> None:
+    """Gives the variables of a model that runs, or whose run broke off, the values that the run took from them.
+
+    While a step runs the variables hold no values, so that memory is not taken twice. Keras puts them back at the
+    end of a run and, for `fit` only, where one breaks off. A variable that has been given a value since keeps that.
+    """
+    state = getattr(model, "_jax_state", None)
+    if state is None or model._jax_state_synced:
+        return
+    for part, values in state.items():
+        variables = model.optimizer.variables if part == "optimizer_variables" else getattr(model, part)
+        _fill(variables, values)
+    model._jax_state, model._jax_state_synced = None, True
+
+
+def _fill(variables, values) -> list:
+    filled = []
+    for variable, value in zip(variables, values, strict=True):
+        if variable._value is None and not value.is_deleted():
+            variable._value = value
+            filled.append(variable)
+    return filled
+
+
+def _fill_from_state(model, step: str, state: tuple) -> list:
+    return [v for part in zip(state_variables(model, step), state, strict=True) for v in _fill(*part)]

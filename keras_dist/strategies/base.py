@@ -1,0 +1,322 @@
+"""`Distribution`, the base of all: what lies where, and what Keras asks about it."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.core import Tracer
+
+from keras_dist._keras import internals, patch_registry
+from keras_dist.data.batch_placement import BatchPlacer, is_global, join_parts
+from keras_dist.data.consistency import BatchAgreement, agree_on_model
+from keras_dist.data.input_pipeline import Feed, OwnRows, own_rows, own_rows_of
+from keras_dist.layout.derived_weights import flattened, followed, following
+from keras_dist.layout.layout_map import Rule
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, misfit
+from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
+from keras_dist.strategies.activations import distribute_outputs
+from keras_dist.strategies.resharding import in_compute_layout
+from keras_dist.variables.variable_layouts import (
+    VariableSpec,
+    check_placement,
+    describe,
+    layout_under,
+    lies_on,
+    slot_layout,
+)
+
+BatchDimName = str | Sequence[str] | None
+
+
+class Distribution(patch_registry.Hooks, internals.KerasDistribution):
+    """Says where variables, batches and layer outputs lie. The base of all distributions here.
+
+    As it is, it replicates variables and leaves the outputs of layers to the compiler; a subclass may answer
+    `get_variable_layout`, `get_data_layout` and `get_tensor_layout` otherwise. A distribution decides; it holds no
+    model.
+
+    Args:
+        device_mesh: the mesh that everything lies on.
+        batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
+        auto_shard_dataset: with several processes, whether each is passed the whole dataset, of which its devices take
+            their rows. `False` means that each is passed a part of its own, of any size; a global batch is their union.
+
+    Raises:
+        ValueError: no mesh, one with axes that are not of type `Auto`, or a batch axis that the mesh does not have.
+    """
+
+    def __init__(
+        self,
+        device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh,
+        batch_dim_name: BatchDimName = None,
+        auto_shard_dataset: bool = True,
+    ):
+        self._device_mesh = as_mesh_of_layers(device_mesh)
+        batch_axes = axis_tuple(
+            batch_dim_name if isinstance(batch_dim_name, (str, type(None))) else tuple(batch_dim_name)
+        )
+        for name in batch_axes:
+            if name not in self._device_mesh.axis_sizes or batch_axes.count(name) > 1:
+                raise ValueError(
+                    f"batch_dim_name must name axes of the mesh, each once. Received: {batch_dim_name!r}, but the mesh "
+                    f"has the axes {list(self._device_mesh.axis_sizes)}. Use one of them, or a tuple of several."
+                )
+        self._batch_dim_name = batch_dim_name
+        self._auto_shard_dataset = auto_shard_dataset
+        self._num_processes = internals.num_processes()
+        self._process_id = internals.process_id()
+        self._is_multi_process = self._num_processes > 1
+        self._placer = BatchPlacer(self._device_mesh, batch_axes)
+        self._agreements: dict[bool, BatchAgreement] = {}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that everything lies on."""
+        return self._device_mesh
+
+    @property
+    def batch_dim_name(self) -> BatchDimName:
+        """The mesh axis, or axes, that dim 0 of a batch is sharded over."""
+        return self._batch_dim_name
+
+    @property
+    def num_model_replicas(self) -> int:
+        """Into how many parts a global batch is cut: the product of the batch axes' sizes."""
+        return math.prod(self._device_mesh.axis_sizes[name] for name in self._placer.batch_axes)
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
+        """Returns the layout of a batch: dim 0 over the batch axes.
+
+        A batch whose rows the axes do not divide has this layout too; when it is placed, it is sharded over the
+        largest part of the axes that divides it.
+
+        Args:
+            data_shape: the shape of one array of the batch. A 0-d array is replicated.
+
+        Returns:
+            The layout.
+        """
+        patch_registry.notice(self)
+        batch = [self._placer.batch_axes] if len(data_shape) else []
+        return TensorLayout(batch + [None] * (len(data_shape) - 1), self._device_mesh)
+
+    def get_variable_layout(self, variable) -> TensorLayout:
+        """Returns the layout that a variable brings, else that of the rule for its path, else one that replicates it.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: several rules match the path, or the rule does not fit the variable's shape.
+        """
+        patch_registry.notice(self)
+        layout = internals.variable_layout(variable)
+        if layout is not None:
+            return layout
+        layout = self._stored(variable)
+        if isinstance(variable, keras.Variable):
+            patch_registry.remember_laid_out(variable, self)
+        return layout
+
+    def get_compute_layout(self, variable) -> TensorLayout:
+        """Returns the layout in which layers compute with a variable: it is brought there as they read it.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; a subclass may answer otherwise.
+        """
+        return self.get_variable_layout(variable)
+
+    def get_update_layout(self, variable) -> TensorLayout:
+        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+
+        Args:
+            variable: a `keras.Variable`.
+
+        Returns:
+            The layout in which the variable lies; a subclass may answer otherwise.
+        """
+        return self.get_variable_layout(variable)
+
+    def _stored(self, variable) -> TensorLayout:
+        """The layout in which a variable lies that brings none."""
+        return self._by_rule(variable)
+
+    def _by_rule(self, variable) -> TensorLayout:
+        shape, rule, weight = tuple(variable.shape), self.rule(variable.path), followed(variable.path)
+        of_weight = None if weight is None else self.rule(weight.path)
+        if weight and of_weight and (rule is None or rule == of_weight):  # a rule that is for both is for the weight
+            layout = of_weight.layout
+            sizes = (layout.device_mesh or self._device_mesh).axis_sizes
+            return TensorLayout(following(layout.axes, weight, shape, sizes), layout.device_mesh or self._device_mesh)
+        if rule is None:
+            return TensorLayout([None] * len(shape), self._device_mesh)
+        layout = rule.layout
+        if 1 < len(shape) < len(layout.axes) and "int" in str(variable.dtype):
+            layout = TensorLayout(flattened(layout.axes, len(shape)), layout.device_mesh or self._device_mesh)
+        problem = misfit(layout.axes, shape, (layout.device_mesh or self._device_mesh).axis_sizes)
+        if problem and 0 not in shape:  # nothing of an empty tensor lies anywhere
+            raise ValueError(
+                f"Cannot shard '{variable.path}' (shape {shape}) by the rule {rule.pattern!r}, {layout.axes}: {problem}"
+            )
+        return layout
+
+    def get_tensor_layout(self, path: str) -> Any:
+        """Returns the layout that a layer's inputs or outputs are given, None to leave them to the compiler.
+
+        Args:
+            path: the path of the layer with `/input` or `/output` behind it.
+
+        Returns:
+            None; a subclass may answer otherwise.
+        """
+        return None
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Installs this distribution for a block of code, in this thread."""
+        with patch_registry.installed_in_this_thread(self):
+            yield
+
+    def distribute_batch(self, batch: Any) -> Any:
+        """Lays a host batch over the mesh, as `fit` does; for training loops of one's own.
+
+        Args:
+            batch: nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
+                scalars; `None` stays `None`. With several processes, the whole batch or the part of this one, as
+                `auto_shard_dataset` says; all of them call it.
+
+        Returns:
+            The same structure of `jax.Array`: dim 0 sharded over the batch axes, or over the largest part of them
+            that divides it.
+
+        Example:
+
+        >>> import numpy as np
+        >>> from keras_dist import DataParallel
+        >>> distribution = DataParallel()
+        >>> x, y = distribution.distribute_batch((np.ones((16, 3)), np.ones(5)))
+        >>> x.sharding.shard_shape(x.shape), y.sharding.shard_shape(y.shape)
+        ((2, 3), (5,))
+        """
+        return self._place_now(batch)[0]
+
+    def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
+        """Returns how an array of a batch is sharded when it is placed.
+
+        Args:
+            shape: the shape of the array.
+
+        Returns:
+            The sharding: dim 0 over the batch axes, or over the largest part of them that divides it.
+        """
+        return self._placer.sharding(shape)
+
+    def rule(self, path: str) -> Rule | None:
+        """Returns the rule for the path of a variable, None where it is replicated.
+
+        Args:
+            path: the path of a variable.
+
+        Returns:
+            The key of a layout map and its layout, or None.
+        """
+        return None
+
+    # What follows is asked by the patches.
+
+    def _distribute_tensor(self, tensor, layout):
+        path = internals.path_of_open_scope()
+        taken = self.get_tensor_layout(f"{path}/input") if path else None
+        return distribute_outputs(tensor, layout, self._placer.batch_axes, computed=_inside(taken, layout))
+
+    def _distribute_inputs(self, path, inputs):
+        layout = self.get_tensor_layout(path)
+        if not layout or not jax.tree.leaves(inputs):
+            return inputs
+        return distribute_outputs(inputs, layout, self._placer.batch_axes, what="input")
+
+    def _distribute_read(self, variable, value):
+        spec = VariableSpec.of(variable)
+        stored = layout_under(variable, self)
+        if stored != self.get_variable_layout(spec):
+            return value  # it brought its layout with it
+        used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
+        return in_compute_layout(value, stored, used, update, self._placer.batch_axes)
+
+    def _regathers(self, layer) -> bool:
+        return False
+
+    def _slot_layout(self, variable):
+        return slot_layout(variable, layout_under(variable, self), self)
+
+    def _distribute_call(self, model, args, kwargs):
+        weights = model.weights if model.built else []
+        if not weights or not lies_on(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
+            return args, kwargs
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        return jax.tree.unflatten(structure, [self._distribute_argument(leaf) for leaf in leaves])
+
+    def _distribute_argument(self, leaf):
+        is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
+        if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask") or is_global(leaf):
+            return leaf
+        return self.distribute_batch(leaf)
+
+    def _feed(self, batches, step, steps_per_epoch, state_of) -> Feed:
+        return Feed(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, state_of)
+
+    def _place_now(self, batch) -> tuple[Any, list[OwnRows | None]]:
+        """Places a batch that stands alone; returns which rows of it this process has passed, too."""
+        if not self._is_multi_process:
+            return self._placer.place(batch), [None]
+        is_whole = self.auto_shard_dataset
+        is_first = is_whole not in self._agreements
+        agreement = self._agreements.setdefault(is_whole, BatchAgreement("single batches", is_whole, "one batch"))
+        if is_whole:
+            if is_first:
+                agreement.on_batch(batch)
+            return self._placer.place(batch), [None]
+        rows = agreement.on_batch(batch)
+        assert rows is not None  # single batches do not end
+        return join_parts(self._placer.place_parts(batch, rows)), [own_rows(rows)]
+
+    def _own_outputs(self, outputs, rows) -> Any:
+        """What this process is given of the outputs of a step, as arrays that it can read."""
+        outputs = self._placer.replicate(outputs)
+        if not rows or None in rows:
+            return outputs
+        return own_rows_of(jax.tree.map(np.asarray, outputs), rows)
+
+    def _agree_on_model(self, step, model, variables) -> None:
+        if self._is_multi_process:
+            facts = {"random seed": internals.random_seed(), "distribution": repr(self)}
+            agree_on_model(step, model.name, [(v.path, describe(v)) for v in variables], facts)
+
+    def _check_placement(self, model, variables) -> None:
+        check_placement(model, variables, self)
+
+    def _check_rules(self, model) -> None:
+        pass
+
+
+def _inside(taken: Any, returned: Any) -> TensorLayout | None:
+    """The layout of what a layer returns while it computes that, where rules say what it takes and returns.
+
+    An axis that shards one dim of what it takes and another dim of what it returns is summed over in it.
+    """
+    if not isinstance(taken, TensorLayout) or not isinstance(returned, TensorLayout):
+        return None
+    inputs = {name: dim for dim, entry in enumerate(taken.axes) for name in axis_tuple(entry)}
+    entries = [tuple(n for n in axis_tuple(e) if inputs.get(n, dim) == dim) for dim, e in enumerate(returned.axes)]
+    computed = TensorLayout(entries, returned.device_mesh)
+    return None if computed.axes == returned.axes else computed

@@ -1,0 +1,148 @@
+"""What is installed where, and the overrides that come and go with it."""
+
+import gc
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist as kd
+from keras_dist._keras import internals, patch_registry
+
+
+def in_thread(function):
+    """Returns what a function returns in another thread."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def overridden():
+    """The names that stand replaced now."""
+    return {o.name for o in patch_registry.OVERRIDES if vars(o.owner).get(o.name) is o.replacement}
+
+
+@pytest.fixture(autouse=True)
+def no_models_left():
+    """Models of other tests would keep the overrides that outlive their distribution."""
+    gc.collect()
+    kd.set_distribution(None)
+
+
+def test_ours_is_keras_own():
+    distribution = kd.DataParallel()
+    kd.set_distribution(distribution)
+    assert kd.distribution() is keras.distribution.distribution() is distribution
+    keras.distribution.set_distribution(None)
+    assert kd.distribution() is None
+
+
+def test_a_plain_distribution_may_be_installed_and_overrides_nothing():
+    plain = keras.distribution.DataParallel()
+    kd.set_distribution(plain)
+    assert kd.distribution() is plain
+    assert not overridden()
+
+
+def test_overrides_come_and_go_with_the_distribution():
+    assert not overridden()
+    with kd.DataParallel().scope():
+        assert overridden() == {o.name for o in patch_registry.OVERRIDES}
+        with keras.distribution.DataParallel().scope():
+            assert kd.distribution() is not None
+    assert not overridden()
+
+
+def test_keras_own_set_distribution_wakes_and_ends_them():
+    distribution = kd.DataParallel()
+    keras.distribution.set_distribution(distribution)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((5, 3)), np.ones((5, 2)), verbose=0)
+    assert overridden()
+    keras.distribution.set_distribution(None)
+    del model
+    gc.collect()
+    kd.set_distribution(None)
+    assert not overridden()
+
+
+def test_scopes_nest_and_end_with_an_exception():
+    outer, inner = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
+    with outer.scope():
+        with pytest.raises(KeyError), inner.scope():
+            {}[kd.distribution() is inner]
+        with inner.scope():
+            assert kd.distribution() is inner
+        assert kd.distribution() is outer
+    assert kd.distribution() is None
+
+
+def test_other_threads_see_what_is_set_and_not_what_is_scoped():
+    distribution, scoped = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
+    assert in_thread(kd.distribution) is None
+    kd.set_distribution(distribution)
+    assert in_thread(kd.distribution) is distribution
+    with scoped.scope():
+        assert in_thread(kd.distribution) is distribution
+    kd.set_distribution(None)
+    assert in_thread(kd.distribution) is None
+
+
+def test_a_thread_may_have_its_own():
+    distribution, own = kd.DataParallel(), keras.distribution.DataParallel()
+    kd.set_distribution(distribution)
+
+    def with_its_own():
+        with own.scope():
+            return kd.distribution()
+
+    assert in_thread(with_its_own) is own
+    assert kd.distribution() is distribution
+
+
+def test_clear_session_keeps_what_is_set_and_what_is_scoped():
+    distribution, scoped = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
+    kd.set_distribution(distribution)
+    keras.utils.clear_session()
+    assert kd.distribution() is distribution
+    with scoped.scope():
+        keras.utils.clear_session()
+        assert kd.distribution() is scoped
+    assert kd.distribution() is distribution
+    kd.set_distribution(None)
+    keras.utils.clear_session()
+    assert kd.distribution() is None
+
+
+def test_other_global_state_is_cleared_as_ever():
+    kd.set_distribution(kd.DataParallel())
+    assert keras.layers.Dense(1).name == "dense"
+    assert keras.layers.Dense(1).name == "dense_1"
+    keras.utils.clear_session()
+    assert keras.layers.Dense(1).name == "dense"
+
+
+@pytest.mark.parametrize("value", ["foo", 3, kd.DataParallel, kd.DeviceMesh((8,), ["data"])])
+def test_only_a_distribution_can_be_installed(value):
+    installed = kd.DataParallel()
+    kd.set_distribution(installed)
+    with pytest.raises(TypeError, match=r"takes a distribution or None. Received: "):
+        kd.set_distribution(value)
+    assert kd.distribution() is installed
+
+
+def test_somebody_elses_override_over_ours_stays(monkeypatch):
+    calls = []
+    trainer = internals.trainer
+    kd.set_distribution(kd.DataParallel())
+    ours = trainer._distribute_data
+    monkeypatch.setattr(trainer, "_distribute_data", lambda *a, **k: calls.append(1) or ours(*a, **k))
+    kd.set_distribution(None)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((5, 3)), np.ones((5, 2)))
+    assert calls

@@ -1,0 +1,313 @@
+"""Who does not use this package sees plain Keras: what is overridden, when, for whom, and in which Keras."""
+
+import gc
+import threading
+
+import keras
+import pytest
+from support.keras_scenarios import (
+    DEVICES,
+    KERAS,
+    ROWS,
+    X,
+    Y,
+    assert_same_numbers,
+    dense_model,
+    devices_of,
+    fit,
+    raises_indivisible,
+    run,
+    start_anew,
+)
+
+import keras_dist as kd
+from keras_dist._keras import patch_registry
+
+OVERRIDES = patch_registry.OVERRIDES
+IDS = [override.name for override in OVERRIDES]
+
+
+def standing():
+    """What each owner itself holds under the overridden name; None where it inherits."""
+    return [vars(override.owner).get(override.name) for override in OVERRIDES]
+
+
+KERAS_OWN = standing()  # read when this file is imported, before any test has installed anything
+
+
+def overridden():
+    """The names under which a function of Keras does not stand."""
+    return [name for name, found, own in zip(IDS, standing(), KERAS_OWN, strict=True) if found is not own]
+
+
+@pytest.fixture(autouse=True)
+def no_model_of_ours():
+    """Models of earlier tests hold the overrides that outlive an installation."""
+    gc.collect()
+    kd.set_distribution(None)
+
+
+def part_of_a_call(model):
+    """The shape of the part of model(x) that one device computes."""
+    outputs = model(X)
+    return outputs.sharding.shard_shape(outputs.shape)
+
+
+# ------------------------------------------------------------------------------------------ while nothing is installed
+
+
+def test_what_was_read_before_is_of_keras():
+    for override, function in zip(OVERRIDES, KERAS_OWN, strict=True):
+        assert function is not override.replacement
+        assert function is None or function.__module__.startswith("keras.src.")
+
+
+def test_all_stand_while_installed_and_none_after():
+    assert overridden() == []
+    kd.set_distribution(kd.DataParallel())
+    assert overridden() == IDS
+    model = dense_model()
+    fit(model)
+    kd.set_distribution(None)
+    # What the model's compiled functions need stays while it lives.
+    assert overridden() == [override.name for override in OVERRIDES if override.outlives]
+    del model
+    gc.collect()
+    kd.set_distribution(None)
+    assert overridden() == []
+
+
+def test_they_go_by_themselves_when_a_model_of_keras_trains():
+    with kd.DataParallel().scope():
+        model = dense_model()
+    del model
+    gc.collect()
+    plain = dense_model()
+    fit(plain)
+    assert overridden() == []
+
+
+def test_a_scope_puts_them_in_and_out():
+    with kd.DataParallel().scope():
+        assert overridden() == IDS
+        with KERAS.DataParallel().scope():
+            assert type(KERAS.distribution()) is KERAS.DataParallel
+    assert overridden() == []
+
+
+def test_a_scope_of_keras_gives_ours_back():
+    installed = kd.DataParallel()
+    kd.set_distribution(installed)
+    with KERAS.DataParallel().scope():
+        assert type(KERAS.distribution()) is KERAS.DataParallel
+    assert kd.distribution() is installed
+    assert in_another_thread(kd.distribution)[0] is installed
+    assert overridden() == IDS
+    keras.utils.clear_session(free_memory=False)
+    assert kd.distribution() is installed
+
+
+def test_a_scope_that_fails_takes_them_out():
+    with pytest.raises(OSError, match="in the scope"), kd.DataParallel().scope():
+        raise OSError("in the scope")
+    assert overridden() == []
+    assert kd.distribution() is None
+
+
+def test_a_distribution_of_keras_puts_none_in():
+    kd.set_distribution(KERAS.DataParallel())
+    assert overridden() == []
+    with KERAS.DataParallel().scope():
+        fit(dense_model())
+        assert overridden() == []
+
+
+def test_keras_own_set_distribution_puts_them_in():
+    KERAS.set_distribution(kd.DataParallel())
+    dense_model()  # the first that Keras asks our distribution
+    assert overridden() == IDS
+
+
+def test_keras_own_set_distribution_takes_them_out():
+    kd.set_distribution(kd.DataParallel())
+    KERAS.set_distribution(None)
+    assert overridden() == []
+    keras.utils.clear_session()
+    assert KERAS.distribution() is None
+
+
+def test_a_distribution_of_keras_takes_the_place_of_ours():
+    kd.set_distribution(kd.DataParallel())
+    KERAS.set_distribution(KERAS.DataParallel())
+    KERAS.set_distribution(None)
+    assert overridden() == []
+    keras.utils.clear_session()
+    assert KERAS.distribution() is None
+
+
+def test_plain_keras_is_the_same_before_during_and_after():
+    def plain(model):
+        return fit(model), model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+
+    before = run(KERAS, plain)
+    start_anew()
+    with kd.DataParallel().scope():
+        ours = dense_model()
+        fit(ours)
+    assert overridden()  # ours lives, and some overrides with it
+    assert_same_numbers(run(KERAS, plain), before)
+    with raises_indivisible():
+        run(KERAS, lambda model: model.fit(X[:13], Y[:13], verbose=0))
+    with KERAS.DataParallel().scope():
+        assert part_of_a_call(dense_model()) == X[:, :1].shape
+    del ours
+    gc.collect()
+    assert_same_numbers(run(KERAS, plain), before)
+    assert overridden() == []
+
+
+# ------------------------------------------------------------------------------------------------------ other threads
+
+
+def in_another_thread(first, here=lambda: None, then=lambda: None):
+    """Runs `first` in a new thread, then `here` in this one, then `then` in the other; what each of them returns."""
+    first_is_done, here_is_done = threading.Event(), threading.Event()
+    results, errors = {}, []
+
+    def other():
+        try:
+            results["first"] = first()
+            first_is_done.set()
+            here_is_done.wait()
+            results["then"] = then()
+        except BaseException as error:
+            errors.append(error)
+            first_is_done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    first_is_done.wait()
+    try:
+        results["here"] = here()
+    finally:
+        here_is_done.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results["first"], results["here"], results["then"]
+
+
+def use_of_keras():
+    """What a user of Keras's own distribution meets."""
+    keras.utils.set_random_seed(0)
+    with KERAS.DataParallel().scope():
+        installed = type(KERAS.distribution())
+        model = dense_model()
+        part = part_of_a_call(model)
+        losses = fit(model)
+        with raises_indivisible():
+            model.train_on_batch(X[:13], Y[:13])
+        with raises_indivisible():
+            model.fit(X[:13], Y[:13], verbose=0)
+        with pytest.raises(TypeError, match="not callable"):
+            model.get_weights()  # lost with the fit that failed
+    return installed, part, losses
+
+
+def test_a_thread_with_a_distribution_of_keras_behaves_as_keras():
+    start_anew()
+    expected = use_of_keras()
+    start_anew()
+    kd.set_distribution(kd.DataParallel())
+    there, names, _ = in_another_thread(use_of_keras, overridden)
+    assert names == IDS
+    assert there == expected
+    assert isinstance(kd.distribution(), kd.DataParallel)
+    assert dense_model()(X).sharding.shard_shape((ROWS, 1)) == (ROWS // DEVICES, 1)
+
+
+def test_a_thread_with_ours_leaves_the_others_alone():
+    start_anew()
+    expected = use_of_keras()
+    start_anew()
+    scope = kd.DataParallel().scope()
+
+    def enter():
+        scope.__enter__()
+        return dense_model()
+
+    def here():
+        return overridden(), KERAS.distribution(), len(devices_of(dense_model().weights[0])), use_of_keras()
+
+    def leave():
+        installed = kd.distribution()
+        scope.__exit__(None, None, None)
+        return installed
+
+    model, seen, installed = in_another_thread(enter, here, leave)
+    assert seen == (IDS, None, 1, expected)
+    assert isinstance(installed, kd.DataParallel)
+    assert len(devices_of(model.weights[0])) == DEVICES
+
+
+@pytest.mark.parametrize("api", [KERAS, kd], ids=["keras", "ours"])
+def test_a_thread_that_left_a_scope_has_installed_nothing(api):
+    def enter_and_leave():
+        with api.DataParallel().scope():
+            pass
+
+    def here():
+        kd.set_distribution(None)
+        return overridden()
+
+    kd.set_distribution(kd.DataParallel())
+    _, names, installed = in_another_thread(enter_and_leave, here, kd.distribution)
+    assert names == []
+    assert installed is None
+
+
+# -------------------------------------------------------------------------------------------------- an unknown Keras
+
+
+def replace_by_another_signature(monkeypatch, override):
+    """Lets the owner hold a function that does the same and takes one parameter more."""
+    original = getattr(override.owner, override.name)
+
+    def of_another_keras(*args, one_more=None, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(override.owner, override.name, of_another_keras)
+
+
+WAYS_TO_INSTALL = {
+    "set_distribution": lambda: kd.set_distribution(kd.DataParallel()),
+    "scope": lambda: kd.DataParallel().scope().__enter__(),
+}
+
+
+@pytest.mark.parametrize("install", WAYS_TO_INSTALL.values(), ids=WAYS_TO_INSTALL)
+@pytest.mark.parametrize("override", OVERRIDES, ids=IDS)
+def test_another_signature_is_refused_and_nothing_is_overridden(override, install, monkeypatch):
+    replace_by_another_signature(monkeypatch, override)
+    before = standing()
+    with pytest.raises(ValueError, match=rf"does not know Keras.*{override.name} takes.*one_more") as error:
+        install()
+    message = str(error.value)
+    assert keras.__version__ in message
+    assert override.owner.__name__ in message
+    assert override.answers in message
+    assert standing() == before
+
+
+@pytest.mark.parametrize("install", WAYS_TO_INSTALL.values(), ids=WAYS_TO_INSTALL)
+def test_another_signature_leaves_nothing_installed(install, monkeypatch):
+    replace_by_another_signature(monkeypatch, OVERRIDES[0])
+    with pytest.raises(ValueError, match="does not know Keras"):
+        install()
+    assert kd.distribution() is None
+
+
+def test_a_function_that_is_gone_is_refused(monkeypatch):
+    monkeypatch.delattr(OVERRIDES[0].owner, OVERRIDES[0].name)
+    with pytest.raises(ValueError, match="does not know Keras"):
+        kd.set_distribution(kd.DataParallel())

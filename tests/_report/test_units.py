@@ -1,0 +1,17 @@
+"""Figures as people read them."""
+
+from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
+
+GIB = 2**30
+
+
+def test_figures_are_spelled_with_three_digits():
+    assert [bytes_text(n) for n in (0, 1, 999, 1000, 1024, 15.75 * GIB, 2**50)] == (
+        ["0 B", "1 B", "999 B", "0.977 KiB", "1 KiB", "15.8 GiB", "1 PiB"]
+    )
+    assert [count_text(n) for n in (0, 999, 1000, 217_123_456, 2.5)] == ["0", "999", "1 k", "217 M", "2.50"]
+    assert [flops_text(n) for n in (0, 999.7e12, 3e21)] == ["0 FLOP", "1.00 PFLOP", "3000 EFLOP"]
+    assert [seconds_text(s) for s in (0.0, 1e-9, 9.996e-4, 0.9994, 1234.5)] == (
+        ["0 s", "0.001 us", "1.00 ms", "999 ms", "1234 s"]
+    )
+    assert [percent_text(p) for p in (0, 1e-5, 0.001, 0.5, 2.344)] == ["0%", "<0.1%", "0.100%", "50%", "234%"]

@@ -1,0 +1,245 @@
+"""Checkpoints of Keras's own Orbax callback: saved under one distribution, restored under another one, or refused."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist as kd
+from keras_dist.checkpoint import path_matching
+from keras_dist.variables import variable_layouts
+
+X = np.sin(np.arange(64 * 4, dtype="float32").reshape(64, 4))
+Y = X.sum(1, keepdims=True)
+
+
+def sequential():
+    layers = [keras.Input((4,)), keras.layers.Dense(16, activation="relu"), keras.layers.BatchNormalization()]
+    return keras.Sequential([*layers, keras.layers.Dropout(0.1), keras.layers.Dense(8), keras.layers.Dense(1)])
+
+
+def functional():
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Dense(8)(keras.layers.Dropout(0.1)(keras.layers.Dense(16)(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(1)(outputs))
+
+
+def nested():
+    encoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="out")], name="encoder")
+    decoder = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, name="out")], name="decoder")
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1)(decoder(encoder(inputs))))
+
+
+@keras.saving.register_keras_serializable("test_orbax")
+class Subclass(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = keras.layers.Dense(8)
+        self.rest = keras.Sequential([keras.layers.Dense(8), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
+
+    def call(self, inputs):
+        return self.rest(self.first(inputs))
+
+
+def subclass():
+    model = Subclass()
+    model(X)
+    return model
+
+
+MODELS = {make.__name__: make for make in (sequential, functional, nested, subclass)}
+
+
+def tensor_parallel():
+    layout_map = kd.LayoutMap(kd.DeviceMesh("data:2,model:4"))
+    layout_map[".*dense.*/kernel|.*out/kernel"] = ("model", None)
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+STRATEGIES = {
+    "data parallel": kd.DataParallel,
+    "ZeRO-1": lambda: kd.DataParallel(shard_optimizer_state=True),
+    "fully sharded": lambda: kd.FullyShardedDataParallel(min_shard_bytes=0),
+    "tensor parallel": tensor_parallel,
+    "two devices": lambda: kd.DataParallel(devices=kd.list_devices()[:2]),
+}
+
+
+def compiled(make, optimizer="adam"):
+    model = make()
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def saved(directory, make, **arguments):
+    """Trains a model under data parallelism, saves it, and returns it."""
+    with kd.DataParallel().scope():
+        model = compiled(make)
+        callback = keras.callbacks.OrbaxCheckpoint(str(directory), **arguments)
+        model.fit(X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[callback])
+    return model
+
+
+def values(model):
+    return [np.asarray(variable.value) for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_same(model, expected):
+    for value, other in zip(values(model), values(expected), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def assert_placed(model, distribution):
+    variable_layouts.check_placement(model, variable_layouts.all_variables(model), distribution)
+    for variable in variable_layouts.all_variables(model):
+        assert len(variable.value.sharding.device_set) == distribution.device_mesh.devices.size
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_is_loaded_onto_any_distribution(strategy, tmp_path):
+    expected, distribution = saved(tmp_path, sequential), STRATEGIES[strategy]()
+    with distribution.scope():
+        loaded = keras.saving.load_model(str(tmp_path))
+        assert_same(loaded, expected)
+        assert_placed(loaded, distribution)
+        again = compiled(sequential)
+        again.load_weights(str(tmp_path))
+        assert_same(again, expected)
+        assert_placed(again, distribution)
+        loaded.fit(X, Y, batch_size=32, verbose=0)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_models_of_any_kind(make, tmp_path):
+    make_model = MODELS[make]
+    expected = saved(tmp_path, make_model)
+    with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+        second = compiled(make_model)  # the names that Keras gives are counted on
+        second.load_weights(str(tmp_path))
+        assert_same(second, expected)
+        loaded = keras.saving.load_model(str(tmp_path), custom_objects={"Subclass": Subclass})
+        assert_same(loaded, expected)
+
+
+def test_one_step_of_several(tmp_path):
+    saved(tmp_path, sequential, max_to_keep=None)
+    with kd.DataParallel().scope():
+        model = compiled(sequential)
+        model.load_weights(str(tmp_path / "0"))
+        assert int(model.optimizer.iterations) == 2
+        keras.saving.load_weights(model, str(tmp_path))
+        assert int(model.optimizer.iterations) == 4
+
+
+def test_weights_only(tmp_path):
+    expected = saved(tmp_path, sequential, save_weights_only=True)
+    with kd.DataParallel().scope():
+        model = compiled(sequential, "sgd")
+        model.load_weights(str(tmp_path))
+        np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
+        with pytest.raises(ValueError, match="A model is loaded from a checkpoint that holds its configuration"):
+            keras.saving.load_model(str(tmp_path))
+
+
+def deeper():
+    return keras.Sequential(
+        [keras.Input((4,)), *sequential().layers[:-1], keras.layers.Dense(8), keras.layers.Dense(1)]
+    )
+
+
+def wider():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(8)(keras.layers.Dense(17)(inputs))))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "optimizer", "words"),
+    [
+        (sequential, deeper, "adam", "it lacks"),
+        (deeper, sequential, "adam", "the model has no"),
+        (functional, wider, "adam", "the model has no 'seed_generator"),
+        (sequential, sequential, "sgd", "the model has no 'adam/"),
+    ],
+)
+def test_what_does_not_fit_is_refused(before, after, optimizer, words, tmp_path):
+    saved(tmp_path, before)
+    with kd.DataParallel().scope():
+        model = compiled(after, optimizer)
+        kept = [np.asarray(weight.value) for weight in model.weights]
+        with pytest.raises(ValueError, match=words):
+            model.load_weights(str(tmp_path))
+        for weight, value in zip(model.weights, kept, strict=True):
+            np.testing.assert_array_equal(weight.value, value)
+
+
+def test_what_is_common_is_restored_when_asked_for(tmp_path):
+    expected = saved(tmp_path, sequential)
+    with kd.DataParallel().scope():
+        model = compiled(sequential, "sgd")
+        with pytest.warns(UserWarning, match="are not restored"):
+            model.load_weights(str(tmp_path), skip_mismatch=True)
+        np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
+
+
+def test_without_a_distribution_keras_is_as_it_is(tmp_path):
+    saved(tmp_path, sequential)
+    model = compiled(sequential)
+    before = np.asarray(model.weights[0].value)
+    model.load_weights(str(tmp_path))  # restores nothing, since names are counted on
+    np.testing.assert_array_equal(model.weights[0].value, before)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
+    copies = []
+
+    class Copy(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            copies.append([np.array(weight) for weight in self.model.get_weights()])
+
+    with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+        model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(2048), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        rows = np.ones((96, 512), "float32")
+        checkpoint = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq=1, max_to_keep=None)
+        model.fit(rows, rows[:, :1], batch_size=8, verbose=0, callbacks=[checkpoint, Copy()])
+        for step, weights in enumerate(copies, start=1):
+            model.load_weights(str(tmp_path / str(step)))
+            for weight, expected in zip(model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(weight, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- the paths
+
+
+def test_numbers_that_overlap_are_paired_in_order():
+    saved = ["dense/kernel", "dense_1/kernel", "dense_10/kernel", "dense_2/kernel"]
+    paths = ["dense_2/kernel", "dense_3/kernel", "dense_4/kernel", "dense_12/kernel"]
+    pairing = path_matching.pair_weights(saved, paths, [f"functional/{path}" for path in paths], {"dense"})
+    assert pairing.pairs == {0: "dense/kernel", 1: "dense_1/kernel", 2: "dense_2/kernel", 3: "dense_10/kernel"}
+
+
+def test_numbers_that_a_user_has_given_are_not_counted_on():
+    saved, paths = ["block_1/kernel", "block_2/kernel"], ["block_2/kernel", "block_3/kernel"]
+    pairing = path_matching.pair_weights(saved, paths, paths, {"dense"})
+    assert not pairing.is_complete
+    assert pairing.missing == [1]
+    assert pairing.unexpected == ["block_1/kernel"]
+
+
+def test_slots_follow_their_weights():
+    weights = [("dense/kernel", "sequential/dense/kernel")]
+    saved = ["adam/iteration", "adam/sequential_dense_kernel_momentum"]
+    pairing = path_matching.pair_slots(saved, ["adam_1/iteration", "adam_1/dense_kernel_momentum"], weights)
+    assert pairing.pairs == dict(enumerate(saved))
+
+
+def test_no_path_is_saved_twice():
+    paths = ["dense/kernel", "dense/kernel", "seed/seed_generator_state", "seed/seed_generator_state", "dense/bias"]
+    owners = ["m/a/dense/kernel", "m/b/dense/kernel", "m/a/seed_generator_state", "m/b/seed_generator_state", "m/bias"]
+    saved = path_matching.name_weights(paths, owners)
+    assert saved == [*owners[:2], paths[2], f"{paths[2]}~1", "dense/bias"]
+    weights = list(zip(paths, saved, strict=True))
+    slots = ["adam/iteration", "adam/dense_kernel_momentum", "adam/dense_kernel_momentum", "adam/dense_bias_momentum"]
+    names = path_matching.name_slots(slots, weights)
+    assert names == ["adam/iteration", "adam/m_a_dense_kernel_momentum", "adam/m_b_dense_kernel_momentum", slots[3]]
+    assert path_matching.pair_slots(names, slots, weights).pairs == dict(enumerate(names))

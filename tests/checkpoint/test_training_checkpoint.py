@@ -1,0 +1,314 @@
+"""Training that is cut off and started again goes on as if it had not been: the same losses, batch by batch."""
+
+import contextlib
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist as kd
+from keras_dist._patches.resumable_iterator import RandomState, SourceState
+
+ROWS, BATCH, EPOCHS = 96, 16, 3  # six batches an epoch
+ORIGIN = np.arange(ROWS * 4, dtype="float32").reshape(ROWS, 4)
+X = np.sin(ORIGIN)
+Y = X.sum(1, keepdims=True)
+
+
+# Keras says so where it finds the end of a source without a length.
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+
+class CutOff(Exception):
+    pass
+
+
+class Losses(keras.callbacks.Callback):
+    """Notes the loss after each batch, and cuts training off after some."""
+
+    def __init__(self, after=None):
+        super().__init__()
+        self.after, self.losses, self.epochs, self.epoch = after, {}, {}, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if logs:
+            self.losses[self.epoch, batch] = float(logs["loss"]), float(logs["mae"])
+        if self.after is not None and len(self.losses) == self.after:
+            raise CutOff
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs[epoch] = {name: float(value) for name, value in logs.items()}
+
+
+class Dataset(keras.utils.PyDataset):
+    def __init__(self, read=None, length=6, **kwargs):
+        super().__init__(**kwargs)
+        self.read, self.length = [] if read is None else read, length
+
+    @property
+    def num_batches(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        rows = [(index * BATCH + row) % ROWS for row in range(BATCH)]
+        return X[rows] + np.float32(index // 100), Y[rows]
+
+
+def grain_dataset(shuffle=True):
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source([(X[row], Y[row]) for row in range(ROWS)])
+    return (source.shuffle(seed=3) if shuffle else source).batch(BATCH)
+
+
+def grain_loader():
+    grain = pytest.importorskip("grain")
+    sampler = grain.samplers.IndexSampler(ROWS, shuffle=True, seed=3, num_epochs=1)
+    rows = [(X[row], Y[row]) for row in range(ROWS)]
+    return grain.DataLoader(data_source=rows, sampler=sampler, operations=[grain.transforms.Batch(BATCH)])
+
+
+def generator(batches=6):
+    for index in range(batches):
+        rows = [(index * BATCH + row) % ROWS for row in range(BATCH)]
+        yield X[rows], Y[rows]
+
+
+SOURCES = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH},
+    "arrays in order": lambda: {"x": X, "y": Y, "batch_size": BATCH, "shuffle": False},
+    "arrays within batches": lambda: {"x": X, "y": Y, "batch_size": BATCH, "shuffle": "batch"},
+    "arrays over epochs": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 3},
+    "PyDataset": lambda: {"x": Dataset()},
+    "PyDataset with workers": lambda: {"x": Dataset(workers=2)},
+    "PyDataset without end": lambda: {"x": Dataset(length=None), "steps_per_epoch": 5, "shuffle": False},
+    "grain": lambda: {"x": grain_dataset(), "shuffle": False},
+    "grain IterDataset": lambda: {"x": grain_dataset().to_iter_dataset(), "shuffle": False},
+    "grain DataLoader": lambda: {"x": grain_loader(), "shuffle": False},
+    "generator": lambda: {"x": generator(5 * EPOCHS), "steps_per_epoch": 5, "shuffle": False},
+}
+
+
+def build(dropout=0.2, **compile_arguments):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **compile_arguments)
+    return model
+
+
+def train(directory, source, after=None, save_freq=1, callbacks=(), distribution=None, **arguments):
+    """Trains a new model and returns what `Losses` has noted, and the weights."""
+    compile_arguments = {key: arguments.pop(key) for key in ("steps_per_execution", "run_eagerly") if key in arguments}
+    losses = Losses(after)
+    with (distribution or kd.DataParallel()).scope():
+        model = build(**compile_arguments)
+        checkpoint = [] if directory is None else [kd.TrainingCheckpoint(str(directory), save_freq)]
+        arguments = {"epochs": EPOCHS, "verbose": 0, **SOURCES[source](), **arguments}
+        try:
+            model.fit(callbacks=[*checkpoint, losses, *callbacks], **arguments)
+        except CutOff:
+            checkpoint[0]._close()  # what is being written is written to its end
+        return losses, [np.asarray(weight) for weight in model.get_weights()]
+
+
+def assert_goes_on(found, whole, begins):
+    """Asserts that training went on with a batch, and from there was that which was never cut off."""
+    (losses, weights), (whole_losses, whole_weights) = found, whole
+    assert next(iter(losses.losses)) == begins
+    assert losses.losses.items() <= whole_losses.losses.items()
+    assert list(losses.losses)[-1] == list(whole_losses.losses)[-1]
+    for epoch, logs in losses.epochs.items():
+        assert logs == whole_losses.epochs[epoch]
+    for weight, expected in zip(weights, whole_weights, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_training_goes_on_in_the_middle_of_an_epoch(source, tmp_path):
+    whole = train(None, source)
+    batches = list(whole[0].losses)
+    after = len(batches) // 2 + 1
+    train(tmp_path, source, after)
+    assert_goes_on(train(tmp_path, source), whole, batches[after])
+
+
+@pytest.mark.parametrize("source", ["arrays", "grain"])
+def test_training_goes_on_after_the_last_batch_of_an_epoch(source, tmp_path):
+    # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.
+    arguments = {"validation_data": (X[:16], Y[:16])}
+    whole = train(None, source, **arguments)
+    train(tmp_path, source, after=6, **arguments)
+    found = train(tmp_path, source, **arguments)
+    assert found[0].epochs == whole[0].epochs
+    assert_goes_on(found, whole, (0, 5))  # callbacks see the end of the last batch once more
+
+
+def test_training_goes_on_at_the_begin_of_an_epoch(tmp_path):
+    whole = train(None, "arrays")
+    train(tmp_path, "arrays", after=9, save_freq="epoch")
+    assert_goes_on(train(tmp_path, "arrays", save_freq="epoch"), whole, (1, 0))
+    nothing_to_do = train(tmp_path, "arrays", save_freq="epoch")
+    assert not nothing_to_do[0].losses
+    np.testing.assert_array_equal(nothing_to_do[1][0], whole[1][0])
+
+
+def test_training_goes_on_after_being_cut_off_again_and_again(tmp_path):
+    whole, seen = train(None, "arrays"), {}
+    for _ in range(4):
+        losses, weights = train(tmp_path, "arrays", after=4, save_freq=3)
+        seen |= losses.losses
+    losses, weights = train(tmp_path, "arrays", save_freq=3)
+    assert seen | losses.losses == whole[0].losses
+    np.testing.assert_array_equal(weights[0], whole[1][0])
+
+
+def test_several_steps_at_once(tmp_path):
+    whole = train(None, "arrays", steps_per_execution=2)
+    train(tmp_path, "arrays", after=4, steps_per_execution=2)
+    assert_goes_on(train(tmp_path, "arrays", steps_per_execution=2), whole, (1, 3))
+
+
+@pytest.mark.parametrize("save_freq", [100, "epoch"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_callback_that_stops_training_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 3
+
+    whole = train(None, "arrays", validation_data=(X, Y))
+    with kd.DataParallel().scope():
+        callbacks = [Stop(), kd.TrainingCheckpoint(str(tmp_path), save_freq)][:: 1 if is_first else -1]
+        data = {"x": X, "y": Y, "validation_data": (X, Y), "batch_size": BATCH, "epochs": EPOCHS}
+        build().fit(**data, verbose=0, callbacks=callbacks)
+    assert_goes_on(train(tmp_path, "arrays", save_freq=save_freq, validation_data=(X, Y)), whole, (0, 4))
+
+
+def test_a_fit_that_failed_does_not_make_the_next_one_begin_later(tmp_path):
+    train(tmp_path, "arrays", after=7, save_freq="epoch")
+    with kd.DataParallel().scope():
+        model, checkpoint = build(), kd.TrainingCheckpoint(str(tmp_path))
+        arguments = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
+        with pytest.raises(CutOff):
+            model.fit(X, Y, **arguments, callbacks=[checkpoint, Losses(after=1)])
+        assert model.fit(X, Y, **arguments).epoch == [0, 1, 2]
+        assert model.fit(X, Y, **arguments, callbacks=[checkpoint]).epoch == [1, 2]
+
+
+def test_a_dataset_is_not_read_where_it_was_read_before(tmp_path):
+    dataset = Dataset()
+    train(tmp_path, "PyDataset", after=9, x=dataset, shuffle=False)
+    dataset.read.clear()
+    train(tmp_path, "PyDataset", x=dataset, shuffle=False)
+    assert [index for index in dataset.read if index < 3] == [0, 0, 1, 2]  # one is read to build; the third epoch
+
+
+def test_training_goes_on_under_another_strategy(tmp_path):
+    strategies = [
+        kd.FullyShardedDataParallel(min_shard_bytes=0),
+        kd.DataParallel(shard_optimizer_state=True),
+        kd.DataParallel(devices=kd.list_devices()[:2]),
+    ]
+    whole = train(None, "arrays")
+    seen = {}
+    for strategy in strategies:
+        seen |= train(tmp_path, "arrays", after=3, distribution=strategy)[0].losses
+    seen |= train(tmp_path, "arrays")[0].losses
+    assert list(seen) == list(whole[0].losses)
+    for batch, losses in seen.items():
+        np.testing.assert_allclose(losses, whole[0].losses[batch], rtol=1e-5)
+
+
+def test_the_order_of_batches_under_workers():
+    # Keras's first epoch begins with what workers had read to build the model, and leaves out the last batches.
+    dataset, rows = Dataset(workers=2), []
+    with kd.DataParallel().scope():
+        model = build()
+        model.train_step = lambda state, data, step=model.train_step: (
+            rows.append(np.asarray(data[0])) or step(state, data)
+        )
+        model.run_eagerly = True
+        model.fit(dataset, shuffle=False, verbose=0)
+    np.testing.assert_allclose(np.concatenate(rows), X)
+
+
+def test_positions_survive_json():
+    random.seed(3)
+    np.random.seed(3)
+    state = SourceState(5, RandomState.now(), RandomState.now(), "x")
+    again = SourceState.from_json(json.loads(json.dumps(state.as_json())))
+    again.began.set()
+    drawn = random.random(), np.random.rand()
+    state.began.set()
+    assert drawn == (random.random(), np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"save_freq": 0}, "save_freq is 'epoch' or a number of batches of at least 1. Received: 0."),
+        ({"save_freq": "batch"}, "Received: 'batch'"),
+        ({"max_to_keep": 0}, "max_to_keep is at least 1, or None for all. Received: 0."),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        kd.TrainingCheckpoint(str(tmp_path), **arguments)
+
+
+def test_variables_that_share_a_path_go_on(tmp_path):
+    def part(name):
+        layers = [keras.layers.Dense(8, name="up"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="down")]
+        return keras.Sequential([keras.Input((4,)), *layers], name=name)
+
+    def fit(directory, after=None):
+        keras.utils.set_random_seed(7)
+        with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+            model = keras.saving.load_model(tmp_path / "model.keras")  # whose paths lack the names of the parts
+            model.compile("adam", "mse", metrics=["mse", "mse"])
+            paths = [variable.path for variable in model.variables]
+            assert paths.count("up/kernel") == 2
+            with contextlib.suppress(CutOff):
+                checkpoint, losses = kd.TrainingCheckpoint(str(directory), 1), Two(after)
+                arguments = {"batch_size": BATCH, "epochs": 2, "verbose": 0}
+                model.fit(X, [Y, 2 * Y], **arguments, callbacks=[checkpoint, losses])
+            checkpoint._close()
+        return losses, [np.asarray(value) for value in model.get_weights()]
+
+    class Two(Losses):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, {**logs, "mae": logs["second_mse"]})
+
+    inputs = keras.Input((4,))
+    keras.Model(inputs, [part("first")(inputs), part("second")(inputs)]).save(tmp_path / "model.keras")
+    whole = fit(tmp_path / "whole")
+    fit(tmp_path / "cut", after=8)
+    assert_goes_on(fit(tmp_path / "cut"), whole, (1, 2))
+
+
+def test_a_fit_without_a_distribution_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a distribution of keras_dist"):
+        build().fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])
+
+
+def test_another_model_is_refused(tmp_path):
+    train(tmp_path, "arrays", after=1)
+    with kd.DataParallel().scope():
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        with pytest.raises(ValueError, match="A checkpoint is restored in whole"):
+            model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])

@@ -1,0 +1,182 @@
+"""An iterator that runs ahead: its order, its bound, its errors, its end; and `fit` on top of it."""
+
+import gc
+import itertools
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import keras_dist as kd
+from keras_dist.data.prefetch import LookAhead
+
+
+def wait_until(condition):
+    """Waits for another thread, at most ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def every_thread_ends():
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+class Noting:
+    """An iterator that notes how many items it was asked for."""
+
+    def __init__(self, items=None):
+        self.asked = 0
+        self._items = itertools.count() if items is None else iter(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.asked += 1
+        return next(self._items)
+
+
+@given(st.lists(st.integers()), st.none() | st.integers(0, 5))
+def test_all_items_come_in_their_order(items, limit):
+    assert list(LookAhead(iter(items), limit)) == items
+
+
+def test_one_item_waits_and_one_is_made():
+    source = Noting()
+    ahead = LookAhead(source)
+    assert next(ahead) == 0
+    wait_until(lambda: source.asked == 3)  # one was taken, one waits, one is made and waits for room
+    time.sleep(0.05)
+    assert source.asked == 3
+    assert next(ahead) == 1
+    wait_until(lambda: source.asked == 4)
+    ahead.close()
+
+
+def test_nothing_is_read_before_the_first_item_is_asked_for():
+    source = Noting()
+    ahead = LookAhead(source)
+    time.sleep(0.02)
+    assert source.asked == 0
+    ahead.close()
+
+
+def test_no_more_is_read_ahead_than_is_allowed():
+    source = Noting()
+    ahead = LookAhead(source, 0)
+    ahead.allow(2)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    time.sleep(0.05)
+    assert source.asked == 2
+    assert next(ahead) == 2  # what is asked for is made, allowed or not
+    assert source.asked == 3
+    ahead.close()
+
+
+def test_an_error_comes_where_the_item_would_have_come():
+    def broken():
+        yield 1
+        yield 2
+        raise KeyError("third")
+
+    ahead = LookAhead(broken())
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(KeyError, match="third") as raised:
+        next(ahead)
+    assert any(entry.name == "broken" for entry in raised.traceback)
+    assert list(ahead) == []
+
+
+def test_an_iterator_that_nobody_holds_any_more_ends_its_thread():
+    ahead = LookAhead(Noting())
+    next(ahead)
+    del ahead  # the fixture waits for the thread
+
+
+def test_a_closed_iterator_is_over():
+    ahead = LookAhead(Noting())
+    next(ahead)
+    ahead.close()
+    assert list(ahead) == []
+
+
+# ----------------------------------------------------------------------------------------------- under a distribution
+
+
+def small_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+BATCH = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
+
+
+def test_the_next_batch_is_read_while_a_step_runs():
+    source, read = Noting(itertools.repeat(BATCH)), []
+
+    def batches():
+        yield from source
+
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: wait_until(lambda: read_ahead(batch))
+    )
+
+    def read_ahead(batch):
+        read.append(source.asked)
+        return source.asked > batch + 1 or batch == 4
+
+    with kd.DataParallel().scope():
+        small_model().fit(batches(), steps_per_epoch=5, callbacks=[callback], verbose=0)
+    assert max(read) == 5
+
+
+def test_a_generator_keeps_what_no_step_has_used():
+    def numbered():
+        for number in itertools.count():
+            yield BATCH[0] * number, BATCH[1]
+
+    data = numbered()
+    with kd.DataParallel().scope():
+        small_model().fit(data, steps_per_epoch=3, epochs=2, verbose=0)
+    assert next(data)[0][0, 0] == 6
+
+
+def test_a_source_that_fails_in_the_middle_of_an_epoch_is_told_with_its_own_error():
+    def failing():
+        yield BATCH
+        yield BATCH
+        yield BATCH
+        raise OSError("the disk is gone")
+
+    with kd.DataParallel().scope():
+        model = small_model()
+        with pytest.raises(OSError, match="the disk is gone"):
+            model.fit(failing(), verbose=0)
+        assert np.isfinite(model.get_weights()[0]).all()
+
+
+def test_a_training_that_is_stopped_ends_the_reading():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    with kd.DataParallel().scope():
+        history = small_model().fit(forever(), callbacks=[Stop()], epochs=1, verbose=0)
+    assert len(history.epoch) == 1
+
+
+def forever():
+    while True:
+        yield BATCH

@@ -1,0 +1,342 @@
+"""Ordered rules, merged maps, copies, and source that makes a map anew."""
+
+import contextlib
+import copy
+import pickle
+import re
+
+import keras
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import keras_dist as kd
+from keras_dist.layout.tensor_layout import axis_tuple
+
+MESH = kd.DeviceMesh((2, 4), ["data", "model"])
+OTHER_MESH = kd.DeviceMesh((4, 2), ["data", "model"])
+COPIES = [copy.copy, copy.deepcopy, lambda layout_map: pickle.loads(pickle.dumps(layout_map))]
+
+
+def made(rules, mesh=MESH):
+    layout_map = kd.LayoutMap(mesh)
+    for key, axes in rules.items():
+        layout_map[key] = axes
+    return layout_map
+
+
+@pytest.fixture
+def ordered():
+    """Rules as EasyLM has them, made to match whole paths."""
+    return kd.LayoutMap.from_rules(
+        [
+            (".*attention/(wq|wk|wv)/kernel", PartitionSpec(("data", "model"), None)),
+            (".*kernel", [None, "model"]),
+            (".*(?:scale|norm).*", ()),
+            (".*block_[0-9]/output", ("data",)),
+            (".*", PartitionSpec()),
+        ],
+        MESH,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("block_1/attention/wq/kernel", ".*attention/(wq|wk|wv)/kernel"),
+        ("block_1/attention/wo/kernel", ".*kernel"),
+        ("block_1/attention/wo/bias", ".*"),
+        ("sequential_3/norm_kernel", ".*kernel"),
+        ("sequential/attention/wq/kernel", ".*attention/(wq|wk|wv)/kernel"),
+    ],
+)
+def test_the_first_rule_that_matches_wins(ordered, path, key):
+    rule = ordered.rule(path)
+    assert rule.pattern == key
+    assert ordered[path] == ordered.get(path) == rule.layout == ordered[key]
+    assert path in ordered
+
+
+def test_an_ordered_rule_is_for_outputs_only_if_it_says_so(ordered):
+    assert ordered["block_1/output"].axes == ("data",)
+    for path in ("block_1/dense/output", "block_1/norm/output", "block_1/norm/input", "functional/norm/output"):
+        assert ordered[path] is None
+        assert path not in ordered
+    assert ordered["output/kernel"].axes == (None, "model")
+    both = kd.LayoutMap.from_rules([(".*attention_output.*", ()), (".*/(output|input)", ("data",))], MESH)
+    assert both["block/attention_output/output"].axes == ("data",)
+    assert both["block/attention_output/input"].axes == ("data",)
+    assert both["block/attention_output/kernel"].axes == ()
+
+
+def test_an_automatic_model_name_need_not_be_spelled_before_a_last_rule_for_all():
+    rules = [("dense_1/kernel", ("model",)), ("[^/]*/kernel", ("data",)), (".*", ())]
+    layout_map = kd.LayoutMap.from_rules(rules, MESH)
+    for prefix in ("", "sequential/", "functional_12/", "sequential_1/sequential/"):
+        assert layout_map[f"{prefix}dense_1/kernel"].axes == ("model",)
+        assert layout_map[f"{prefix}dense_2/kernel"].axes == ("data",)
+        assert layout_map[f"{prefix}dense_2/bias"].axes == ()
+    assert layout_map["encoder/dense_1/kernel"].axes == ()
+
+
+def test_later_rules_of_an_ordered_map_are_tried_last(ordered):
+    del ordered[".*"]
+    assert ordered["block_1/bias"] is None
+    ordered[".*bias"] = ("model",)
+    ordered["block_[0-9]/.*"] = ("data",)
+    assert list(ordered)[-2:] == [".*bias", "block_[0-9]/.*"]
+    assert ordered["block_1/bias"].axes == ("model",)
+    assert ordered["block_1/embedding"].axes == ("data",)
+
+
+@pytest.mark.parametrize(
+    ("rules", "hidden", "earlier"),
+    [
+        ([(".*", ()), ("dense.*/kernel", ())], "dense.*/kernel", ".*"),
+        ([(".*(?:.*).*", ()), ("dense.*/kernel", ())], "dense.*/kernel", ".*(?:.*).*"),
+        ([("a", ()), ("dense.*", ()), ("dense_1/kernel", ())], "dense_1/kernel", "dense.*"),
+        ([("dense/kernel", ()), ("sequential/dense/kernel", ())], "sequential/dense/kernel", "dense/kernel"),
+        ([(".*output", ()), ("dense/output", ())], "dense/output", ".*output"),
+    ],
+)
+def test_a_rule_that_no_path_can_reach_is_refused(rules, hidden, earlier):
+    with pytest.raises(ValueError, match=re.escape(f"Received: {hidden!r} behind {earlier!r}. Put it before")):
+        kd.LayoutMap.from_rules(rules, MESH)
+    assert len(made(dict(rules))) == len(rules)
+
+
+def test_a_rule_that_some_path_may_reach_is_taken():
+    rules = [("[^/]*kernel", ()), (".*kernel", ()), (".*", ()), (".*/(output|input)", ()), ("dense/output", ())]
+    assert kd.LayoutMap.from_rules(rules[:4], MESH)["a/kernel"].axes == ()
+    assert kd.LayoutMap.from_rules([*rules[:3], rules[4]], MESH)["dense/output"].axes == ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "says"),
+    [
+        ({"kernel": ()}, TypeError, r"pair of a pattern and axes. Received: 'kernel'.*items\(\) of a dict"),
+        ([("kernel", None, "model")], TypeError, r"pair of a pattern and axes. Received: \('kernel', None, 'model'\)"),
+        (["ab"], TypeError, "Received: 'ab'"),
+        ([("a", ()), ("a", ())], ValueError, "a already exist in the LayoutMap"),
+        ([("a", PartitionSpec(PartitionSpec.UNCONSTRAINED))], ValueError, "Rule 'a': .* leaves none to the compiler"),
+        ([("a", PartitionSpec("seq"))], ValueError, "Rule 'a': Invalid axis names"),
+    ],
+)
+def test_rules_that_are_none_are_refused(rules, error, says):
+    with pytest.raises(error, match=says):
+        kd.LayoutMap.from_rules(rules, MESH)
+
+
+PIECES = ["kernel", "a", "b", "/", ".*", "[^/]+", "(a|b)", r"\d", r"\\", "'", '"', r"\"", "\n", "{x}", "é", "\u2028"]
+
+
+def is_regex(pattern):
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+entries = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "data")])
+layouts = st.lists(entries, max_size=3).filter(
+    lambda axes: len(names := [name for entry in axes if entry for name in axis_tuple(entry)]) == len(set(names))
+)
+keys = st.lists(st.sampled_from(PIECES), max_size=6).map("".join).filter(is_regex)
+some_rules = st.lists(st.tuples(keys, layouts.map(tuple)), max_size=6, unique_by=lambda rule: rule[0])
+texts = st.lists(st.sampled_from(["a", "b", "kernel", "/", "7", "sequential/", "'", "x"]), min_size=1).map("".join)
+
+
+def ordered_map(rules, mesh=MESH):
+    """The map, or None where a rule is refused because no path can reach it."""
+    with contextlib.suppress(ValueError):
+        return kd.LayoutMap.from_rules(rules, mesh)
+
+
+def first_match(rules, path):
+    spelled = [path]
+    while spelled[-1].startswith("sequential/"):
+        spelled.append(spelled[-1].removeprefix("sequential/"))
+    return next((key for key, _ in rules if any(re.fullmatch(key, each) for each in spelled)), None)
+
+
+@given(some_rules, st.lists(texts, min_size=1, max_size=8))
+def test_an_ordered_map_finds_what_trying_the_rules_in_order_finds(rules, paths):
+    taken = []
+    for rule in rules:
+        if ordered_map([*taken, rule]) is not None:
+            taken.append(rule)
+        else:
+            assert rule[0] not in [first_match([*taken, rule], path) for path in paths]
+    layout_map = kd.LayoutMap.from_rules(taken, MESH)
+    assert [(key, layout.axes) for key, layout in layout_map.items()] == taken
+    for path in paths:
+        rule = layout_map.rule(path)
+        assert (rule and rule.pattern) == first_match(taken, path)
+
+
+@given(some_rules, st.booleans(), st.sampled_from([MESH, None]))
+def test_source_makes_an_equal_map(rules, is_ordered, mesh):
+    layout_map = ordered_map(rules, mesh) if is_ordered else made(dict(rules), mesh)
+    assume(layout_map is not None)
+    names = {"device_mesh": MESH}
+    exec(layout_map.to_source(), names)
+    assert names["layout_map"] == layout_map
+    assert list(names["layout_map"]) == list(layout_map)
+    assert repr(names["layout_map"]) == repr(layout_map)
+
+
+def test_source_has_a_rule_on_each_line(ordered):
+    lines = ordered.to_source("mesh").splitlines()
+    assert lines[2:5] == ["rules = [", "    ('.*attention/(wq|wk|wv)/kernel', (('data', 'model'), None)),", lines[4]]
+    assert lines[-2:] == ["]", "layout_map = kd.LayoutMap.from_rules(rules, mesh)"]
+    assert made({"a": ("data",), "b": ()}).to_source("mesh").splitlines()[2:] == [
+        "layout_map = kd.LayoutMap(mesh)",
+        "layout_map['a'] = ('data',)",
+        "layout_map['b'] = ()",
+    ]
+
+
+def test_source_can_make_the_mesh(ordered):
+    names = {}
+    exec(ordered.to_source("kd.create_device_mesh('data:2,model:4')"), names)
+    assert names["layout_map"] == ordered
+
+
+def test_source_is_of_one_mesh():
+    layout_map = made({"a": kd.TensorLayout(("data",), OTHER_MESH)})
+    with pytest.raises(ValueError, match=r"lie on the mesh of the map, .*data:2.*rule 'a' on .*data:4.*Give the rule"):
+        layout_map.to_source()
+    with pytest.raises(TypeError, match=r"name or an expression.*Received: device_mesh=<DeviceMesh"):
+        layout_map.to_source(MESH)
+
+
+def test_a_merged_map_has_the_rules_of_both_as_a_dict_has():
+    left, right = {"a": ("data",), "b": ("data",)}, {"c": ("model",), "a": ("model",)}
+    one, other = made(left), made(right)
+    merged = one | other
+    assert {key: layout.axes for key, layout in merged.items()} == left | right
+    assert list(merged) == list(left | right)
+    assert (one, other) == (made(left), made(right))
+    merged["d"] = ()
+    assert "d" not in one
+    assert "d" not in other
+    held = one
+    assert one["c"] is None
+    one |= other
+    assert held is one
+    assert one == made(left | right)
+    assert one["c"].axes == ("model",)
+
+
+@pytest.mark.parametrize("has_mesh", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_merged_map_has_the_mesh_that_one_of_them_has(has_mesh):
+    meshes = [MESH if each else None for each in has_mesh]
+    one, other = made({"a": ("data",)}, meshes[0]), made({"b": ("model",)}, meshes[1])
+    merged = one | other
+    assert merged == made({"a": ("data",), "b": ("model",)}, MESH if any(has_mesh) else None)
+    assert (one["a"].device_mesh, other["b"].device_mesh) == tuple(meshes)
+
+
+def test_a_plain_map_is_merged():
+    plain_mesh = keras.distribution.DeviceMesh((2, 4), ["data", "model"], MESH.devices)
+    plain = keras.distribution.LayoutMap(plain_mesh)
+    plain["b"] = ("model",)
+    merged = made({"a": ("data",), "b": ()}) | plain
+    assert merged == made({"a": ("data",), "b": ("model",)})
+    assert type(merged["b"]) is kd.TensorLayout
+    assert len(plain) == 1
+
+
+def test_ordered_maps_are_merged_in_their_order():
+    left, right = [("a.*", ("data",)), ("b.*", ("data",))], [("ab.*", ()), ("a.*", ("model",)), (".*", ())]
+    merged = kd.LayoutMap.from_rules(left, MESH) | kd.LayoutMap.from_rules(right, None)
+    assert merged == kd.LayoutMap.from_rules((dict(left) | dict(right)).items(), MESH)
+    assert merged["abc"].axes == ("model",)
+    assert merged["bc"].axes == ("data",)
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "says"),
+    [
+        (kd.LayoutMap.from_rules([], OTHER_MESH), ValueError, r"have one mesh. Received: .*data:2.*data:4.*\(None\)"),
+        (made({"c": ()}), ValueError, r"first match wins in both, or in neither. Received: .*LayoutMap.from_rules"),
+        (kd.LayoutMap.from_rules([("c.*", ())], MESH), ValueError, r"Received: 'c.\*' behind '.\*'"),
+        (kd.LayoutMap.from_rules([("c", ("x",))], None), ValueError, "Rule 'c': Invalid axis names"),
+        ({"c": ()}, TypeError, "unsupported operand"),
+    ],
+)
+def test_maps_that_do_not_go_together_are_refused_and_left_alone(ordered, other, error, says):
+    before = copy.copy(ordered)
+    if "Invalid" in says:
+        del ordered[".*"], before[".*"]
+    with pytest.raises(error, match=says):
+        ordered | other
+    with pytest.raises(error, match=says):
+        ordered |= other
+    assert ordered == before
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("devices", [None, kd.mock_tpus("v5e:2x4")])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_copy_keeps_kind_and_order_and_is_apart(copied, devices, is_ordered):
+    mesh = kd.DeviceMesh("data:2,model:4", devices=devices)
+    rules = {"b.*": ("data",), "bb": ()} if not is_ordered else {"bb": (), "b.*": ("data",)}
+    layout_map = kd.LayoutMap.from_rules(rules.items(), mesh) if is_ordered else made(rules, mesh)
+    assert layout_map["c"] is None
+    other = copied(layout_map)
+    assert other == layout_map
+    assert list(other) == list(layout_map)
+    assert repr(other) == repr(layout_map)
+    other["c"] = ("model",)
+    del layout_map["bb"]
+    assert (other["c"].axes, layout_map["c"]) == (("model",), None)
+    assert (other["bb"].axes, layout_map["bb"].axes) == ((), ("data",))
+
+
+def test_what_was_looked_up_is_not_pickled(ordered):
+    before = pickle.dumps(ordered)
+    for number in range(100):
+        assert ordered.rule(f"dense_{number}/kernel")
+    assert len(pickle.dumps(ordered)) == len(before)
+
+
+def test_a_deep_copy_has_layouts_of_its_own_and_the_same_mesh():
+    layout_map = made({"a": ("data",)}, None)
+    copy.deepcopy(layout_map)["a"].device_mesh = MESH
+    assert layout_map["a"].device_mesh is None
+    assert copy.deepcopy(made({"a": ("data",)}))["a"].device_mesh is MESH
+
+
+def test_equality_is_of_rules_meshes_and_the_order_that_counts():
+    rules = {"a": ("data",), "b": ()}
+    backwards = dict(reversed(rules.items()))
+    assert made(rules) == made(backwards)
+    assert made(rules) != made(rules | {"a": ()})
+    assert made(rules) != made({"a": ("data",)})
+    assert made(rules) != made(rules, OTHER_MESH)
+    assert made({}) != made({}, OTHER_MESH)
+    assert made({}) != made({}, None)
+    in_order = kd.LayoutMap.from_rules(rules.items(), MESH)
+    assert in_order == kd.LayoutMap.from_rules(rules.items(), MESH)
+    assert in_order != kd.LayoutMap.from_rules(backwards.items(), MESH)
+    assert in_order != made(rules)
+    assert made(rules) != 3
+    assert made(rules) == dict(made(rules))
+
+
+def test_a_plain_map_may_equal_ours():
+    plain = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["data", "model"], MESH.devices))
+    plain["a"] = ("data",)
+    assert plain == made({"a": ("data",)})
+    assert made({"a": ("data",)}) == plain
+    assert made({"a": ("model",)}) != plain
+    assert made({"a": ("data",)}, OTHER_MESH) != plain
+    assert kd.LayoutMap.from_rules([("a", ("data",))], MESH) != plain
+
+
+def test_the_repr_says_that_the_first_match_wins(ordered):
+    assert "first match wins" in repr(ordered)
+    assert "first match wins" not in repr(made({}))

@@ -1,0 +1,77 @@
+"""The index finds exactly the patterns that `re.fullmatch` finds."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_dist.layout.regex_index import PathIndex, _skeleton
+
+WORDS = ["a", "ab", "kernel", "bias", "block_1", "block_12", "dense", "x.y", ""]
+PIECES = [
+    *WORDS,
+    *(
+        "/",
+        ".*",
+        ".+",
+        ".",
+        "[0-9]+",
+        "[^/]+",
+        r"\d",
+        r"\.",
+        r"\w*",
+        "(a|ab)",
+        "(kernel)?",
+        "(?:b)*",
+        "b*",
+        "/?",
+        "a+",
+        "^",
+    ),
+    *("$", "|", "{2}", "a{0,1}", "(?i)A", "(?=a)", "(?P<n>b)", "((a)b)+", "[]/]", r"[\]a]", r"\x61", r"(a)\1", "b??"),
+]
+
+
+def is_regex(pattern):
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+patterns = st.lists(st.sampled_from(PIECES), min_size=1, max_size=7).map("".join).filter(is_regex)
+paths = st.lists(st.sampled_from([*WORDS, "b", "abb", "aa", "A", "ab]", "1"]), min_size=1, max_size=4).map("/".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(patterns, max_size=12, unique=True), st.lists(paths, min_size=1, max_size=12))
+def test_it_finds_what_trying_all_of_them_finds(found_patterns, some_paths):
+    index = PathIndex({pattern: re.compile(pattern) for pattern in found_patterns})
+    for path in some_paths:
+        assert index.matching(path) == [pattern for pattern in found_patterns if re.fullmatch(pattern, path)]
+
+
+@settings(max_examples=500, deadline=None)
+@given(patterns, paths)
+def test_every_match_holds_the_texts_of_the_skeleton(pattern, path):
+    if re.fullmatch(pattern, path):
+        position = 0
+        for text in _skeleton(pattern).split("\0"):
+            assert text in path[position:]
+            position = path.index(text, position) + len(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "skeleton"),
+    [
+        ("decoder/block_[0-9]+/.*kernel", "decoder/block_~/~kernel"),
+        (r"layers\.3/(q|k)_proj/kernel", "layers.3/~_proj/kernel"),
+        ("dense.*|conv.*", "~"),
+        ("(?i)dense", "~"),
+        ("dense(_1)?/kernel", "dense~/kernel"),
+    ],
+)
+def test_skeletons_of_usual_rules(pattern, skeleton):
+    assert _skeleton(pattern).replace("\0", "~") == skeleton

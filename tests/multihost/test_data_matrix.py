@@ -1,0 +1,91 @@
+"""Several processes give the numbers of one: every distribution, every source of data, every method."""
+
+import functools
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+from support import process_matrix
+from support.run_processes import run_processes
+
+TOLERANCE = 1e-6  # relative to the largest value of an array, and absolute for arrays that are all below 1
+
+NEEDED = {"tf_data": "tensorflow", "grain_dataset": "grain", "torch_loader": "torch"}
+MISSING = {source for source, package in NEEDED.items() if importlib.util.find_spec(package) is None}
+GROUPS = {  # PyTorch by itself, since it is seldom installed
+    "others": [source for source in process_matrix.SOURCES if source not in MISSING | {"torch_loader"}],
+    "torch": ["torch_loader"],
+}
+
+# Keras says so where it finds the end of a source without a length, on one device too.
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@functools.cache
+def on_one_process(group, folder):
+    return process_matrix.everything(GROUPS[group], str(folder))
+
+
+def program(sources, folder):
+    from support import process_matrix
+
+    return process_matrix.everything(sources, folder)
+
+
+def in_order(parts):
+    """Puts the predictions of the processes, of their own rows, into the order of the whole dataset."""
+    parts, rows = list(map(list, parts)), []
+    for start in process_matrix.STARTS:
+        size = min(process_matrix.BATCH, process_matrix.ROWS - start)
+        ends = [size * rank // len(parts) for rank in range(len(parts) + 1)]
+        for part, first, last in zip(parts, ends, ends[1:], strict=False):
+            rows += part[: last - first]
+            del part[: last - first]
+    return rows
+
+
+def assert_same(actual, expected, what):
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), what
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{what}, {key}")
+    elif what.endswith("weights"):
+        for number, (got, want) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(got, want, f"{what} {number}")
+    else:
+        got, want = np.asarray(actual, "float64"), np.asarray(expected, "float64")
+        limit = TOLERANCE * max(1, np.abs(want).max(initial=0))
+        np.testing.assert_allclose(got, want, rtol=0, atol=limit, err_msg=what)
+
+
+def assert_same_on_all(expected, completed):
+    for case, of_case in expected.items():
+        of_processes = [process.result[case] for process in completed]
+        if case.endswith("parts"):  # each process is given the predictions of its own rows
+            predicted = [of_process.pop("predict") for of_process in of_processes]
+            of_single = "single batches" in case
+            predicted = list(itertools.chain(*predicted)) if of_single else in_order(predicted)
+            assert_same(predicted, of_case["predict"], f"{case}, predict")
+            of_case = {key: value for key, value in of_case.items() if key != "predict"}
+        for rank, of_process in enumerate(of_processes):
+            assert_same(of_process, of_case, f"{case}, process {rank}")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
+def test_several_processes_give_the_numbers_of_one(processes, devices, group, folder, tmp_path):
+    if MISSING.issuperset(GROUPS[group]):
+        pytest.skip(f"needs the packages of {', '.join(GROUPS[group])}")
+    completed = run_processes(program, GROUPS[group], str(tmp_path), processes=processes, devices=devices, timeout=900)
+    assert_same_on_all(on_one_process(group, folder), completed)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"the sources of {sorted(MISSING)} need packages that are not here")
+def test_no_source_was_left_out():
+    assert {source for group in GROUPS.values() for source in group} == set(process_matrix.SOURCES)

@@ -1,0 +1,203 @@
+"""`keras-dist launch`: processes that need no JAX here are started, shown and stopped together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import keras_dist
+from keras_dist.cli import main
+from keras_dist.multihost.launcher import launch
+
+
+def run(source, *arguments, processes=3, devices=None, **options):
+    """The outcome, and what each process said on standard output and standard error."""
+    said = {}
+    outcome = launch(
+        [sys.executable, "-c", source, *arguments],
+        processes,
+        devices,
+        show=lambda rank, name, line: said.setdefault((rank, name), []).append(line),
+        **options,
+    )
+    return outcome, said
+
+
+def test_each_process_knows_its_number_and_all_know_one_address():
+    source = """
+import os, sys
+for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
+    print(os.environ["KERAS_DISTRIBUTION_" + name])
+print(sys.argv[1:], file=sys.stderr)
+"""
+    outcome, said = run(source, "a", "-b")
+    assert outcome == (0, None, [0, 0, 0])
+    assert [said[rank, "stdout"][1:] for rank in range(3)] == [["3", "0"], ["3", "1"], ["3", "2"]]
+    [address] = {said[rank, "stdout"][0] for rank in range(3)}
+    assert address.startswith("127.0.0.1:")
+    assert [said[rank, "stderr"] for rank in range(3)] == [["['a', '-b']"]] * 3
+
+
+def test_devices_are_simulated_where_they_are_asked_for():
+    source = "import os; print(*map(os.environ.get, ('JAX_PLATFORMS', 'JAX_NUM_CPU_DEVICES', 'NPROC', 'XLA_FLAGS')))"
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3 --xla_dump_to=x", "NPROC": "3"}
+    flags.pop("JAX_PLATFORMS", None)
+    flags.pop("JAX_NUM_CPU_DEVICES", None)
+    _, said = run(source, processes=1, devices=12, environment=flags)
+    assert said[0, "stdout"] == ["cpu 12 24 --xla_dump_to=x"]
+    _, said = run(source, processes=1, environment=flags)
+    assert said[0, "stdout"] == ["None None 3 " + flags["XLA_FLAGS"]]
+
+
+def test_lines_are_shown_as_they_are_printed_behind_the_number_of_their_process(capfd):
+    source = """
+import os, sys
+rank = os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]
+print("first", rank)
+print("second", rank, file=sys.stderr)
+sys.stdout.write("the last, without an end")
+"""
+    assert launch([sys.executable, "-c", source], 2).status == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == [
+        "[0] first 0",
+        "[0] the last, without an end",
+        "[1] first 1",
+        "[1] the last, without an end",
+    ]
+    assert sorted(shown.err.splitlines()) == ["[0] second 0", "[1] second 1"]
+
+
+def test_what_no_process_of_the_program_flushes_is_shown_before_it_ends():
+    source = "import os, time; print('begun'); time.sleep(1000)"
+    seen = []
+
+    def show(rank, name, line):
+        seen.append(line)
+
+    assert launch([sys.executable, "-c", source], 1, show=show, timeout=3).status == 124
+    assert seen == ["begun"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "own"),
+    [("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), ("raise KeyError(1)", 1, 1)],
+)
+def test_the_first_failure_stops_the_others_and_is_the_status(end, status, own):
+    source = f"""
+import os, signal, sys, time
+rank = int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
+if rank == 1:
+    {end}
+if rank == 2:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as XLA does
+    while True:
+        time.sleep(1)
+time.sleep(1000)
+"""
+    outcome, _ = run(source, grace=1)
+    assert outcome == (status, 1, [-15, own, -9])
+
+
+def test_the_others_may_end_with_their_own_words():
+    source = """
+import os, sys, time
+if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
+    sys.exit(5)
+time.sleep(2)
+print("words")
+sys.exit(70)
+"""
+    outcome, said = run(source)
+    assert outcome == (5, 1, [70, 5, 70])
+    assert said[0, "stdout"] == said[2, "stdout"] == ["words"]
+
+
+def test_a_process_that_only_followed_is_not_the_status():
+    source = """
+import os, sys, time
+if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
+    sys.exit(70)
+time.sleep(1)
+sys.exit(3)
+"""
+    assert run(source)[0].status == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_stops_all(number, tmp_path):
+    source = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("pids", os.getpid(), child.pid)
+time.sleep(1000)
+"""
+    (tmp_path / "program.py").write_text(source)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True
+    )
+    lines = [launcher.stdout.readline().split() for _ in range(2)]
+    pids = [int(word) for line in lines for word in line[2:]]
+    assert len(pids) == 4
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=60) == 128 + number
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+
+
+# Without the rest of the package, which the launcher does not need.
+LAUNCHER = f"""
+import importlib.util, sys
+specification = importlib.util.spec_from_file_location("launch", {keras_dist.__path__[0] + "/launch.py"!r})
+launch = importlib.util.module_from_spec(specification)
+sys.modules["launch"] = launch
+specification.loader.exec_module(launch)
+assert "jax" not in sys.modules
+sys.exit(launch.launch([sys.executable, sys.argv[1]], 2).status)
+"""
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_the_command_passes_all_that_follows_the_program_to_it(module, tmp_path, monkeypatch, capfd):
+    (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:]); sys.exit(4)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    program = ["-m", "program"] if module else [str(tmp_path / "program.py")]
+    assert main(["launch", "-n", "1", *program, "--epochs", "3", "-n", "7", "--help"]) == 4
+    shown = capfd.readouterr()
+    assert shown.out == "[0] ['--epochs', '3', '-n', '7', '--help']\n"
+    assert shown.err == "keras-dist: process 0 was the first to fail, with exit status 4.\n"
+
+
+@pytest.mark.parametrize("options", [["-n", "0"], ["-n", "1", "--devices-per-process", "0"]])
+def test_less_than_one_is_an_error(options, capsys):
+    assert main(["launch", *options, "program.py"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("keras-dist: error: A program is launched as one process or more")
+    assert "=0. Give" in shown
+
+
+@pytest.mark.parametrize("words", [["launch"], ["launch", "-n", "2"], ["launch", "program.py"]])
+def test_the_command_needs_a_number_and_a_program(words, capsys):
+    assert main(words) == 2
+    assert "error: the following arguments are required" in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_there_is_the_error_of_python(capfd, tmp_path):
+    assert main(["launch", "-n", "1", str(tmp_path / "nothing.py")]) == 2
+    assert "can't open file" in capfd.readouterr().err

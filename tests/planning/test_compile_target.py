@@ -1,0 +1,360 @@
+"""Devices that need not be attached. Real compilers make them where they are installed."""
+
+import dataclasses
+import importlib.util
+import os
+import pickle
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import keras_dist as kd
+from keras_dist.planning import compile_target as module
+from keras_dist.planning.compile_target import Target, target
+from keras_dist.planning.hardware import hardware
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
+)
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+)
+
+
+@pytest.fixture
+def registered():
+    """Registers hardware for one test."""
+    before = dict(hardware._entries)
+    yield lambda name, of, replace=False, **changes: hardware.register(
+        dataclasses.replace(hardware[of], name=name, **changes), replace=replace
+    )
+    hardware._entries.clear()
+    hardware._entries.update(before)
+
+
+@pytest.fixture
+def compilers(monkeypatch):
+    """Installs both compilers for one test; they answer what the test sets, and keep what they are asked."""
+    module._compile_only_target.cache_clear()
+    asked = SimpleNamespace(answer=None, calls=[], environments=[])
+
+    def get_topology_desc(**options):
+        asked.calls.append(options)
+        asked.environments.append(dict(os.environ))
+        if isinstance(asked.answer, Exception):
+            raise asked.answer
+        return SimpleNamespace(devices=kd.mock_gpus(1, 2))
+
+    monkeypatch.setattr(module.topologies, "get_topology_desc", get_topology_desc)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "0.1")
+    for name in module._LIBTPU_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    yield asked
+    module._compile_only_target.cache_clear()
+
+
+class TestCpu:
+    def test_a_cpu_target_is_the_first_devices_of_this_process(self):
+        four = target("cpu:4")
+        assert list(four) == jax.devices("cpu")[:4]
+        assert four == target("cpu:4")
+        assert four.hardware.name == "cpu"
+
+    def test_its_devices_share_the_memory_of_this_machine(self):
+        memory = target("cpu:1").hardware.memory_bytes
+        assert memory == target("cpu:8").hardware.memory_bytes
+        assert memory == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+
+    def test_more_than_there_are_can_be_simulated(self):
+        with pytest.raises(ValueError, match=r"there are 8. Received: 'cpu:9'. Call keras_dist.simulate_devices\(9\)"):
+            target("cpu:9")
+
+    def test_they_are_counted_by_one_number(self):
+        with pytest.raises(ValueError, match=r"counted by one number. Received: 'cpu:2x4'"):
+            target("cpu:2x4")
+
+    def test_a_mesh_takes_a_target_for_its_devices(self):
+        mesh = kd.create_device_mesh("data:2,model:2", devices=target("cpu:4"))
+        assert mesh == kd.create_device_mesh("data:2,model:2", devices=jax.devices("cpu")[:4])
+        assert kd.DeviceMesh((4,), ["data"], devices=target("cpu:4")).devices.size == 4
+
+
+def test_a_target_is_a_sequence_with_a_readable_repr():
+    devices = tuple(kd.mock_tpus("v5e:2x2", slices=2))
+    made = Target("v5e:2x2", hardware["v5e"], devices, 2)
+    assert len(made) == 8
+    assert made[-1] is devices[-1]
+    assert made[:2] == devices[:2]
+    assert repr(made) == "<Target v5e:2x2 x 2 slices: 8 TPU v5 lite devices, 15.75 GiB each>"
+    assert repr(Target("cpu:1", hardware["cpu"], devices[:1])) == "<Target cpu:1: 1 TPU v5 lite device>"
+
+
+def test_a_copy_elsewhere_has_the_devices_of_there():
+    assert pickle.loads(pickle.dumps(target("cpu:4"))) == target("cpu:4")
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5e:", "v5e:0x4", "v5e:4x", "v5e:axb", "v5e:2x2x2x2", "h100:-1", "", "4x4"])
+def test_names_are_hardware_and_shape(name):
+    with pytest.raises(ValueError, match=r"named by hardware and shape. Received: .*Write \"v5e:4x4\""):
+        target(name)
+
+
+def test_unknown_hardware_is_answered_with_the_known():
+    with pytest.raises(ValueError, match=r"Received: 'v9:2x2'. Use one of v2, .*b200, cpu, or register yours"):
+        target("v9:2x2")
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [
+        ("v5e:4x4", 0, r"at least one slice.*slices=0. Pass 1 or more"),
+        ("h100:8", 2, r"only TPUs come in several.*Leave slices out.*'h100:2x8'"),
+        ("cpu:8", 2, "only TPUs come in several"),
+        ("v5e:4", 1, r"A slice of v5e has two sides. Received: 'v5e:4'. Write 'v5e:4x4'"),
+        ("v6e:2x2x2", 1, "A slice of v6e has two sides"),
+        ("v5p:8", 1, r"A slice of v5p has three sides.*Write 'v5p:2x2x2'"),
+        ("v5e:32x8", 1, "A slice of v5e has at most 16x16 chips"),
+        ("v5p:16x24x24", 1, "A slice of v5p has at most 8960 chips"),
+        ("h100:2x2x2", 1, r"counted by host, or hosts by that.*'h100:8' or 'h100:2x8'"),
+    ],
+)
+def test_a_shape_that_the_hardware_cannot_have_is_one_sentence(name, slices, message, compilers):
+    with pytest.raises(ValueError, match=message):
+        target(name, slices)
+    assert compilers.calls == []
+
+
+def test_names_are_strings_and_slices_integers():
+    with pytest.raises(TypeError, match=r"named by a string. Received: 5"):
+        target(5)
+    for slices in (2.0, True):
+        with pytest.raises(TypeError, match="number of slices is an integer"):
+            target("v5e:4x4", slices)
+
+
+class TestCompilers:
+    """What is asked of them, and what they answer, with others in their place."""
+
+    def test_a_compiler_that_is_not_installed_is_named(self, compilers, monkeypatch):
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+        with pytest.raises(ValueError, match=r'Received: \'v5e:2x4\'. Run: pip install "keras-dist\[tpu\]"'):
+            target("v5e:2x4")
+        with pytest.raises(ValueError, match=r'Run: pip install "keras-dist\[cuda12\]"'):
+            target("h100:3")
+
+    def test_a_plugin_of_another_version_is_named(self, compilers):
+        compilers.answer = NotImplementedError("topology not implemented for cuda")
+        with pytest.raises(ValueError, match=r"JAX .* does not work with jax_cuda12_plugin 0.1. Received: 'h100:8'"):
+            target("h100:8")
+
+    def test_a_refusal_is_rephrased(self, compilers):
+        compilers.answer = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: not divisible\nmore")
+        with pytest.raises(ValueError, match=r"no such target \(INVALID_ARGUMENT: not div.*Received: 'v5e:3x3'"):
+            target("v5e:3x3")
+
+    def test_a_lock_of_another_process_is_explained(self, compilers):
+        compilers.answer = jax.errors.JaxRuntimeError("ABORTED: accessing libtpu multi-process lockfile")
+        with pytest.raises(ValueError, match=r"locked by another process.*ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+            target("v5e:2x2")
+
+    def test_libtpu_is_asked_in_its_own_words(self, compilers):
+        target("v5e:1x4", slices=3)
+        target("v4:4x4x4")
+        target("v5p:2x2x2")
+        assert [{**call, "platform": None} for call in compilers.calls] == [
+            {"platform": None, "topology_name": "v5e:1x4", "chips_per_host_bounds": (1, 2, 1), "num_slices": 3},
+            {"platform": None, "topology_name": "v4:4x4x4", "chip_config_name": "megacore"},
+            {"platform": None, "topology_name": "v5p:2x2x2"},
+        ]
+
+    def test_hosts_of_gpus_are_slices_of_one_host(self, compilers):
+        target("h100:2x8")
+        target("h100:4")
+        assert [call["topology"] for call in compilers.calls] == ["2x1x8", "1x1x4"]
+        assert "device_memory_size: 84942979072" in compilers.calls[0]["target_config"]
+
+    def test_many_gpus_without_a_number_of_hosts_are_probably_not_meant(self, compilers):
+        with pytest.warns(UserWarning, match=r"'h100:16' is one host.*Write 'h100:1x16' for that, or 'h100:2x8'"):
+            target("h100:16")
+        target("h100:1x16")
+        assert [call["topology"] for call in compilers.calls] == ["1x1x16", "1x1x16"]
+
+    def test_registered_tpus_are_compiled_for_as_their_kind(self, compilers, registered):
+        slow = registered("v5e-slow", "v5e", network_bytes_per_second=1e9)
+        assert target("v5e-slow:2x2").hardware is slow
+        assert compilers.calls[0]["topology_name"] == "v5e:2x2"
+
+    def test_the_same_name_gives_the_same_devices_until_its_figures_change(self, compilers, registered):
+        first = target("h100:8")
+        assert target("h100:8") is first
+        assert target("h100:4") is not first
+        registered("h100", "h100", replace=True, memory_bytes=2**30)
+        assert target("h100:8").hardware.memory_bytes == 2**30
+        assert "device_memory_size: 1073741824" in compilers.calls[-1]["target_config"]
+
+    def test_libtpu_loads_in_an_environment_of_its_own(self, compilers, monkeypatch):
+        monkeypatch.setattr(module.glob, "glob", lambda pattern: [])
+        monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "of the user")
+        before = dict(os.environ)
+        target("v5e:2x2")
+        assert dict(os.environ) == before
+        ours = {name: compilers.environments[0].get(name) for name in module._LIBTPU_ENVIRONMENT}
+        assert ours == module._LIBTPU_ENVIRONMENT | {"TPU_WORKER_HOSTNAMES": "of the user"}
+
+    def test_the_environment_is_restored_after_a_refusal(self, compilers, monkeypatch):
+        monkeypatch.setattr(module.glob, "glob", lambda pattern: [])
+        compilers.answer = jax.errors.JaxRuntimeError("INVALID_ARGUMENT")
+        before = dict(os.environ)
+        with pytest.raises(ValueError, match="no such target"):
+            target("v5e:2x2")
+        assert dict(os.environ) == before
+
+    def test_attached_tpus_keep_their_environment(self, compilers, monkeypatch):
+        monkeypatch.setattr(module.glob, "glob", lambda pattern: ["/dev/accel0"])
+        before = dict(os.environ)
+        target("v5e:2x2")
+        assert compilers.environments == [before]
+
+    def test_hardware_that_libtpu_does_not_know_is_refused(self, compilers, registered):
+        registered("v99", "v5e", device_kind="TPU v99")
+        with pytest.raises(ValueError, match=r"of a device kind that libtpu knows: TPU v2, .*Received: 'v99:2x2'"):
+            target("v99:2x2")
+
+    def test_a_gpu_that_the_compiler_is_told_nothing_of_is_refused(self, compilers, registered):
+        registered("mystery", "h100", compiler_target=None)
+        with pytest.raises(ValueError, match=r"must know its memory, .*Received: 'mystery:8'. Register it with these"):
+            target("mystery:8")
+
+
+@needs_libtpu
+class TestLibtpu:
+    @pytest.mark.parametrize(
+        ("name", "slices", "devices", "hosts"),
+        [
+            ("v5e:4x4", 1, 16, 4),
+            ("v5e:4x4", 2, 32, 8),
+            ("v5p:2x2x2", 1, 8, 2),
+            ("v6e:4x4", 1, 16, 4),
+            ("v2:2x2", 1, 8, 1),
+            ("v3:4x4", 1, 32, 4),
+            ("v4:2x2x1", 1, 4, 1),
+            ("tpu7x:2x2x1", 1, 8, 1),
+            ("v5e:1x1", 1, 1, 1),
+            ("v5p:1x1x1", 1, 1, 1),
+            ("v6e:1x2", 1, 2, 1),
+        ],
+    )
+    def test_every_generation_can_be_compiled_for(self, name, slices, devices, hosts):
+        made = target(name, slices)
+        assert len(made) == devices
+        assert len({device.process_index for device in made}) == hosts
+        assert {hardware.of_device(device) for device in made} == {made.hardware}
+        assert target(name, slices) is made
+
+    def test_they_lie_as_described_devices_do(self):
+        attributes = ("id", "platform", "device_kind", "process_index", "coords", "core_on_chip")
+        for name, slices in (("v4:4x4x4", 1), ("v5e:4x4", 2)):
+            real, described = target(name, slices), kd.mock_tpus(name, slices)
+            for attribute in attributes:
+                convert = list if attribute == "coords" else lambda value: value
+                expected = [convert(getattr(device, attribute)) for device in described]
+                assert [getattr(device, attribute) for device in real] == expected
+
+    def test_a_shape_that_libtpu_refuses_is_rephrased(self):
+        with pytest.raises(ValueError, match=r"no such target .*not divisible.*Received: 'v5e:3x3'"):
+            target("v5e:3x3")
+
+    def test_meshes_of_the_same_target_are_equal(self):
+        meshes = [kd.create_device_mesh("data:4,model:4", devices=target("v5e:4x4")) for _ in range(2)]
+        assert meshes[0] == meshes[1]
+        assert meshes[0].backend_mesh == meshes[1].backend_mesh
+
+    def test_axes_across_slices_cross_the_network(self):
+        info = kd.create_device_mesh("data:2,model:16", devices=target("v5e:4x4", 2)).info()
+        assert info["longest_link"]["data"].dcn
+        assert not info["longest_link"]["model"].dcn
+
+    @pytest.mark.parametrize("name", ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"])
+    def test_memory_is_what_the_compiler_allots(self, name):
+        made = target(f"{name}:2x2")
+        sharding = jax.sharding.SingleDeviceSharding(made[0])
+        large = jax.ShapeDtypeStruct((2**20, 2**10), "float32", sharding=sharding)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory") as raised:
+            jax.jit(lambda *parts: [part + 1 for part in parts]).lower(*[large] * 48).compile()
+        allotted = float(re.search(r"(?:available HBM \(| of )([\d.]+)G", str(raised.value))[1])
+        # Which libtpu it is makes a difference in the last digit that it prints.
+        assert allotted == pytest.approx(made.hardware.memory_bytes / 2**30, abs=0.011)
+
+    def test_two_processes_can_compile_at_once(self):
+        code = (
+            "from keras_dist.planning.compile_target import target\n"
+            "import os, sys\n"
+            "before = dict(os.environ)\n"
+            "print(len(target('v5e:2x2')), flush=True)\n"
+            "sys.stdin.read()\n"
+            "assert {**os.environ, 'TPU_LIBRARY_PATH': ''} == {**before, 'TPU_LIBRARY_PATH': ''}\n"
+        )
+        environment = {key: value for key, value in os.environ.items() if key not in module._LIBTPU_ENVIRONMENT}
+        environment["JAX_PLATFORMS"] = "cpu"
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        lines = [process.stdout.readline() for process in both]  # each has loaded libtpu, and neither has ended
+        errors = [process.communicate("")[1] for process in both]
+        assert lines == ["4\n", "4\n"], errors
+        assert [process.returncode for process in both] == [0, 0], errors
+
+
+@needs_cuda
+class TestCuda:
+    @pytest.mark.parametrize(
+        ("name", "devices", "hosts"),
+        [("h100:8", 8, 1), ("h100:2x8", 16, 2), ("a100:8", 8, 1), ("h200:8", 8, 1), ("b200:8", 8, 1), ("h100:1", 1, 1)],
+    )
+    def test_every_gpu_can_be_compiled_for(self, name, devices, hosts):
+        made = target(name)
+        assert len(made) == devices
+        assert len({device.process_index for device in made}) == hosts
+        assert {device.device_kind for device in made} == {made.hardware.device_kind}
+        assert hardware.of_device(made[0]) is made.hardware
+        assert target(name) is made
+
+    def test_registered_gpus_are_known_by_their_devices(self, registered):
+        more = registered("my-h100", "h100", memory_bytes=96 * 2**30)
+        made = target("my-h100:4")
+        assert made.hardware is more
+        assert hardware.of_device(made[0]) is more
+        assert hardware.of_device(target("h100:8")[0]) is hardware["h100"]
+        assert repr(made).startswith("<Target my-h100:4: 4 NVIDIA H100 80GB HBM3 (my-h100) devices, 96.00 GiB")
+
+    def test_what_replaced_a_gpu_is_compiled_for(self, registered):
+        less = registered("h100", "h100", replace=True, memory_bytes=2**30)
+        assert hardware.of_device(target("h100:8")[0]) is less
+
+    @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+    def test_a_program_compiles(self, name):
+        mesh = jax.sharding.Mesh(list(target(f"{name}:8")), ("data",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16", sharding=sharding)
+        compiled = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile()
+        assert "all-reduce" in compiled.as_text()
+
+    def test_two_hosts_are_joined_by_the_network(self):
+        info = kd.create_device_mesh("data:2,model:8", devices=target("h100:2x8")).info()
+        assert info["longest_link"]["data"].dcn
+        assert not info["longest_link"]["model"].dcn

@@ -1,0 +1,1 @@
+"""What several tests share: models, scenarios, programs and ways to run them."""

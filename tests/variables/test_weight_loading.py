@@ -1,0 +1,386 @@
+"""Values go straight into the shards of variables: from memory, and from every kind of file that Keras reads."""
+
+import io
+import pickle
+import warnings
+import zipfile
+
+import h5py
+import jax
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_dist as kd
+from keras_dist._keras.internals import saving_lib
+from keras_dist.variables import host_to_device, lazy_hdf5
+
+WIDTH = 1024  # a kernel of 4 MiB, more than what is read at once
+
+
+def sharded(*specs):
+    """A distribution over 2 x 4 devices with one layout for kernels."""
+    mesh = kd.DeviceMesh((2, 4), ["data", "model"])
+    layout_map = kd.LayoutMap(mesh)
+    layout_map[".*kernel"] = kd.TensorLayout(specs or (None, "model"), mesh)
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+def new_model(dtype="float32", width=WIDTH):
+    model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width, name="a"), keras.layers.Dense(4)])
+    if dtype != "float32":
+        model = keras.Sequential(
+            [keras.Input((width,)), keras.layers.Dense(width, name="a", dtype=dtype), keras.layers.Dense(4)]
+        )
+    model.compile("adam", keras.losses.MeanSquaredError())  # a name is not read back from legacy files
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """The largest array, in elements, that is put on one device while a test runs."""
+    largest = [0]
+    device_put, asarray = jax.device_put, jax.numpy.asarray
+
+    def noting(x, device=None, **options):
+        whole = not isinstance(device, jax.sharding.NamedSharding)
+        if whole and not isinstance(x, jax.Array):
+            largest[0] = max(largest[0], np.size(x))
+        return device_put(x, device, **options)
+
+    def noting_asarray(x, *arguments, **options):
+        if not isinstance(x, jax.Array):
+            largest[0] = max(largest[0], np.size(x))
+        return asarray(x, *arguments, **options)
+
+    monkeypatch.setattr(jax, "device_put", noting)
+    monkeypatch.setattr(jax.numpy, "asarray", noting_asarray)
+    return largest
+
+
+# ------------------------------------------------------------------------------------------------------- from memory
+
+
+@pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model"), (("data", "model"), None)])
+def test_no_device_is_sent_more_than_its_shard(spec, puts):
+    with sharded(*spec).scope():
+        model = new_model()
+        kernel = model.layers[0].kernel
+        wanted = np.random.default_rng(0).normal(size=kernel.shape).astype("float32")
+        puts[0] = 0
+        kernel.assign(wanted)
+    assert puts[0] == kernel.value.addressable_data(0).size
+    assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(*spec)
+    np.testing.assert_array_equal(np.asarray(kernel.value), wanted)
+
+
+def test_what_is_assigned_is_copied():
+    with sharded().scope():
+        for variable in (keras.Variable(np.zeros((64, 64), "float32")), new_model().layers[0].kernel):
+            value = np.zeros(variable.shape, "float32")
+            variable.assign(value)
+            value[:] = 1
+            assert not np.asarray(variable.value).any()
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize("of", ["float64", "float32", "bfloat16", "int64", "int8", "bool", "uint32"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast", "ignore:overflow encountered in cast")
+def test_values_are_converted_as_by_keras(of, to):
+    value = (np.random.default_rng(0).normal(size=(8, 512)) * 200).astype("float64").astype(np.dtype(of))
+    expected = keras.Variable(np.zeros(value.shape), dtype=to)
+    expected.assign(value)
+    with kd.FullyShardedDataParallel().scope():
+        variable = keras.Variable(np.zeros(value.shape), dtype=to)
+        variable.assign(value)
+        made = keras.Variable(value, dtype=to)
+        as_it_is = keras.Variable(value)
+    assert variable.dtype == made.dtype == to
+    assert as_it_is.dtype == keras.Variable(value).dtype
+    for got in (variable, made):
+        np.testing.assert_array_equal(np.asarray(got.value).astype("f8"), np.asarray(expected.value).astype("f8"))
+
+
+def test_errors_are_those_of_keras():
+    with sharded().scope():
+        kernel = new_model(width=8).layers[0].kernel
+        with pytest.raises(ValueError, match=r"variable.shape=\(8, 8\), Received: value.shape=\(8, 4\)"):
+            kernel.assign(np.zeros((8, 4), "float32"))
+        with pytest.raises(Exception, match="str"):
+            kernel.assign(np.full((8, 8), "a"))
+
+
+def test_numbers_lists_and_arrays_of_jax_are_assigned():
+    with sharded().scope():
+        variable = keras.Variable(np.zeros((4,), "float32"))
+        variable.assign([1, 2, 3, 4])
+        np.testing.assert_array_equal(np.asarray(variable.value), [1, 2, 3, 4])
+        variable.assign(jax.numpy.arange(4))
+        np.testing.assert_array_equal(np.asarray(variable.value), [0, 1, 2, 3])
+        number = keras.Variable(0.5)
+        number.assign(0.25)
+        number.assign_add(1)
+        assert float(number.value) == 1.25
+        assert len(number.value.sharding.device_set) == 8
+
+
+def test_weights_and_optimizer_state_are_set():
+    expected = new_model()
+    state = [np.asarray(v.value) + number for number, v in enumerate(expected.optimizer.variables)]
+    with sharded().scope():
+        model = new_model()
+        model.set_weights(expected.get_weights())
+        model.optimizer.set_weights(state)
+    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for variable, wanted in zip(model.optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(np.asarray(variable.value), wanted)
+
+
+# -------------------------------------------------------------------------------------------------------- from files
+
+
+def save(model, path):
+    if path.name == "w.weights.json":
+        model.save_weights(path, max_shard_size=0.005)
+    elif path.name == "w.weights.h5":
+        model.save_weights(path)
+    elif path.name == "directory":
+        keras.saving.save_model(model, path, zipped=False)
+    else:
+        model.save(path)
+    return path
+
+
+def load(path):
+    if ".weights" in path.name:
+        model = new_model()
+        model.load_weights(path)
+        return model
+    return keras.models.load_model(path)
+
+
+FILES = ["w.weights.h5", "w.weights.json", "m.keras", "m.h5", "directory"]
+
+
+@pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model")])
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_read_by_shards(name, spec, tmp_path, puts, monkeypatch):
+    expected = new_model()
+    expected.optimizer.variables[2].assign(np.full(expected.optimizer.variables[2].shape, 3.0))
+    path = save(expected, tmp_path / name)
+    settled = []
+    monkeypatch.setattr(
+        lazy_hdf5.StoredTensor,
+        "settle",
+        lambda self, settle=lazy_hdf5.StoredTensor.settle: settled.append(self.shape) or settle(self),
+    )
+    with sharded(*spec).scope():
+        puts[0] = 0
+        model = load(path)
+        assert puts[0] < WIDTH * WIDTH
+    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    if name != "m.h5":  # of which Keras reads no optimizer here
+        for got, wanted in zip(model.optimizer.variables, expected.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.asarray(got.value), np.asarray(wanted.value))
+    assert model.layers[0].kernel.value.sharding.spec == jax.sharding.PartitionSpec(*spec)
+    assert not settled or name == "w.weights.json"  # a group in two files
+
+
+def test_an_archive_is_not_read_into_memory(tmp_path, monkeypatch):
+    path = save(new_model(), tmp_path / "m.keras")
+    monkeypatch.setattr(saving_lib.tempfile, "TemporaryDirectory", None)  # nor extracted
+    whole = []
+    read = zipfile.ZipExtFile.read
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", lambda self, n=-1: whole.append((self.name, n)) or read(self, n))
+    with sharded().scope():
+        model = keras.models.load_model(path)
+        model.load_weights(path)
+    assert {name for name, _ in whole} == {"config.json"}
+
+
+def test_a_compressed_archive_is_read_as_by_keras(tmp_path):
+    expected = new_model()
+    path = save(expected, tmp_path / "m.keras")
+    packed = tmp_path / "packed.keras"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with sharded().scope():
+        model = keras.models.load_model(packed)
+    np.testing.assert_array_equal(model.get_weights()[0], expected.get_weights()[0])
+
+
+def test_an_open_file_is_read(tmp_path):
+    expected = new_model()
+    path = save(expected, tmp_path / "m.keras")
+    with sharded().scope():
+        for source in (open(path, "rb"), io.BytesIO(path.read_bytes())):  # noqa: SIM115
+            with source:
+                model = saving_lib.load_model(source)
+            np.testing.assert_array_equal(model.get_weights()[0], expected.get_weights()[0])
+
+
+def test_bfloat16_is_read(tmp_path):
+    expected = new_model("bfloat16")
+    path = save(expected, tmp_path / "w.weights.h5")
+    with sharded().scope():
+        for dtype in ("bfloat16", "float32"):
+            model = new_model(dtype)
+            model.load_weights(path)
+            np.testing.assert_array_equal(
+                np.asarray(model.layers[0].kernel.value).astype("f4"),
+                np.asarray(expected.layers[0].kernel.value).astype("f4"),
+            )
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_quantized_weights_are_read(mode, tmp_path):
+    expected = keras.Sequential([keras.Input((2 * WIDTH,)), keras.layers.Dense(2 * WIDTH)])
+    expected.quantize(mode)
+    path = tmp_path / "m.keras"
+    expected.save(path)
+    with sharded().scope():
+        model = keras.models.load_model(path)
+    for got, wanted in zip(model.variables, expected.variables, strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(got.value), np.asarray(wanted.value))
+
+
+def test_lora_is_saved_merged_and_read(tmp_path):
+    with sharded().scope():
+        model = new_model()
+        model.layers[0].enable_lora(4)
+        model.layers[0].lora_kernel_b.assign(np.ones(model.layers[0].lora_kernel_b.shape))
+        merged = np.asarray(model.layers[0].kernel)
+        model.save_weights(tmp_path / "w.weights.h5")
+        model.load_weights(tmp_path / "w.weights.h5")
+        np.testing.assert_array_equal(np.asarray(model.layers[0]._kernel.value), merged)
+        assert not np.asarray(model.layers[0].lora_kernel_b.value).any()
+
+
+def test_a_deferred_model_is_filled_from_a_file(tmp_path):
+    expected = new_model()
+    path = save(expected, tmp_path / "w.weights.h5")
+    with sharded().scope():
+        with kd.deferred():
+            model = new_model()
+        model.load_weights(path)
+        kd.materialize(model)
+        model.predict(np.ones((8, WIDTH)), verbose=0)
+    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_mismatch_is_told_as_by_keras(tmp_path):
+    path = save(new_model(), tmp_path / "w.weights.h5")
+    with sharded().scope():
+        model = new_model(width=WIDTH // 2)
+        with pytest.raises(ValueError, match=r"value.shape=\(1024, 1024\)"):
+            model.load_weights(path)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model.load_weights(path, skip_mismatch=True)
+        assert any("could not be loaded" in str(warning.message) for warning in said)
+
+
+@keras.saving.register_keras_serializable("test_loading")
+class Halves(keras.layers.Layer):
+    """A layer that computes with what it finds in a file, and keeps it."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(WIDTH, WIDTH), name="kernel")
+
+    def call(self, x):
+        return x @ self.kernel
+
+    def load_own_variables(self, store):
+        self.found = store["0"]
+        self.kernel.assign(np.transpose(store["0"]) / 2 + store["0"][0, 0] + 0 * jax.numpy.sqrt(store["0"] ** 2))
+
+
+def test_layers_may_compute_with_what_they_find_and_keep_it(tmp_path):
+    expected = keras.Sequential([keras.Input((WIDTH,)), Halves()])
+    expected.save(tmp_path / "m.keras")
+    before = expected.get_weights()[0]
+    with sharded().scope():
+        model = keras.models.load_model(tmp_path / "m.keras")
+    np.testing.assert_allclose(model.get_weights()[0], before.T / 2 + before[0, 0], rtol=1e-6)
+    np.testing.assert_array_equal(model.layers[0].found, before)
+
+
+# ----------------------------------------------------------------------------------------------------- stored tensors
+
+
+@pytest.fixture(params=["plain", "chunked", "bfloat16"])
+def on_disk(request, tmp_path):
+    """A tensor in a file, and what it holds."""
+    array = np.random.default_rng(0).normal(size=(96, 70, 50)).astype("float32")
+    if request.param == "bfloat16":
+        array = array.astype(ml_dtypes.bfloat16)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        chunks = {"chunks": (7, 70, 50), "compression": "gzip"} if request.param == "chunked" else {}
+        file.create_dataset("a", data=array, **chunks)
+        if request.param == "bfloat16":
+            file["a"].attrs["dtype"] = "bfloat16"
+    with h5py.File(tmp_path / "a.h5") as file:
+        dataset = file["a"]
+        yield lazy_hdf5.StoredTensor(dataset, array.dtype), array
+
+
+@pytest.mark.parametrize(
+    "spec", [("data",), (None, "data"), (None, None, "data"), ("model", "data"), ("model", None, "data"), ()]
+)
+@pytest.mark.parametrize("band", [1, 2**12, 2**24])
+def test_parts_are_those_of_the_array(on_disk, spec, band, monkeypatch):
+    monkeypatch.setattr(lazy_hdf5, "_BAND", band)
+    tensor, array = on_disk
+    sharding = kd.TensorLayout(spec + (None,) * (3 - len(spec)), kd.DeviceMesh((2, 4), ["data", "model"]))
+    np.testing.assert_array_equal(np.asarray(host_to_device.place(tensor, sharding.backend_layout)), array)
+
+
+def test_a_stored_tensor_is_used_as_an_array(on_disk):
+    tensor, array = on_disk
+    assert (tensor.shape, tensor.dtype, tensor.ndim, tensor.size, len(tensor)) == (
+        (array.shape, array.dtype, 3, array.size, 96)
+    )
+    for function in (
+        lambda a: a + 1,
+        lambda a: 1 - a,
+        lambda a: a.T,
+        lambda a: np.transpose(a, (2, 0, 1)),
+        lambda a: np.concatenate([a, a]),
+        lambda a: a[3, ::-2],
+        lambda a: a[[1, 5]],
+        lambda a: a.astype("float16"),
+        lambda a: a.reshape(-1),
+        lambda a: np.asarray(keras.ops.convert_to_tensor(a)),
+        lambda a: np.add(a, 1, out=np.zeros_like(a)),
+        lambda a: pickle.loads(pickle.dumps(a)),
+        lambda a: np.stack(list(a)),
+        lambda a: np.array(a, dtype="float64"),
+    ):
+        np.testing.assert_array_equal(function(tensor), function(array))
+    tensor[0] = 5
+    assert (tensor[0] == 5).all()
+    assert repr(tensor) == repr(np.asarray(tensor))
+
+
+def test_a_preset_of_keras_hub_is_read_by_shards(tmp_path, puts):
+    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
+    keras.utils.set_random_seed(0)
+    sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512, "max_sequence_length": 64}
+    saved = keras_hub.models.GPT2Backbone(vocabulary_size=4096, **sizes)
+    saved.save_to_preset(str(tmp_path))
+    puts[0] = 0
+    with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+        loaded = keras_hub.models.GPT2Backbone.from_preset(str(tmp_path))
+    most = puts[0]
+    for variable, expected in zip(loaded.weights, saved.weights, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), expected.numpy())
+    table = loaded.token_embedding.embeddings
+    assert table.value.sharding.shard_shape(table.shape) != tuple(table.shape)
+    assert most <= table.value.addressable_data(0).size
