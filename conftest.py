@@ -27,6 +27,10 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--update-messages", action="store_true", help="write tests/messages/snapshot.md anew")
+
+
 @pytest.fixture(autouse=True)
 def nothing_installed():
     """Every test starts and ends without a distribution, with Keras's names and seed as in a new process."""
