@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
+from keras_dist.mesh.cpu_threads import cpu_thread_count
 
 Device = Any  # a jax.Device, which type checkers take for a variable
 
@@ -103,8 +104,7 @@ def simulate_devices(count: int) -> None:
             "a Keras layer or a JAX array."
         ) from None
     jax.config.update("jax_platforms", "cpu")
-    # XLA reads this when it makes the CPU client: the size of the pool that runs the devices' programs.
-    os.environ.setdefault("NPROC", str(min(max(16, 2 * count), 256)))
+    os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
 
 
 @contextlib.contextmanager

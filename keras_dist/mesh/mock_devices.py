@@ -5,19 +5,9 @@ import math
 import re
 from dataclasses import dataclass
 
-_HOST_SIDE = 2  # chips of a TPU host along x and along y
+from keras_dist.mesh.tpu_generations import TPU_GENERATIONS
 
-# What JAX calls the devices of a TPU generation, and how many of them a chip has.
-# Source: the devices of jax.experimental.topologies with libtpu 0.0.42; TPU v4 as JAX uses it, one device per chip.
-_TPUS = {
-    "v2": ("TPU v2", 2),
-    "v3": ("TPU v3", 2),
-    "v4": ("TPU v4", 1),
-    "v5e": ("TPU v5 lite", 1),
-    "v5p": ("TPU v5", 1),
-    "v6e": ("TPU v6 lite", 1),
-    "tpu7x": ("TPU7x", 2),
-}
+_HOST_SIDE = 2  # chips of a TPU host along x and along y
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +54,14 @@ def mock_tpus(topology: str, slices: int = 1) -> list[MockDevice]:
     (32, (0, 1, 0), 7)
     """
     match = re.fullmatch(r"(\w+):([1-9]\d{0,3}(?:x[1-9]\d{0,3}){1,2})", topology) if isinstance(topology, str) else None
-    if match is None or match[1] not in _TPUS or not isinstance(slices, int) or slices < 1:
+    if match is None or match[1] not in TPU_GENERATIONS or not isinstance(slices, int) or slices < 1:
         raise ValueError(
-            "TPU slices have a generation, a shape of two or three sides, and a number of slices, 1 or more. "
-            f"Received: topology={topology!r}, slices={slices!r}. Generations are {', '.join(_TPUS)}; write, for "
-            'example, "v5e:16x16" or "v5p:4x4x4".'
+            f"Unknown TPU topology {topology!r} with slices={slices!r}. Write a generation "
+            f"({', '.join(TPU_GENERATIONS)}) and a shape of 2 or 3 sides, for example 'v5e:16x16' or 'v5p:4x4x4', and "
+            "at least 1 slice."
         )
-    kind, cores = _TPUS[match[1]]
+    generation = TPU_GENERATIONS[match[1]]
+    kind, cores = generation.device_kind, generation.devices_per_chip
     x, y, z = [*map(int, match[2].split("x")), 1][:3]
     hosts_x, hosts_y = math.ceil(x / _HOST_SIDE), math.ceil(y / _HOST_SIDE)
     devices = []

@@ -10,11 +10,7 @@ from jax.experimental import mesh_utils
 
 from keras_dist.mesh.axes import known_product, parse_dcn, spread_axes
 from keras_dist.mesh.devices import Device
-
-# How long an axis of a TPU slice must be to close to a ring, by the start of the device kind. On the others, 3D tori
-# made of cubes of 4 x 4 x 4 chips, all axes close where each is a multiple of 4.
-# Source: Austin et al., "How to Scale Your Model" (2025), chapter "How to Think About TPUs"; cloud.google.com/tpu/docs.
-_CLOSES_AT = {"TPU v2": 16, "TPU v3": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v6": 16}
+from keras_dist.mesh.tpu_generations import tpu_generation_of
 
 Level = tuple[str, Callable[[Device], int]]  # what granules are called, and the number of the one of a device
 
@@ -161,8 +157,11 @@ def _rings(device_kind: str, coordinates: np.ndarray) -> np.ndarray:
     """
     lengths = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     chips = lengths[:-1]
-    needed = next((size for kind, size in _CLOSES_AT.items() if device_kind.startswith(kind)), None)
-    closes = chips == needed if needed else np.full(len(chips), (chips % 4 == 0).all())
+    generation = tpu_generation_of(device_kind)
+    if generation is not None and generation.is_2d:
+        closes = chips == generation.longest_side
+    else:  # 3D tori are made of cubes of 4 x 4 x 4 chips; all their sides close where each is a multiple of 4
+        closes = np.full(len(chips), (chips % 4 == 0).all())
     return np.append(np.where(closes, chips, 0), 0)
 
 

@@ -107,10 +107,12 @@ def _joint_environment(processes: int) -> dict[str, str]:
 
 
 def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
+    from keras_dist.mesh.cpu_threads import cpu_thread_count  # the launcher itself needs nothing of this package
+
     return {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "NPROC": str(min(max(16, 2 * devices), 256)),  # as in simulate_devices
+        "NPROC": str(cpu_thread_count(devices)),
         "XLA_FLAGS": " ".join(flag for flag in flags.split() if not flag.startswith(_FLAG)),  # the older way
     }
 

@@ -22,19 +22,8 @@ from jax.experimental import topologies
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, platform_devices
 from keras_dist.mesh.topology import slice_of
+from keras_dist.mesh.tpu_generations import TPU_GENERATIONS, tpu_generation_of
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
-
-# What libtpu calls the chips that JAX calls so, and how many of them the largest slice has.
-# Source: cloud.google.com/tpu/docs/{v3,v4,v5e,v5p,v6e,tpu7x}, "TPU Pod size"; v2: Jouppi et al., CACM 63(7), 2020.
-_TPU_GENERATIONS = {
-    "TPU v2": ("v2", 256),
-    "TPU v3": ("v3", 1024),
-    "TPU v4": ("v4", 4096),
-    "TPU v5 lite": ("v5e", 256),
-    "TPU v5": ("v5p", 8960),
-    "TPU v6 lite": ("v6e", 256),
-    "TPU7x": ("tpu7x", 9216),
-}
 
 # With these libtpu neither asks a metadata server where it runs, nor locks the machine's TPUs against other processes.
 # It reads them when it is loaded; which accelerator type it is told has no part in what it compiles for.
@@ -181,18 +170,17 @@ def _cpu_target(name: str, shape: tuple[int, ...], entry: Hardware) -> Target:
 
 
 def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware, _: str) -> list[Device]:
-    if entry.device_kind not in _TPU_GENERATIONS:
-        kinds = ", ".join(_TPU_GENERATIONS)
+    generation = tpu_generation_of(entry.device_kind)
+    if generation is None:
+        kinds = ", ".join(known.device_kind for known in TPU_GENERATIONS.values())
         raise _refused(f"TPUs are of a device kind that libtpu knows: {kinds}", name, "Register it with one of them")
-    generation, largest = _TPU_GENERATIONS[entry.device_kind]
     x, y, z = [*shape, 1, 1][:3]
-    is_flat = entry.links == 4  # two neighbours along each of two dims
-    if len(shape) == 1 or (is_flat and z > 1):
-        sides, example = ("two", "4x4") if is_flat else ("three", "2x2x2")
+    if len(shape) == 1 or (generation.is_2d and z > 1):
+        sides, example = ("two", "4x4") if generation.is_2d else ("three", "2x2x2")
         raise _refused(f"A slice of {entry.name} has {sides} sides", name, f"Write '{entry.name}:{example}'")
-    side = math.isqrt(largest)
-    if math.prod(shape) > largest or (is_flat and max(x, y) > side):
-        limit = f"{side}x{side}" if is_flat else f"{largest}"
+    largest, side = generation.largest_slice, generation.longest_side
+    if math.prod(shape) > largest or (generation.is_2d and max(x, y) > side):
+        limit = f"{side}x{side}" if generation.is_2d else f"{largest}"
         raise _refused(
             f"A slice of {entry.name} has at most {limit} chips",
             name,
@@ -203,13 +191,13 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
     options = {}
     if min(x, y) < 2:
         options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
-    if generation == "v4":
+    if generation.name == "v4":
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as JAX has them
     if slices > 1:
         options["num_slices"] = slices
     with _environment_of_libtpu():
         return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{generation}:{'x'.join(map(str, shape))}", **options
+            platform="tpu", topology_name=f"{generation.name}:{'x'.join(map(str, shape))}", **options
         ).devices
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from keras_dist._report.tables import Table
 from keras_dist.mesh.devices import Device
+from keras_dist.mesh.tpu_generations import TPU_GENERATIONS, canonical_device_kind
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float8", "int8")  # widest first
@@ -238,7 +239,7 @@ class HardwareRegistry(Mapping[str, Hardware]):
         Args:
             device: a `jax.Device`, or a described one.
         """
-        kind = _OTHER_KINDS.get(device.device_kind, device.device_kind)
+        kind = canonical_device_kind(device.device_kind)
         candidates = [entry for entry in self.values() if entry.platform == device.platform]
         labelled = [entry for entry in candidates if kind == _label(entry)]
         return next(iter(labelled + [entry for entry in candidates if kind == entry.device_kind]), None)
@@ -280,9 +281,6 @@ def _row(hardware: Hardware) -> list[str]:
     ]
 
 
-# Names that JAX gives to the same chips elsewhere, by which its own code knows them as well.
-_OTHER_KINDS = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
-
 _LIBTPU = "libtpu 0.0.42, a program that is too large for {}: 'exceeds available HBM ({:.2f}G)'"
 _CLOUD = "Google Cloud, 'TPU {0}', https://cloud.google.com/tpu/docs/{0}"
 _TPU_BOOK = "Austin et al., 'How to Scale Your Model' (2025), https://jax-ml.github.io/scaling-book/tpus"
@@ -294,16 +292,16 @@ _JOUPPI = (
 _POD = "; the all-reduce bandwidth of a pod in {} agrees"
 _BIDIRECTIONAL = "{}: bidirectional bandwidth of a chip, over its links and both directions"
 
-# Name, device kind, GiB of a device by libtpu; of a chip: HBM bytes/s, peaks, bytes/s of a link in one direction,
-# links, network bytes/s; devices of a chip. Gbit/s are divided by 8.
+# Name, GiB per device as libtpu reports it; per chip: HBM bytes/s, peak FLOP/s, bytes/s of an ICI link in one
+# direction, network bytes/s. Gbit/s are divided by 8.
 _TPUS = (
-    ("v2", "TPU v2", 7.48, 700e9, {"bfloat16": 46e12}, 496e9 / 8, 4, None, 2),
-    ("v3", "TPU v3", 15.48, 900e9, {"bfloat16": 123e12}, 656e9 / 8, 4, None, 2),
-    ("v4", "TPU v4", 30.75, 1200e9, {"bfloat16": 275e12, "int8": 275e12}, 45e9, 6, 6.25e9, 1),
-    ("v5e", "TPU v5 lite", 15.75, 819e9, {"bfloat16": 197e12, "int8": 393e12}, 50e9, 4, 6400e9 / 8 / 256, 1),
-    ("v5p", "TPU v5", 95.74, 2765e9, {"bfloat16": 459e12, "float8": 459e12, "int8": 918e12}, 100e9, 6, 50e9 / 8, 1),
-    ("v6e", "TPU v6 lite", 31.25, 1638e9, {"bfloat16": 918e12, "float8": 918e12, "int8": 1836e12}, 100e9, 4, 12.5e9, 1),
-    ("tpu7x", "TPU7x", 94.75, 7380e9, {"bfloat16": 2307e12, "float8": 4614e12}, 100e9, 6, 100e9 / 8, 2),
+    ("v2", 7.48, 700e9, {"bfloat16": 46e12}, 496e9 / 8, None),
+    ("v3", 15.48, 900e9, {"bfloat16": 123e12}, 656e9 / 8, None),
+    ("v4", 30.75, 1200e9, {"bfloat16": 275e12, "int8": 275e12}, 45e9, 6.25e9),
+    ("v5e", 15.75, 819e9, {"bfloat16": 197e12, "int8": 393e12}, 50e9, 6400e9 / 8 / 256),
+    ("v5p", 95.74, 2765e9, {"bfloat16": 459e12, "float8": 459e12, "int8": 918e12}, 100e9, 50e9 / 8),
+    ("v6e", 31.25, 1638e9, {"bfloat16": 918e12, "float8": 918e12, "int8": 1836e12}, 100e9, 12.5e9),
+    ("tpu7x", 94.75, 7380e9, {"bfloat16": 2307e12, "float8": 4614e12}, 100e9, 100e9 / 8),
 )
 
 # Where the sources are others than the page of Google Cloud about the generation.
@@ -324,7 +322,8 @@ _TPU_SOURCES: dict[str, dict[str, str]] = {
 
 
 def _tpus() -> Iterator[Hardware]:
-    for name, kind, gibibytes, bandwidth, peaks, link, links, network, devices in _TPUS:
+    for name, gibibytes, bandwidth, peaks, link, network in _TPUS:
+        _, kind, devices, links, _ = TPU_GENERATIONS[name]
         page = _CLOUD.format(name) + (f", of a chip, which is {devices} devices" if devices > 1 else "")
         peaks = {"float32": peaks["bfloat16"], **peaks}  # by default one bfloat16 pass
         sources = {

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_slices_are_numbered_as_jax_does():
 
 @pytest.mark.parametrize("topology", ["v9:2x2", "v5e", "v5e:4", "v5e:0x4", "v5e:2x2x2x2", "2x2", "v5e:axb", None, 3])
 def test_other_topologies_are_refused(topology):
-    with pytest.raises(ValueError, match=r'Received: topology=.*write, for example, "v5e:16x16"'):
+    with pytest.raises(ValueError, match=re.escape(repr(topology))):
         kd.mock_tpus(topology)
 
 

@@ -153,7 +153,7 @@ time.sleep(1000)
 # Without the rest of the package, which the launcher does not need.
 LAUNCHER = f"""
 import importlib.util, sys
-specification = importlib.util.spec_from_file_location("launch", {keras_dist.__path__[0] + "/launch.py"!r})
+specification = importlib.util.spec_from_file_location("launch", {keras_dist.__path__[0] + "/multihost/launcher.py"!r})
 launch = importlib.util.module_from_spec(specification)
 sys.modules["launch"] = launch
 specification.loader.exec_module(launch)

@@ -1,0 +1,13 @@
+"""The number of threads that XLA needs for simulated CPU devices. Imports neither JAX nor Keras."""
+
+
+def cpu_thread_count(devices: int) -> int:
+    """Returns a value for the environment variable `NPROC`, from which XLA's CPU client sizes its thread pool.
+
+    Each device that waits in a collective holds a thread. With fewer threads than devices need, the collective aborts
+    after 40 seconds. XLA reads the variable once, when it creates the client.
+
+    Args:
+        devices: the number of simulated devices of one process.
+    """
+    return min(max(16, 2 * devices), 256)
