@@ -5,6 +5,7 @@
 * `compilation.py`: what the compiler makes of a step.
 * `model_flops.py`: the FLOP that a step asks for.
 * `roofline.py`: a lower bound on step time.
+* `interconnect.py`: how long collectives occupy links and network.
 * `hardware.py`: figures of chips, with their sources.
 * `compile_target.py`: devices of hardware that is not attached.
 * `hlo/`: reads compiled modules.

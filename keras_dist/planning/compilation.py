@@ -33,7 +33,7 @@ class Traffic:
         tensors: how many tensors they carry; a compiler combines several into one collective.
         bytes: the size of what is reduced, gathered, scattered or sent.
         wire_bytes: what one device sends, by the ring formulas.
-        crosses_network: whether they go between slices or hosts, over DCN, and not only over ICI or NVLink.
+        crosses_network: whether they go between slices or hosts, and not only over the links inside.
     """
 
     kind: str
@@ -163,7 +163,7 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
         flops=0,
         model_flops=model_flops or 0.0,
         memory_traffic=0,
-        roofline=Roofline(None, None, None, None),
+        roofline=Roofline.unknown(step.distribution.device_mesh.backend_mesh.devices.flat[0].platform),
         largest_values=(),
         refusal=refusal,
         notes=("The compiler did not finish the program, so that its collectives, FLOP and time are not known.",),
@@ -233,7 +233,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         **figures,
         traffic=_most_sent_first(traffic),
         collectives=deep.collectives,
-        roofline=Roofline(**seconds),
+        roofline=replace(deep.roofline, **seconds),
         largest_values=deep.largest_values,
         refusal=refusal,
         notes=(

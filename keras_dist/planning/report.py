@@ -132,8 +132,8 @@ def _time(plan: Plan) -> Section:
     parts = {
         "compute": (roofline.compute_seconds, flops_text(plan.flops)),
         "HBM": (roofline.memory_seconds, bytes_text(plan.memory_traffic)),
-        "ICI": (roofline.ici_seconds, ""),
-        "DCN": (roofline.dcn_seconds, ""),
+        roofline.link: (roofline.ici_seconds, ""),
+        roofline.network: (roofline.dcn_seconds, ""),
     }
     longest = roofline.seconds or 1
     bars = tuple(
@@ -172,7 +172,8 @@ def _collectives(plan: Plan) -> Section:
     rows = [
         (
             each.kind,
-            ("other groups" if each.axes is None else ", ".join(each.axes)) + " (DCN)" * each.crosses_network,
+            ("other groups" if each.axes is None else ", ".join(each.axes))
+            + f" ({plan.roofline.network})" * each.crosses_network,
             count_text(each.count),
             count_text(each.tensors),
             bytes_text(each.bytes),

@@ -77,7 +77,12 @@ def test_collectives_between_slices_or_hosts_are_told_from_those_inside(target, 
     assert crossing == {("data",): True, ("model",): False}
     assert planned.roofline.dcn_seconds > 0
     assert planned.roofline.ici_seconds > 0
-    assert "(DCN)" in str(planned)
+    link, network = ("ICI", "DCN") if target.startswith("v") else ("NVLink", "network")
+    assert planned.roofline.bound in ("compute", "memory", link, network)
+    assert f"({network})" in str(planned)
+    assert {link, network} == {"ICI", "DCN", "NVLink", "network"} & {
+        line.split(" ")[0] for line in str(planned).split("\n")
+    }
 
 
 @pytest.mark.parametrize("target", EIGHT)

@@ -200,6 +200,20 @@ def test_times_that_are_not_known_say_so():
     assert "What bounds it is not known." in as_text(made(roofline=Roofline(None, None, None, None)))
 
 
+def test_links_are_named_by_the_hardware():
+    text = as_text(
+        made(
+            roofline=Roofline(0.001, 0.001, 0.004, 0.002, "NVLink", "network"),
+            traffic=(Traffic("all-reduce", ("data",), 1, 1, MIB, MIB, crosses_network=True),),
+        )
+    )
+    assert row(text, "Time of one step, at least", "NVLink")[:2] == ["4", "ms"]
+    assert row(text, "Time of one step, at least", "network")[:2] == ["2", "ms"]
+    assert "bound by NVLink" in text
+    assert "data (network)" in text
+    assert not {"ICI", "DCN"} & set(text.split())
+
+
 def test_collectives_are_listed_with_their_sum():
     lines = section(as_text(made()), "Collectives of one step")
     cells = [re.split(r"\s{2,}", line) for line in lines]

@@ -1,0 +1,211 @@
+"""How long a collective occupies the links within slices or hosts, and the network between them."""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from keras_dist.mesh.topology import Torus, coordinates_of, is_closed, networks_of
+from keras_dist.planning.hardware import Hardware
+from keras_dist.planning.hlo.replica_groups import Groups
+
+
+class Interconnect:
+    """Seconds per wire byte of collectives, for the devices of a mesh.
+
+    `wire_bytes` are those that one device sends in a ring algorithm, so its bandwidth within its group bounds the time:
+
+    * TPUs of a slice: each torus dim along which the chips of a group differ provides one link, or two if the group
+      closes a ring. Groups that run over the same link (also those of two cores on one chip) share it.
+    * GPUs of a host: all NVLinks, because a switch connects every GPU to every other.
+    * A group that crosses slices or hosts: the slower of the links and the network. The network carries what one device
+      can send, times the members of the group in one slice or host.
+    * All-to-all: bytes travel further than to a neighbour. On a torus the links across the middle of each dim are the
+      bottleneck; on the network it is what each device sends to other slices or hosts.
+    * Collective-permute: each pair uses the shortest paths, and the busiest link is the bottleneck.
+
+    Args:
+        hardware: bandwidths of one device.
+        devices: `jax.Device`s in the shape of the mesh.
+
+    Source: Austin et al., "How to Scale Your Model" (2025): "Sharded Matrices and How to Multiply Them" (rings, lines,
+    several dims, all-to-all) and "How to Think About GPUs" (hosts), https://jax-ml.github.io/scaling-book;
+    "Performance reported by NCCL tests" (bus bandwidth),
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+
+    def __init__(self, hardware: Hardware, devices: np.ndarray):
+        flat = devices.ravel().tolist()
+        self._size = len(flat)
+        self._networks = networks_of(flat)
+        is_torus = coordinates_of(flat[0]) is not None
+        self._links = (
+            _TorusLinks(Torus(flat, self._networks), self._networks) if is_torus else _SwitchLinks(hardware.links)
+        )
+        self._seconds_per_link_byte = inverse(hardware.link_bytes_per_second)
+        self._seconds_per_network_byte = inverse(hardware.network_bytes_per_second)
+        self.seconds_per_byte = functools.cache(self._seconds_per_byte)
+
+    def _seconds_per_byte(self, kind: str, groups: Groups) -> tuple[bool, float | None]:
+        """Returns whether a collective crosses the network, and its seconds per wire byte, None if unknown.
+
+        Args:
+            kind: HLO opcode, such as `"all-reduce"`.
+            groups: positions in the flattened mesh; () for one group of all devices.
+        """
+        arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
+        assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
+        if kind == "collective-permute":
+            arrays = [pair for pair in arrays if pair[0] != pair[1]]
+        split = [self._by_network(array) for array in arrays]
+        inside = [part for parts in split for part in parts if len(part) > 1]
+        members = min((len(part) for parts in split if len(parts) > 1 for part in parts), default=0)
+        if kind.endswith("all-to-all"):
+            # Each device sends the same amount to each of the others, and all of that together is its wire bytes.
+            others = max(map(len, arrays)) - 1
+            link_bytes = self._links.exchange(inside) / others
+            network_bytes = (others + 1 - members) / others
+        else:
+            link_bytes = self._links.permute(inside) if kind == "collective-permute" else self._links.ring(inside)
+            network_bytes = 1 / max(members, 1)
+        link_seconds = seconds_for(link_bytes, self._seconds_per_link_byte)
+        if not members:
+            return False, link_seconds
+        network_seconds = seconds_for(network_bytes, self._seconds_per_network_byte)
+        if link_seconds is None or network_seconds is None:
+            return True, None
+        return True, max(link_seconds, network_seconds)
+
+    def _by_network(self, group: np.ndarray) -> list[np.ndarray]:
+        """The members of a group in each slice or host."""
+        networks = self._networks[group]
+        return [group[networks == number] for number in np.unique(networks)]
+
+
+class _SwitchLinks:
+    """GPUs of a host: a switch connects every GPU to every other, and a GPU sends over all of its links at once.
+
+    Each method returns the bytes that the busiest link carries in one direction.
+    """
+
+    def __init__(self, links: int):
+        self._links = max(links, 1)
+
+    def ring(self, groups: list[np.ndarray]) -> float:
+        """Each device sends one byte to the next of its group."""
+        return 1 / self._links if groups else 0.0
+
+    def exchange(self, groups: list[np.ndarray]) -> float:
+        """Each device sends one byte to each of the others of its group."""
+        return max((len(group) - 1 for group in groups), default=0) / self._links
+
+    def permute(self, pairs: list[np.ndarray]) -> float:
+        """The first device of each pair sends one byte to the second."""
+        return self.ring(pairs)
+
+
+class _TorusLinks:
+    """TPUs of slices: each chip has links to its neighbours along the dims of a torus.
+
+    Each method returns the bytes that the busiest link carries in one direction.
+    """
+
+    def __init__(self, torus: Torus, slices: np.ndarray):
+        self._chips = torus.coordinates[:, :3]
+        self._rings = torus.rings[:, :3]
+        self._slices = slices
+
+    def ring(self, groups: list[np.ndarray]) -> float:
+        """Each device sends one byte to the next of its group, spread over all dims and directions of the group."""
+        sharing = self._groups_on_busiest_link(groups)
+        busiest = 0.0
+        for group in groups:
+            links = sum((2 if closed else 1) / sharing[dim] for dim, _, closed in self._dims(group))
+            busiest = max(busiest, 1 / links if links else 0.0)  # two cores of one chip need no link
+        return busiest
+
+    def exchange(self, groups: list[np.ndarray]) -> float:
+        """Each device sends one byte to each of the others of its group.
+
+        Example: of n devices on c chips, n L / c are on a line of L chips. The a chips before the middle of the line
+        hold n a / c of them, and each sends n (L - a) / L bytes past the middle, over one link or, on a ring, two.
+        For 4 chips in a line (n = c = L = 4, a = 2) that is 2 x 2 = 4 bytes over the middle link.
+        """
+        sharing = self._groups_on_busiest_link(groups)
+        busiest = 0.0
+        for group in groups:
+            chips = len(np.unique(self._chips[group], axis=0))
+            for dim, places, closed in self._dims(group):
+                length, before = len(places), len(places) // 2
+                crossing = len(group) / chips * before * len(group) * (length - before) / length
+                busiest = max(busiest, crossing * sharing[dim] / (2 if closed else 1))
+        return busiest
+
+    def permute(self, pairs: list[np.ndarray]) -> float:
+        """The first device of each pair sends one byte to the second, over the shortest paths.
+
+        The byte is split into as many parts as there are dims along which the two differ. Each part starts with another
+        dim. Where both directions around a ring are equally long, half takes each.
+        """
+        load: dict[tuple, float] = defaultdict(float)
+        for source, target in pairs:
+            start, end, rings = (
+                each.tolist() for each in (self._chips[source], self._chips[target], self._rings[source])
+            )
+            dims = [dim for dim in range(3) if start[dim] != end[dim]]
+            for first in range(len(dims)):
+                at = list(start)
+                for dim in dims[first:] + dims[:first]:
+                    paths = _shortest_paths(start[dim], end[dim], rings[dim])
+                    for step, places in paths:
+                        for place in places:
+                            link = (self._slices[source], dim, step, *at[:dim], place, *at[dim + 1 :])
+                            load[link] += 1 / len(dims) / len(paths)
+                    at[dim] = end[dim]
+        return max(load.values(), default=0.0)
+
+    def _dims(self, group: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
+        """The dims along which the chips of a group differ, their places there, and whether these close a ring."""
+        for dim in range(3):
+            places = np.unique(self._chips[group, dim])
+            if len(places) > 1:
+                yield dim, places, is_closed(places, int(self._rings[group[0], dim]))
+
+    def _groups_on_busiest_link(self, groups: list[np.ndarray]) -> list[int]:
+        """How many groups share the busiest link along each dim: several if they interleave or share chips."""
+        counts: list[Counter] = [Counter(), Counter(), Counter()]
+        for group in groups:
+            for dim, _, closed in self._dims(group):
+                lines = defaultdict(list)
+                for place in self._chips[group].tolist():
+                    at = place.pop(dim)
+                    lines[self._slices[group[0]], *place].append(at)
+                for line, at in lines.items():
+                    links = range(int(self._rings[group[0], dim])) if closed else range(min(at), max(at))
+                    counts[dim].update((line, link) for link in links)
+        return [max(count.values(), default=1) for count in counts]
+
+
+def _shortest_paths(start: int, end: int, ring: int) -> list[tuple[int, list[int]]]:
+    """The shortest paths along one dim, each as its direction and the places that it leaves."""
+    if not ring:
+        step = 1 if start < end else -1
+        return [(step, list(range(start, end, step)))]
+    lengths = {1: (end - start) % ring, -1: (start - end) % ring}
+    shortest = min(lengths.values())
+    return [
+        (step, [(start + step * done) % ring for done in range(length)])
+        for step, length in lengths.items()
+        if length == shortest
+    ]
+
+
+def inverse(rate: float | None) -> float | None:
+    """Returns seconds per unit for units per second; None if unknown."""
+    return None if rate is None else 1 / rate
+
+
+def seconds_for(amount: float, seconds_per_unit: float | None) -> float | None:
+    """Returns the seconds that an amount of work takes: 0 for no work even if the rate is unknown."""
+    return 0.0 if amount == 0 else None if seconds_per_unit is None else amount * seconds_per_unit
