@@ -29,8 +29,8 @@ def distribute_outputs(
     Args:
         outputs: a tensor, or nested tuples, lists and dicts of them. Symbolic tensors are returned as they are.
         layout: a layout of ours or of Keras, or a sharding of JAX.
-        batch_axes: a dim over some of these axes need not be divided by them: it is sharded over the largest part of
-            them that divides it.
+        batch_axes: a dim sharded over some of these axes, and dim 0 of the inputs and outputs of layers, may have any
+            size: it is sharded over those of its axes with the largest product that divides it.
         what: what of the layer that is called the tensors are, for errors.
         computed: the layout to bring the gradients to, while tracing, where it is another one.
 
@@ -60,9 +60,12 @@ def distribute_outputs(
 def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], what: str) -> Any:
     mesh = as_device_mesh(layout.device_mesh)
     axes = list(layout.axes)
+    is_in_layer = bool(internals.path_of_open_scope())
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
-        if set(names) <= set(batch_axes) and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
+        # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number.
+        is_batch_dim = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes)
+        if is_batch_dim and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
             axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
     if misfit(tuple(axes), shape, mesh.axis_sizes):
         raise ValueError(_message(tuple(axes), shape, layout, what))

@@ -329,6 +329,26 @@ def test_an_output_rule_lays_out_each_output_that_has_the_dims(kind):
     np.testing.assert_array_equal(first, X[:, 0])
 
 
+@pytest.mark.parametrize("batch_axes", ["model", "data", ("data", "model")])
+def test_an_output_rule_for_dim_0_fits_a_last_batch_of_any_size(batch_axes):
+    def build():
+        norm = keras.layers.LayerNormalization(name="norm")
+        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def distribution(api):
+        layout_map = api.LayoutMap(api.DeviceMesh((4, 2), ["data", "model"]))
+        layout_map["norm/output"] = ("data", None)
+        return api.ModelParallel(layout_map=layout_map, batch_dim_name=batch_axes)
+
+    def use(model):  # batches of 4, 4, 4 and 1 rows
+        history = model.fit(X[:13], Y[:13], batch_size=4, shuffle=False, verbose=0).history
+        return history, model.predict(X[:7], batch_size=5, verbose=0)
+
+    check_as_on_one_device(use, build, distribution)
+
+
 # ------------------------------------------------------------------------------------------------ bad batch_dim_name
 
 
