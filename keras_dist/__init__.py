@@ -50,7 +50,8 @@ from keras_dist.multihost.initialize import initialize
 from keras_dist.planning.compare import Comparison, compare
 from keras_dist.planning.compile_target import Target, target
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
-from keras_dist.planning.plan import Plan, plan
+from keras_dist.planning.plan import plan
+from keras_dist.planning.report import Plan
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.current import distribute_tensor, distribution, set_distribution
 from keras_dist.strategies.data_parallel import DataParallel

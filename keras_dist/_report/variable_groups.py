@@ -2,13 +2,48 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from keras_dist._report.units import bytes_text
 
-VariableT = TypeVar("VariableT")  # a PlannedVariable or a CoveredVariable
+PARTS = ("weights", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class PlacedVariable:
+    """A variable and its layout on a mesh.
+
+    Attributes:
+        path: path of the variable in the model.
+        part: `"weights"`, `"optimizer"` (optimizer state), or `"other"` (metrics and random seeds).
+        shape: global shape.
+        dtype: dtype of the stored value.
+        rule: pattern of the layout map rule that matches it; None if no rule decided its layout. Optimizer state has
+            the rule of its weight.
+        axes: mesh axes of each dim: None, an axis name, or a tuple of axis names.
+        shard_shape: shape on one device.
+        bytes: bytes on one device.
+    """
+
+    path: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str | None
+    axes: tuple[Any, ...]
+    shard_shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the full variable."""
+        return not any(self.axes)
+
+
+VariableT = TypeVar("VariableT", bound=PlacedVariable)
 
 
 def groups_of(variables: Iterable[VariableT]) -> list[list[VariableT]]:
@@ -44,11 +79,34 @@ def cells_of(group: Sequence[Any], note: str) -> tuple[str, ...]:
     first = group[0]
     path = "\n  ".join(folded(text) for text in (path_pattern([v.path for v in group]), note) if text)
     shape, held = f"{first.dtype}{list(first.shape)}", bytes_text(-_minus_bytes(group))
-    if not any(first.axes):
+    if first.is_replicated:
         return path, f"{len(group)}", shape, "replicated", held
     shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
     layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
     return path, f"{len(group)}", shape, f"({layout})", held
+
+
+def part_rows(
+    variables: Iterable[VariableT], most_rows: Mapping[str, int], note: Callable[[VariableT], str]
+) -> list[tuple[str, ...]]:
+    """Returns the rows of a table of variables: for each part of the model, the groups with the most bytes.
+
+    Args:
+        variables: the variables.
+        most_rows: the largest number of rows of each part.
+        note: returns the line below a group's path, given its first variable.
+    """
+    variables, rows = list(variables), []
+    for part, most in most_rows.items():
+        groups = groups_of(variable for variable in variables if variable.part == part)
+        shown = most if len(groups) > most + 1 else len(groups)  # one more row needs no more space than "1 more"
+        rows += [cells_of(group, note(group[0])) for group in groups[:shown]]
+        rest = [variable for group in groups[shown:] for variable in group]
+        if rest:
+            replicated = sum(variable.is_replicated for variable in rest)
+            text = f"... and {len(rest)} more of {part}" + f", {replicated} of them replicated" * (replicated > 0)
+            rows.append((text, "", "", "", bytes_text(sum(variable.bytes for variable in rest))))
+    return rows
 
 
 GROUP_COLUMNS = (">", "shape, on a device", "layout", ">bytes")  # what stands before them is the path and the note

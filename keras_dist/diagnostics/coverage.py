@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from keras_dist._report.as_json import plain
+from keras_dist._report.variable_groups import PlacedVariable
 from keras_dist.layout.layout_map import Rule
-from keras_dist.layout.tensor_layout import Axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
@@ -18,42 +18,20 @@ SEVERAL_RULES = "several rules match"  # why a variable is not laid out
 
 
 @dataclass(frozen=True)
-class CoveredVariable:
-    """A variable of a model, and how it lies on the mesh.
+class CoveredVariable(PlacedVariable):
+    """A variable of a model, its layout, and what decided on it.
 
     Attributes:
-        path: its path in the model.
-        part: `"weights"`, `"optimizer"`, or `"other"` (metrics, states of random generators).
-        shape: the whole shape.
-        dtype: the dtype that it is kept in.
         trainable: whether it is trained.
         whole_bytes: what all of it takes.
-        rule: the key of the layout map that matches it, whether it fits or not; None where none does or several do.
-            An optimizer slot has that of its weight.
-        axes: the mesh axes of each dim: None, a name or a tuple of names. All None where the rule does not fit.
-        shard_shape: its shape on one device.
-        bytes: what it takes on one device.
         why: what decided on the axes, or why nothing could.
         fits: whether it can be laid out; if not, it is counted as replicated.
     """
 
-    path: str
-    part: str
-    shape: tuple[int, ...]
-    dtype: str
     trainable: bool
     whole_bytes: int
-    rule: str | None
-    axes: Axes
-    shard_shape: tuple[int, ...]
-    bytes: int
     why: str
     fits: bool
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every device holds all of it."""
-        return not any(self.axes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from keras_dist._report.tables import Lines, Section, Table, html_of, text_of
 from keras_dist._report.units import bytes_text, count_text, percent_text
-from keras_dist._report.variable_groups import GROUP_COLUMNS, cells_of, groups_of
+from keras_dist._report.variable_groups import GROUP_COLUMNS, part_rows
 from keras_dist.diagnostics.coverage import Coverage
 from keras_dist.mesh.axes import spell_axes
 
@@ -70,14 +70,6 @@ def _summary(coverage: Coverage) -> Iterator[str]:
 
 
 def _variables(coverage: Coverage) -> Section:
-    rows: list[tuple[str, ...]] = []
-    for part, most in _MOST_GROUPS.items():
-        groups = groups_of(variable for variable in coverage.variables if variable.part == part)
-        shown = most if len(groups) > most + 1 else len(groups)  # the last one takes no more room than its mention
-        rows += [cells_of(group, group[0].why) for group in groups[:shown]]
-        rest = [variable for group in groups[shown:] for variable in group]
-        if rest:
-            held = bytes_text(sum(v.bytes for v in rest))
-            rows.append((f"... and {len(rest)} more of {part}", "", "", "", held))
+    rows = part_rows(coverage.variables, _MOST_GROUPS, lambda variable: variable.why)
     footer = ("on one device", "", "", "", bytes_text(coverage.bytes))
     return "Variables, and their bytes on one device", [Table(("path, why", *GROUP_COLUMNS), rows, footer)]

@@ -1,204 +1,24 @@
 """`plan`: the real step of a model compiled for the devices of a distribution, and what it holds, sends and takes."""
 
-import dataclasses
 import inspect
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import keras
 
 from keras_dist._keras import internals
-from keras_dist._report.as_json import plain
 from keras_dist._report.progress import progress_of
+from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
+from keras_dist.planning.compilation import Compilation, compile_step, extrapolated
 from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.hardware import Hardware, hardware
-from keras_dist.planning.hlo.module_costs import Collective, LargeValue
-from keras_dist.planning.roofline import Roofline
+from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
 from keras_dist.variables.variable_layouts import as_sharding, owners_of_slots
-
-PARTS = ("weights", "optimizer", "other")
-
-
-@dataclass(frozen=True)
-class PlannedVariable:
-    """A variable that a step takes.
-
-    Attributes:
-        path: its path in the model.
-        part: `"weights"`, `"optimizer"`, or `"other"` (metrics, states of random generators).
-        shape: the whole shape.
-        dtype: the dtype that it is kept in.
-        rule: the key of the layout map that gave it its layout; None where it is replicated for want of one, or where
-            it brought its layout with it.
-        axes: the mesh axes of each dim: None, a name or a tuple of names.
-        shard_shape: its shape on one device.
-        bytes: what it takes on one device.
-    """
-
-    path: str
-    part: str
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str | None
-    axes: tuple[Any, ...]
-    shard_shape: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one device holds while a step runs, in bytes.
-
-    Attributes:
-        weights: weights of the model, trainable or not.
-        optimizer: variables of the optimizer.
-        other: metrics, and states of random generators.
-        batch: the part of the batch.
-        padding: what the compiler adds to all of these to fit them to the hardware's tiles.
-        outputs: results that take the place of no argument.
-        temporaries: activations, gradients, gathered weights, buffers of collectives.
-        program: the compiled program itself.
-        capacity: what a device of the hardware has, None where that is not known.
-    """
-
-    weights: int
-    optimizer: int
-    other: int
-    batch: int
-    padding: int = 0
-    outputs: int = 0
-    temporaries: int = 0
-    program: int = 0
-    capacity: int | None = None
-
-    @property
-    def state(self) -> int:
-        """Weights, optimizer and other state."""
-        return self.weights + self.optimizer + self.other
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.state + self.batch + self.padding + self.outputs + self.temporaries + self.program
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a step of a model will hold, send and take on each device of a mesh. It prints as a report.
-
-    Attributes:
-        model: the name of the model.
-        step: `"train"`, `"test"` or `"predict"`.
-        target: the hardware: its name, or what JAX calls the devices where they are of none that is registered.
-        mesh: the device mesh.
-        distribution: the distribution, spelled out.
-        batch: shape and dtype of each array of the batch, whole.
-        variables: those that the step takes, one by one.
-        memory: bytes on one device.
-        fits: whether that is within the capacity; None where the capacity is not known.
-        traffic: the collectives, summed by kind and axes.
-        collectives: each collective instruction. Where the plan is extrapolated, those of the deepest model compiled.
-        flops: FLOP of matrix multiplications and convolutions that one device executes.
-        model_flops: FLOP that the model asks for, on all devices together; nothing recomputed, nothing twice.
-        model_flops_utilization: the part of the hardware's peak that these are, if a step takes `roofline.seconds`.
-        memory_traffic: bytes that one device reads from and writes to its memory, an estimate.
-        roofline: seconds that a step takes at least, by what bounds it.
-        largest_values: the largest temporaries.
-        notes: what to know of these figures.
-        compile_seconds: how long the compiler took.
-        depth: the number of blocks that was extrapolated to, None where the whole model was compiled.
-    """
-
-    model: str
-    step: str
-    target: str
-    mesh: DeviceMesh
-    distribution: str
-    batch: Any
-    variables: tuple[PlannedVariable, ...]
-    memory: Memory
-    fits: bool | None
-    traffic: tuple[Traffic, ...]
-    collectives: tuple[Collective, ...]
-    flops: float
-    model_flops: float
-    memory_traffic: float
-    roofline: Roofline
-    model_flops_utilization: float | None
-    largest_values: tuple[LargeValue, ...]
-    notes: tuple[str, ...]
-    compile_seconds: float = dataclasses.field(compare=False)
-    depth: int | None = None
-
-    @property
-    def parameters(self) -> int:
-        """How many weights the model has."""
-        return sum(math.prod(v.shape) for v in self.variables if v.part == "weights")
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that one device sends in a step."""
-        return sum(each.wire_bytes for each in self.traffic)
-
-    def largest_holders(self, count: int = 5) -> list[tuple[str, int]]:
-        """Returns what takes most of a device's memory.
-
-        Args:
-            count: how many to return.
-
-        Returns:
-            Variables and temporaries with their bytes on one device, largest first.
-        """
-        holders = [(f"{v.path} ({v.part})", v.bytes) for v in self.variables]
-        holders += [(f"{v.op_name or v.name} {v.shape} (temporary)", v.bytes) for v in self.largest_values]
-        return sorted(holders, key=lambda holder: -holder[1])[:count]
-
-    def picture(self) -> str:
-        """Returns memory and time of one device as bars of text."""
-        from keras_dist.planning.report import picture
-
-        return picture(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the plan as numbers, strings, lists and dicts, which JSON can spell."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        mesh = fields.pop("mesh")
-        derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
-        data = {name: plain(value) for name, value in (fields | derived).items()}
-        data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
-        data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
-        return data | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns the plan as JSON.
-
-        Args:
-            indent: spaces for each level, None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        from keras_dist.planning.report import as_text
-
-        return as_text(self)
-
-    def __repr__(self) -> str:
-        fits = {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
-        return f"<Plan of the {self.step} step of {self.model!r} on {self.mesh.devices.size} x {self.target}: {fits}>"
-
-    def _repr_html_(self) -> str:
-        from keras_dist.planning.report import as_html
-
-        return as_html(self)
 
 
 def plan(
@@ -344,7 +164,7 @@ def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
     )
 
 
-def _variables(step: Step) -> tuple[PlannedVariable, ...]:
+def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     weights = {id(variable) for variable in step.model.weights}
     slots = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
     variables = [variable for part in step.variables for variable in part]
@@ -358,7 +178,7 @@ def _variables(step: Step) -> tuple[PlannedVariable, ...]:
         axes = layout.axes if isinstance(layout, TensorLayout) else tuple(sharding.spec)
         shard_shape = tuple(sharding.shard_shape(shape))
         planned.append(
-            PlannedVariable(
+            PlacedVariable(
                 path=variable.path,
                 part="weights" if id(variable) in weights else "optimizer" if id(variable) in slots else "other",
                 shape=shape,

@@ -1,130 +1,239 @@
-"""How a plan prints: as text, as HTML in a notebook, and as two bar charts.
+"""`Plan`: what a step of a model needs on each device, as data and as a printed report.
 
-Bytes are in binary units (KiB, MiB, GiB), held and sent alike; FLOP and counts are in decimal ones.
+Bytes are printed in binary units (KiB, MiB, GiB), FLOP and counts in decimal units.
 """
 
+import dataclasses
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, html_of, text_of
+from keras_dist._report.as_json import plain
+from keras_dist._report.report import Report
+from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, text_of
 from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
-from keras_dist._report.variable_groups import GROUP_COLUMNS, cells_of, groups_of
+from keras_dist._report.variable_groups import GROUP_COLUMNS, PARTS, PlacedVariable, part_rows
 from keras_dist.mesh.axes import spell_axes
-from keras_dist.planning.plan import PARTS, Plan, PlannedVariable
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.planning.compilation import Traffic
+from keras_dist.planning.hlo.module_costs import Collective, LargeValue
+from keras_dist.planning.roofline import Roofline
 
-_MOST_GROUPS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of each part
+_MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
 _LABELS = {"other": "other state", "memory": "HBM"}
 
 
-def as_text(plan: Plan) -> str:
-    """Returns the report of a plan as text of at most 120 columns, the same on every terminal.
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device during a step, in bytes.
 
-    Args:
-        plan: the plan.
-
-    Returns:
-        Lines: what is planned and whether it fits, memory and time with bars, collectives, variables, notes. Variables
-        that differ by numbers in their paths only are one row, as are those that an optimizer keeps for each of them;
-        of many rows those that hold most are shown. Parts of memory that hold nothing are left out.
+    Attributes:
+        weights: trainable and non-trainable weights of the model.
+        optimizer: optimizer state.
+        other: metrics and random seeds.
+        batch: the device's shard of the batch.
+        padding: what the compiler adds to variables and batch to fill the hardware's tiles.
+        outputs: results that do not reuse the memory of an argument.
+        temporaries: activations, gradients, gathered weights and collective buffers.
+        program: the compiled program.
+        capacity: memory of the device; None if unknown.
     """
-    return text_of(_sections(plan))
+
+    weights: int
+    optimizer: int
+    other: int
+    batch: int
+    padding: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    program: int = 0
+    capacity: int | None = None
+
+    @property
+    def state(self) -> int:
+        """Bytes of all variables: weights, optimizer state and other state."""
+        return self.weights + self.optimizer + self.other
+
+    @property
+    def total(self) -> int:
+        """Bytes needed in total."""
+        return self.state + self.batch + self.padding + self.outputs + self.temporaries + self.program
 
 
-def as_html(plan: Plan) -> str:
-    """Returns the report of `as_text` as HTML for a notebook, of dark or of light theme.
+@dataclass(frozen=True)
+class Plan(Report):
+    """Memory, communication and time of a step of a model on each device of a mesh. Prints as a report.
 
-    Args:
-        plan: the plan.
+    Printed, bytes are per device, variables that differ only in numbers in their paths share a row, and of many rows
+    the ones with the most bytes are shown. Text has at most 120 columns on any terminal.
 
-    Returns:
-        An element with its style and its SVG bars. All that comes from the user is escaped.
+    Attributes:
+        model: name of the model.
+        step: `"train"`, `"test"` or `"predict"`.
+        target: name of the hardware, or JAX's device kind if the hardware is not registered.
+        mesh: the device mesh.
+        distribution: the distribution's `repr`.
+        batch: dtype and global shape of each array of the batch.
+        variables: the variables that the step reads and updates.
+        memory: bytes on one device.
+        fits: whether the memory is within the capacity; None if the capacity is unknown.
+        traffic: the collectives, summed by kind and mesh axes.
+        collectives: each collective instruction. Of an extrapolated plan, those of the deepest model compiled.
+        flops: FLOP of matrix multiplications and convolutions that one device executes.
+        model_flops: FLOP that the model requires, summed over devices, without recomputation and repeated work.
+        model_flops_utilization: fraction of the hardware's peak that `model_flops` reaches in a step of
+            `roofline.seconds`; None if unknown.
+        memory_traffic: estimated bytes that one device reads from and writes to its memory.
+        roofline: lower bounds on step time in seconds, by resource.
+        largest_values: the largest temporaries.
+        notes: caveats about these figures.
+        compile_seconds: time that the compiler took.
+        depth: number of blocks extrapolated to; None if the full model was compiled.
     """
-    return html_of(_sections(plan))
+
+    model: str
+    step: str
+    target: str
+    mesh: DeviceMesh
+    distribution: str
+    batch: Any
+    variables: tuple[PlacedVariable, ...]
+    memory: Memory
+    fits: bool | None
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    flops: float
+    model_flops: float
+    memory_traffic: float
+    roofline: Roofline
+    model_flops_utilization: float | None
+    largest_values: tuple[LargeValue, ...]
+    notes: tuple[str, ...]
+    compile_seconds: float = dataclasses.field(compare=False)
+    depth: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(math.prod(variable.shape) for variable in self.variables if variable.part == "weights")
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(each.wire_bytes for each in self.traffic)
+
+    def largest_holders(self, count: int = 5) -> list[tuple[str, int]]:
+        """Returns the largest variables and temporaries of one device.
+
+        Args:
+            count: how many to return.
+
+        Returns:
+            Names with their bytes on one device, largest first.
+        """
+        holders = [(f"{variable.path} ({variable.part})", variable.bytes) for variable in self.variables]
+        holders += [(f"{v.op_name or v.name} {v.shape} (temporary)", v.bytes) for v in self.largest_values]
+        return sorted(holders, key=lambda holder: -holder[1])[:count]
+
+    def picture(self) -> str:
+        """Returns two bar charts as text: memory per device, and the lower bounds on step time."""
+        return text_of([_memory(self), _time(self)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mesh = fields.pop("mesh")
+        data = {name: plain(value) for name, value in fields.items()}
+        data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
+        data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
+        derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
+        return data | derived | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
+
+    def __repr__(self) -> str:
+        devices = f"{self.mesh.devices.size} x {self.target}"
+        return f"<Plan of the {self.step} step of {self.model!r} on {devices}: {fits_text(self)}>"
+
+    def _sections(self) -> Iterator[Section]:
+        yield _headline(self)
+        yield _memory(self)
+        if self.fits is False:
+            rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
+            yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
+        yield _time(self)
+        yield _collectives(self)
+        yield _variables(self)
+        if self.notes:
+            yield "Notes", [Lines(self.notes)]
 
 
-def picture(plan: Plan) -> str:
-    """Returns only the bars of a plan as text: the memory of one device, and what a step takes at least.
-
-    Args:
-        plan: the plan.
-    """
-    return text_of([_memory(plan), _time(plan)])
+def fits_text(plan: Plan) -> str:
+    """Returns in a few words whether a plan fits."""
+    return {True: "fits", False: "does not fit", None: "capacity unknown"}[plan.fits]
 
 
-def _fits_text(plan: Plan) -> str:
-    """Returns in one sentence whether a plan fits, and by how much."""
-    memory = plan.memory
-    needed = f"{bytes_text(memory.total)} on each device"
-    if memory.capacity is not None:
-        needed = f"{bytes_text(memory.total)} of {bytes_text(memory.capacity)} on each device"
-        needed += f" ({percent_text(memory.total / memory.capacity)})"
-    if plan.fits is None:
-        return f"Needs {needed}; how much one has is not known."
-    free = 0 if memory.capacity is None else memory.capacity - memory.total
-    if plan.fits:
-        return f"Fits: {needed}, {bytes_text(free)} are free."
-    too_much = f", {bytes_text(-free)} too much." if free < 0 else "; the compiler cannot place it."
-    return f"DOES NOT FIT: {needed}{too_much}"
-
-
-def _sections(plan: Plan) -> Iterator[Section]:
-    yield _headline(plan)
-    yield _memory(plan)
-    if plan.fits is False:
-        rows = [(name, bytes_text(held)) for name, held in plan.largest_holders()]
-        yield "What holds most on one device", [Table(("what", ">bytes"), rows)]
-    yield _time(plan)
-    yield _collectives(plan)
-    yield _variables(plan)
-    if plan.notes:
-        yield "Notes", [Lines(plan.notes)]
-
-
-def _headline(plan: Plan) -> Section:
-    depth = f", {plan.depth} blocks" if plan.depth is not None else ""
-    title = f"{plan.model}, {plan.step} step, {count_text(plan.parameters)} parameters{depth}"
-    where = (
-        f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}, {distribution_name(plan)}"
-    )
-    return title, [Lines((where, f"batch {_batch(plan.batch)}", _fits_text(plan)))]
+def subject_text(plan: Plan) -> str:
+    """Returns what a plan is of: model, step and number of parameters."""
+    return f"{plan.model}, {plan.step} step, {count_text(plan.parameters)} parameters"
 
 
 def distribution_name(plan: Plan) -> str:
-    """Returns the name of the kind of a plan's distribution."""
+    """Returns the class name of a plan's distribution."""
     found = re.match(r"<?(\w+)", plan.distribution)
     return found[1] if found else plan.distribution
 
 
-def _batch(batch: Any) -> str:
+def bound_text(plan: Plan) -> str:
+    """Returns what bounds the step time of a plan, as its report labels it."""
+    bound = plan.roofline.bound
+    return "unknown" if bound is None else _LABELS.get(bound, bound)
+
+
+def _headline(plan: Plan) -> Section:
+    depth = f", {plan.depth} blocks" if plan.depth is not None else ""
+    devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
+    lines = f"{devices}, {distribution_name(plan)}", f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
+    return subject_text(plan) + depth, [Lines(lines)]
+
+
+def _batch_text(batch: Any) -> str:
     parts = batch if isinstance(batch, tuple) else (batch,)
     named = zip(("x", "y", "sample_weight"), parts, strict=False)
     return ", ".join(f"{name} {part}".replace("'", "") for name, part in named if part is not None)
 
 
-# -------------------------------------------------------------------------------------------------- memory and time
+def _capacity_text(plan: Plan) -> str:
+    total, capacity = plan.memory.total, plan.memory.capacity
+    needed = bytes_text(total)
+    if capacity is not None:
+        needed += f" of {bytes_text(capacity)} per device ({percent_text(total / capacity)})"
+    if plan.fits is None or capacity is None:
+        return f"Needs {needed} per device, whose capacity is unknown."
+    if plan.fits:
+        return f"Fits: {needed}, {bytes_text(capacity - total)} free."
+    excess = f"{bytes_text(total - capacity)} too much" if total > capacity else "but the compiler cannot allocate it"
+    return f"DOES NOT FIT: {needed}, {excess}."
 
 
 def _memory(plan: Plan) -> Section:
     memory = plan.memory
-    whole = max(memory.total, memory.capacity or 0, 1)
+    scale = max(memory.total, memory.capacity or 0, 1)
 
-    def percent(held: int) -> tuple[str, ...]:
-        return () if memory.capacity is None else (percent_text(held / memory.capacity),)
+    def figures(size: int) -> tuple[str, ...]:
+        return (bytes_text(size), *(() if memory.capacity is None else (percent_text(size / memory.capacity),)))
 
-    bars, held = [], 0
+    bars, end = [], 0
     for part in _MEMORY:
         size = getattr(memory, part)
         if size:
-            figures = (bytes_text(size), *percent(size))
-            bars.append(Bar(_LABELS.get(part, part), figures, held / whole, (held + size) / whole))
-            held += size
-    bars.append(Bar("total", (bytes_text(memory.total), *percent(memory.total)), 0, memory.total / whole))
+            start, end = end, end + size
+            bars.append(Bar(_LABELS.get(part, part), figures(size), start / scale, end / scale))
+    bars.append(Bar("total", figures(memory.total), 0, memory.total / scale))
     if memory.capacity is not None:
-        figures = (bytes_text(memory.capacity), percent_text(1))
-        bars.append(Bar("capacity", figures, 0, memory.capacity / whole, is_limit=True))
-    return "Memory of one device", [Bars(tuple(bars))]
+        bars.append(Bar("capacity", figures(memory.capacity), 0, memory.capacity / scale, is_limit=True))
+    return "Memory per device", [Bars(tuple(bars))]
 
 
 def _time(plan: Plan) -> Section:
@@ -140,33 +249,24 @@ def _time(plan: Plan) -> Section:
         Bar(label, (amount, seconds_text(seconds)), 0, (seconds or 0) / longest)
         for label, (seconds, amount) in parts.items()
     )
-    return "Time of one step, at least", [Bars(bars), Lines((_bound(plan),))]
+    return "Lower bound on step time", [Bars(bars), Lines((_bound_sentence(plan),))]
 
 
-def _bound(plan: Plan) -> str:
+def _bound_sentence(plan: Plan) -> str:
     roofline = plan.roofline
-    unknown = [part for part, seconds in vars(roofline).items() if seconds is None]
+    has_unknown = None in vars(roofline).values()
     if not roofline.seconds:
-        return "What bounds it is not known." if unknown else "It takes no time that is counted."
+        return "Bottleneck unknown." if has_unknown else "The step does no work that is counted."
     text = f"At least {seconds_text(roofline.seconds)}, bound by {bound_text(plan)}"
-    text += f"; {seconds_text(roofline.serial_seconds)} where nothing overlaps."
+    text += f"; {seconds_text(roofline.serial_seconds)} if nothing overlaps."
     if plan.model_flops_utilization is not None:
         text += f" Model FLOP utilization at most {percent_text(plan.model_flops_utilization)}"
-        text += f" ({flops_text(plan.model_flops)} on all devices)."
-    return text + " What is not known is left out." * bool(unknown)
-
-
-def bound_text(plan: Plan) -> str:
-    """Returns what bounds a step, as the report calls it; "not known" where nothing known takes time."""
-    bound = plan.roofline.bound
-    return "not known" if bound is None else _LABELS.get(bound, bound)
-
-
-# -------------------------------------------------------------------------------------------------- collectives
+        text += f" ({flops_text(plan.model_flops)} over all devices)."
+    return text + " Unknown times are left out." * has_unknown
 
 
 def _collectives(plan: Plan) -> Section:
-    title = "Collectives of one step"
+    title = "Collectives per step"
     if not plan.traffic:
         return title, [Lines(("None.",))]
     rows = [
@@ -183,34 +283,14 @@ def _collectives(plan: Plan) -> Section:
     ]
     counts = count_text(sum(each.count for each in plan.traffic)), count_text(sum(t.tensors for t in plan.traffic))
     moved = bytes_text(sum(each.bytes for each in plan.traffic)), bytes_text(plan.wire_bytes)
-    columns = ("kind", "over axes", ">count", ">tensors", ">bytes", ">a device sends")
+    columns = ("kind", "over axes", ">count", ">tensors", ">bytes", ">sent per device")
     return title, [Table(columns, rows, ("total", "", *counts, *moved))]
 
 
-# -------------------------------------------------------------------------------------------------- variables
-
-
 def _variables(plan: Plan) -> Section:
-    rows: list[tuple[str, ...]] = []
-    for part, most in _MOST_GROUPS.items():
-        groups = groups_of(variable for variable in plan.variables if variable.part == part)
-        shown = most if len(groups) > most + 1 else len(groups)  # the last one takes no more room than its mention
-        rows += map(_row, groups[:shown])
-        rest = [variable for group in groups[shown:] for variable in group]
-        if rest:
-            replicated = sum(map(_is_replicated, rest))
-            text = f"... and {len(rest)} more of {part}" + f", {replicated} of them replicated" * (replicated > 0)
-            rows.append((text, "", "", "", bytes_text(sum(v.bytes for v in rest))))
+    rows = part_rows(plan.variables, _MOST_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
     weights = [variable for variable in plan.variables if variable.part == "weights"]
-    replicated = [variable for variable in weights if _is_replicated(variable)]
-    text = f"Replicated: {len(replicated)} of {len(weights)} weights, {bytes_text(sum(v.bytes for v in replicated))}."
-    return "Variables, and their bytes on one device", [Table(("path, rule", *GROUP_COLUMNS), rows), Lines((text,))]
-
-
-def _row(group: Sequence[PlannedVariable]) -> tuple[str, ...]:
-    """A line for variables that are alike, and where they are sharded a second one for the rule and what is left."""
-    return cells_of(group, "" if _is_replicated(group[0]) else group[0].rule or "no rule")
-
-
-def _is_replicated(variable: PlannedVariable) -> bool:
-    return all(axis is None for axis in variable.axes)
+    replicated = [variable for variable in weights if variable.is_replicated]
+    held = bytes_text(sum(variable.bytes for variable in replicated))
+    text = f"Replicated: {len(replicated)} of {len(weights)} weights, {held} per device."
+    return "Variables, bytes per device", [Table(("path, rule", *GROUP_COLUMNS), rows), Lines((text,))]

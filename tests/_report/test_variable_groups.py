@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from keras_dist._report.variable_groups import groups_of, path_pattern, path_regex
-from keras_dist.planning.plan import PlannedVariable
+from keras_dist._report.variable_groups import PlacedVariable, groups_of, path_pattern, path_regex
 
 
 def variable(path, shape, axes, shard_shape, part="weights", rule=None):
-    return PlannedVariable(path, part, shape, "float32", rule, axes, shard_shape, 4 * math.prod(shard_shape))
+    return PlacedVariable(path, part, shape, "float32", rule, axes, shard_shape, 4 * math.prod(shard_shape))
 
 
 @pytest.mark.parametrize(
