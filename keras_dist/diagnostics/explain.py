@@ -14,11 +14,11 @@ import keras
 
 from keras_dist._keras import internals, patch_registry
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
-from keras_dist.layout.derived_weights import followed
+from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.regex_index import PathIndex
 from keras_dist.layout.rule_matching import matching
-from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_tuple, misfit
+from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
 from keras_dist.strategies.base import Distribution
@@ -176,7 +176,7 @@ def _answers(model: keras.Layer, variables: Iterable[keras.Variable], distributi
 
 def _answer(variable: keras.Variable, distribution: Distribution) -> _Answer:
     rule, of_weight, several, kind = None, None, False, type(distribution).__name__
-    weight = followed(variable.path)
+    weight = base_weight_of(variable.path)
     try:
         rule = distribution.rule(variable.path)
         of_weight = None if weight is None else distribution.rule(weight.path)
@@ -189,7 +189,7 @@ def _answer(variable: keras.Variable, distribution: Distribution) -> _Answer:
         wanted = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
     except ValueError as error:
         sizes = distribution.device_mesh.axis_sizes
-        problem = None if rule is None else misfit(rule.layout.axes, variable.shape, sizes)
+        problem = None if rule is None else layout_error(rule.layout.axes, variable.shape, sizes)
         why = f"rule {pattern!r} does not fit: {problem.partition('. ')[0]}" if problem else str(error)
         return _Answer(None, pattern, SEVERAL_RULES if several else why)
     if author is None and layout is internals.variable_layout(variable):

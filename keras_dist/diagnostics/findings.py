@@ -20,10 +20,10 @@ from keras_dist.diagnostics.suggestions import (
     meant_by_unmatched_rules,
     regex_of,
 )
-from keras_dist.layout.derived_weights import followed
+from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.regex_index import PathIndex
-from keras_dist.layout.rule_matching import matching, without_automatic_name
-from keras_dist.layout.tensor_layout import Axes, axis_tuple, misfit
+from keras_dist.layout.rule_matching import matching, strip_model_names
+from keras_dist.layout.tensor_layout import Axes, axis_tuple, layout_error
 
 LARGE_PART = 0.02  # of the weights' bytes; more than that replicated is worth a word
 _MOST_PATHS = 8  # that a rule without a match may have meant
@@ -81,16 +81,16 @@ def _misfits(coverage: Coverage) -> Iterator[Finding]:
         if not v.fits and v.why != SEVERAL_RULES and not _is_random_state(v):
             groups[v.rule, v.shape, v.why, _lora_factor(v)].append(v)
     for (pattern, shape, why, lora_factor), group in groups.items():
-        if pattern not in rules or not misfit(rules[pattern].axes, shape, coverage.mesh.axis_sizes):
+        if pattern not in rules or not layout_error(rules[pattern].axes, shape, coverage.mesh.axis_sizes):
             yield _finding("does not fit", f"The distribution must lay out {_named(group)}: {why}", group, pattern)
             continue
         wanted, sizes = rules[pattern].axes, coverage.mesh.axis_sizes
         # The first factor has the first dims of its weight, the second one the last dim.
         by_factor = {"a": (*wanted[:-1], None), "b": (None, *wanted[-1:])}
         axes = by_factor.get(lora_factor, wanted)
-        if misfit(axes, shape, sizes):
+        if layout_error(axes, shape, sizes):
             axes = fitting(wanted, shape, sizes)
-        problem = misfit(wanted, shape, sizes)
+        problem = layout_error(wanted, shape, sizes)
         swaps = len(shape) == 2 and any(axes) and axes == wanted[::-1]
         yield _finding(
             "does not fit",
@@ -110,7 +110,7 @@ def _several_rules(coverage: Coverage) -> Iterator[Finding]:
     index = PathIndex({pattern: re.compile(pattern) for pattern in rules})
     for group in groups_of(undecided):
         patterns = matching(index, group[0].path)
-        axes = next((rules[p].axes for p in patterns if not misfit(rules[p].axes, group[0].shape, sizes)), ())
+        axes = next((rules[p].axes for p in patterns if not layout_error(rules[p].axes, group[0].shape, sizes)), ())
         keys = "; ".join(assignment(v.path, axes) for v in group[:3]) + "; ..." * (len(group) > 3)
         yield _finding(
             "several rules",
@@ -148,7 +148,7 @@ def _own_rule(coverage: Coverage, pattern: str, group: Group, axes: Axes) -> str
         return f"{own} before it"
     if len(in_group) == 1:
         # A key that is the whole path wins over every regex that matches the whole path.
-        path = group[0].path if re.fullmatch(pattern, group[0].path) else without_automatic_name(group[0].path)
+        path = group[0].path if re.fullmatch(pattern, group[0].path) else strip_model_names(group[0].path)
         return f"{assignment(path, axes)}, since a key that is the path itself wins"
     wanted = next(rule.layout.axes for rule in coverage.rules if rule.pattern == pattern)
     kept = groups_of(v for v in others if v.fits)
@@ -179,7 +179,7 @@ def _unmatched_rules(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iter
 
 
 def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
-    paths = {path for v in looked_up(coverage) for path in (v.path, without_automatic_name(v.path))}
+    paths = {path for v in looked_up(coverage) for path in (v.path, strip_model_names(v.path))}
     for pattern, takers in coverage.unused.items():
         if not takers:
             continue
@@ -212,7 +212,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     candidates = [v for v in weights if v.fits and len(v.shape) > 1 and v.rule not in replicating]
     # For what an unmatched rule is thought to mean there is a suggestion already.
     suggested = {v.path for _, group, _ in unmatched for v in group}
-    candidates = [v for v in candidates if followed(v.path) is None and v.path not in suggested]
+    candidates = [v for v in candidates if base_weight_of(v.path) is None and v.path not in suggested]
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
 
     def over(axis: str) -> list[CoveredVariable]:
@@ -269,7 +269,7 @@ def _sharded_over(axis: str, axes: Axes, variable: CoveredVariable, sizes: Mappi
         entry = (*axis_tuple(axes[dim]), axis)
         return (*axes[:dim], entry if len(entry) > 1 else axis, *axes[dim + 1 :])
 
-    dims = [dim for dim in range(len(shape)) if not misfit(with_axis(dim), shape, sizes)]
+    dims = [dim for dim in range(len(shape)) if not layout_error(with_axis(dim), shape, sizes)]
     is_matrix = len(shape) == 2 and variable.path.endswith("kernel")
     best = max(dims, key=lambda dim: (not axes[dim], is_matrix and dim, shape[dim], dim), default=None)
     return axes if best is None else with_axis(best)

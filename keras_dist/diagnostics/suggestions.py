@@ -11,7 +11,7 @@ from keras_dist._report.variable_groups import kind_of, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
 from keras_dist.diagnostics.nearest import Nearest
 from keras_dist.layout.regex_index import PathIndex
-from keras_dist.layout.rule_matching import without_automatic_name
+from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 
 Group = Sequence[CoveredVariable]
@@ -41,7 +41,7 @@ def regex_of(coverage: Coverage, group: Group) -> str:
     """
     in_group = sorted({v.path for v in group})
     others = {v.path for v in looked_up(coverage)}.difference(in_group)
-    short, short_others = sorted(set(map(without_automatic_name, in_group))), set(map(without_automatic_name, others))
+    short, short_others = sorted(set(map(strip_model_names, in_group))), set(map(strip_model_names, others))
     if not short_others.isdisjoint(short):
         return path_regex(in_group, others)
     return path_regex(short, others | short_others)
@@ -137,9 +137,9 @@ class _Paths:
     def __init__(self, coverage: Coverage):
         self._variables: dict[str, list[CoveredVariable]] = defaultdict(list)
         for v in looked_up(coverage):
-            self._variables[without_automatic_name(v.path)].append(v)
+            self._variables[strip_model_names(v.path)].append(v)
         ends = {rule.pattern.rpartition("/")[2] for rule in coverage.rules} & {"output", "input"}
-        outputs = [without_automatic_name(f"{layer}/{end}") for layer in coverage.layers for end in sorted(ends)]
+        outputs = [strip_model_names(f"{layer}/{end}") for layer in coverage.layers for end in sorted(ends)]
         self._paths = [*self._variables, *outputs]
         self._kinds: dict[tuple, list[str]] = defaultdict(list)
         for path in self._paths:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from keras_dist._keras import internals
 from keras_dist._report.tables import Lines, Table, html_of, text_of
-from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis_tuple, misfit
+from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.mesh.render import indices_shown
@@ -195,7 +195,7 @@ def _sharding_of_layout(layout: Any, shape: tuple[int, ...]) -> Any:
                 "Pass TensorLayout(axes, device_mesh)."
             )
         layout = TensorLayout(layout.axes, installed.device_mesh)
-    problem = misfit(layout.axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
+    problem = layout_error(layout.axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
     if problem:
         raise ValueError(f"Cannot lay out a tensor of shape {shape} as {layout.axes}: {problem}")
     return layout.backend_layout

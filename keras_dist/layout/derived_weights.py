@@ -12,7 +12,7 @@ _FACTOR = re.compile(r"(?P<layer>(?:.*/)?)lora_(?P<weight>\w+)_(?P<part>[ab])")
 _SCALE = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?P<part>scale|zero)")
 
 
-class Followed(NamedTuple):
+class BaseWeight(NamedTuple):
     """The weight that another one belongs to.
 
     Attributes:
@@ -24,19 +24,19 @@ class Followed(NamedTuple):
     part: str
 
 
-def followed(path: str) -> Followed | None:
+def base_weight_of(path: str) -> BaseWeight | None:
     """Returns the weight that a weight of this path belongs to by its name, None where it belongs to none.
 
     Example:
 
-    >>> followed("block/dense/lora_kernel_a")
-    Followed(path='block/dense/kernel', part='a')
+    >>> base_weight_of("block/dense/lora_kernel_a")
+    BaseWeight(path='block/dense/kernel', part='a')
     """
     found = _FACTOR.fullmatch(path) or _SCALE.fullmatch(path)
-    return found and Followed(found["layer"] + found["weight"], found["part"])
+    return found and BaseWeight(found["layer"] + found["weight"], found["part"])
 
 
-def following(axes: Axes, weight: Followed, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
+def derived_axes(axes: Axes, weight: BaseWeight, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
     """Returns the axes of a weight that belongs to another one.
 
     A factor has the dims of its weight but the last, and the rank; the other one the rank, and the last dim. A scale
@@ -51,13 +51,13 @@ def following(axes: Axes, weight: Followed, shape: Sequence[int], axis_sizes: Ma
 
     Example:
 
-    >>> weight = followed("dense/lora_kernel_b")
-    >>> following((None, "model"), weight, (4, 64), {"model": 8})
+    >>> weight = base_weight_of("dense/lora_kernel_b")
+    >>> derived_axes((None, "model"), weight, (4, 64), {"model": 8})
     (None, 'model')
     """
     rank = len(shape)
     if weight.part in ("scale", "zero") and 1 < rank < len(axes):
-        axes = flattened(axes, rank)
+        axes = packed_axes(axes, rank)
     if weight.part == "a":
         entries = [*[*axes, *[None] * rank][: rank - 1], None]
     elif weight.part == "b":
@@ -73,7 +73,7 @@ def following(axes: Axes, weight: Followed, shape: Sequence[int], axis_sizes: Ma
     return tuple(entry if divides(entry, size) else None for entry, size in zip(entries, shape, strict=True))
 
 
-def flattened(axes: Axes, rank: int) -> Axes:
+def packed_axes(axes: Axes, rank: int) -> Axes:
     """Returns the axes of a kernel that is packed into fewer dims, as one of 4-bit numbers is: rows, and columns.
 
     Args:
@@ -82,7 +82,7 @@ def flattened(axes: Axes, rank: int) -> Axes:
 
     Example:
 
-    >>> flattened(("model", None, None), 2), flattened((None, "model", None), 2)
+    >>> packed_axes(("model", None, None), 2), packed_axes((None, "model", None), 2)
     (('model', None), (None, 'model'))
     """
     return (*axes[: rank - 1], next(filter(None, axes[rank - 1 :]), None))

@@ -10,7 +10,7 @@ import jax
 import keras
 
 from keras_dist.layout.regex_index import PathIndex
-from keras_dist.layout.rule_matching import hidden_behind, is_meant_for, spellings
+from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, path_variants
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
 
@@ -198,13 +198,13 @@ class LayoutMap(keras.distribution.LayoutMap):
                 f"A key of a LayoutMap must be a regex. Received: {key!r}, which is none: {error}. "
                 "Escape characters that stand for themselves, for example with re.escape."
             ) from None
-        if self._first_match_wins and (earlier := hidden_behind(key, self._regexes)):
+        if self._first_match_wins and (earlier := find_shadowing_rule(key, self._regexes)):
             raise ValueError(
                 "Where the first match wins, no rule stands behind one that matches all of its paths. Received: "
                 f"{key!r} behind {earlier!r}. Put it before that one, or delete that one."
             )
         try:
-            self._layout_map[key] = as_tensor_layout(layout).on_mesh_of_map(self._device_mesh)
+            self._layout_map[key] = as_tensor_layout(layout).with_map_mesh(self._device_mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
         self._regexes[key] = regex
@@ -382,13 +382,13 @@ class LayoutMap(keras.distribution.LayoutMap):
             return [path]
         if self._index is None:
             self._index = PathIndex(self._regexes)
-        found: list[str] = []  # where the first match wins, by all spellings: a last `.*` matches the whole path
-        for spelling in spellings(path):
+        found: list[str] = []  # where the first match wins, by all path_variants: a last `.*` matches the whole path
+        for spelling in path_variants(path):
             found += [spelling] if spelling in self._layout_map else self._index.matching(spelling)
             if found and not self._first_match_wins:
                 # Keras knows no rules for inputs: one that does not say so is for variables, and outputs.
-                return [key for key in found if is_meant_for(key, path)] if path.endswith("/input") else found
-        return [key for key in self._layout_map if key in found and is_meant_for(key, path)][:1] if found else []
+                return [key for key in found if applies_to(key, path)] if path.endswith("/input") else found
+        return [key for key in self._layout_map if key in found and applies_to(key, path)][:1] if found else []
 
     def _rules_changed(self) -> None:
         self._index = None

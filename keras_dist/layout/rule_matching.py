@@ -14,7 +14,7 @@ _SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")  # a key without these matches one
 _CATCH_ALL = re.compile(r"(?:\.\*|\(\?:\.\*\))+")  # also as rules for re.search become ones for a whole path
 
 
-def spellings(path: str) -> Iterator[str]:
+def path_variants(path: str) -> Iterator[str]:
     """Yields a path, then what remains of it without each name that Keras gave a model by itself.
 
     Args:
@@ -25,7 +25,7 @@ def spellings(path: str) -> Iterator[str]:
 
     Example:
 
-    >>> list(spellings("sequential_3/functional/dense/kernel"))
+    >>> list(path_variants("sequential_3/functional/dense/kernel"))
     ['sequential_3/functional/dense/kernel', 'functional/dense/kernel', 'dense/kernel']
     """
     yield path
@@ -34,7 +34,7 @@ def spellings(path: str) -> Iterator[str]:
         yield path
 
 
-def is_meant_for(key: str, path: str) -> bool:
+def applies_to(key: str, path: str) -> bool:
     """Returns whether one of ordered rules is meant for a path that it matches.
 
     Such rules end in `.*`, which is meant for variables: for what layers return it would replicate every batch.
@@ -49,14 +49,14 @@ def is_meant_for(key: str, path: str) -> bool:
 
     Example:
 
-    >>> is_meant_for(".*", "dense/kernel"), is_meant_for(".*", "dense/output"), is_meant_for(".*output", "dense/output")
+    >>> applies_to(".*", "dense/kernel"), applies_to(".*", "dense/output"), applies_to(".*output", "dense/output")
     (True, False, True)
     """
     end = path.rpartition("/")[2]
     return end not in _CALL_WORDS or re.search(rf"\b{end}\b", key) is not None
 
 
-def hidden_behind(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
+def find_shadowing_rule(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
     """Returns the rule that leaves a later one no path, where that is certain: of a key that is a path, or behind `.*`.
 
     Args:
@@ -69,13 +69,13 @@ def hidden_behind(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str | Non
     Example:
 
     >>> earlier = {"dense.*": re.compile("dense.*")}
-    >>> hidden_behind("dense_1/kernel", earlier), hidden_behind("dense_[0-9]/kernel", earlier)
+    >>> find_shadowing_rule("dense_1/kernel", earlier), find_shadowing_rule("dense_[0-9]/kernel", earlier)
     ('dense.*', None)
     """
     is_path = not _SPECIAL.search(key)
     for pattern, regex in earlier.items():
         if is_path:
-            hides = is_meant_for(pattern, key) and any(map(regex.fullmatch, spellings(key)))
+            hides = applies_to(pattern, key) and any(map(regex.fullmatch, path_variants(key)))
         else:
             hides = _CATCH_ALL.fullmatch(pattern) and not any(word in key for word in _CALL_WORDS)
         if hides:
@@ -84,15 +84,15 @@ def hidden_behind(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str | Non
 
 
 @lru_cache(maxsize=2**16)
-def without_automatic_name(path: str) -> str:
+def strip_model_names(path: str) -> str:
     """Returns a path without the names that Keras gave models by itself.
 
     Example:
 
-    >>> without_automatic_name("sequential_3/functional/dense/kernel")
+    >>> strip_model_names("sequential_3/functional/dense/kernel")
     'dense/kernel'
     """
-    *_, rest = spellings(path)
+    *_, rest = path_variants(path)
     return rest
 
 
@@ -106,4 +106,4 @@ def matching(index: PathIndex, path: str) -> list[str]:
     Returns:
         The patterns.
     """
-    return index.matching(path) or index.matching(without_automatic_name(path))
+    return index.matching(path) or index.matching(strip_model_names(path))

@@ -82,7 +82,7 @@ class TensorLayout(keras.distribution.TensorLayout):
             sharding = self._backend_layout = jax.sharding.NamedSharding(mesh, spec)
         return sharding
 
-    def on_mesh_of_map(self, device_mesh: DeviceMesh | None) -> "TensorLayout":
+    def with_map_mesh(self, device_mesh: DeviceMesh | None) -> "TensorLayout":
         """Returns this layout for a `LayoutMap` of the given mesh.
 
         A layout without a mesh takes the map's, as it does in Keras. One that has its mesh from another map is left
@@ -148,7 +148,7 @@ def as_tensor_layout(value) -> TensorLayout:
     return value if isinstance(value, TensorLayout) else TensorLayout(value.axes, value.device_mesh)
 
 
-def misfit(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:
+def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:
     """Says why a tensor cannot have a layout, and the nearest one that it can; None where it fits.
 
     Args:
@@ -161,7 +161,7 @@ def misfit(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> s
 
     Example:
 
-    >>> print(misfit((None, "model"), (64, 6), {"model": 4}))
+    >>> print(layout_error((None, "model"), (64, 6), {"model": 4}))
     dim 1 has size 6, which axis 'model' (size 4) does not divide. Replicate that dim with (None, None), or use a \
 'model' axis of size 1, 2, 3 or 6.
     """

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from keras_dist._keras import internals
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, misfit
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.strategies.resharding import out_of_compute_layout
 
@@ -67,7 +67,7 @@ def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], what: s
         is_batch_dim = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes)
         if is_batch_dim and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
             axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
-    if misfit(tuple(axes), shape, mesh.axis_sizes):
+    if layout_error(tuple(axes), shape, mesh.axis_sizes):
         raise ValueError(_message(tuple(axes), shape, layout, what))
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
 
@@ -82,5 +82,5 @@ def _is_symbolic(leaf: Any) -> bool:
 
 def _message(axes: tuple, shape: tuple, layout: Any, what: str) -> str:
     path = internals.path_of_open_scope()
-    problem = misfit(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
+    problem = layout_error(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
     return f"Cannot lay out {f'the {what} of {path!r}' if path else 'a tensor'} (shape {shape}) as {axes}: {problem}"

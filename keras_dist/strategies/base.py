@@ -14,9 +14,9 @@ from keras_dist._keras import internals, patch_registry
 from keras_dist.data.batch_placement import BatchPlacer, is_global, join_parts
 from keras_dist.data.consistency import BatchAgreement, agree_on_model
 from keras_dist.data.input_pipeline import Feed, OwnRows, own_rows, own_rows_of
-from keras_dist.layout.derived_weights import flattened, followed, following
+from keras_dist.layout.derived_weights import base_weight_of, derived_axes, packed_axes
 from keras_dist.layout.layout_map import Rule
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, misfit
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
 from keras_dist.strategies.activations import distribute_outputs
 from keras_dist.strategies.resharding import in_compute_layout
@@ -152,18 +152,20 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         return self._by_rule(variable)
 
     def _by_rule(self, variable) -> TensorLayout:
-        shape, rule, weight = tuple(variable.shape), self.rule(variable.path), followed(variable.path)
+        shape, rule, weight = tuple(variable.shape), self.rule(variable.path), base_weight_of(variable.path)
         of_weight = None if weight is None else self.rule(weight.path)
         if weight and of_weight and (rule is None or rule == of_weight):  # a rule that is for both is for the weight
             layout = of_weight.layout
             sizes = (layout.device_mesh or self._device_mesh).axis_sizes
-            return TensorLayout(following(layout.axes, weight, shape, sizes), layout.device_mesh or self._device_mesh)
+            return TensorLayout(
+                derived_axes(layout.axes, weight, shape, sizes), layout.device_mesh or self._device_mesh
+            )
         if rule is None:
             return TensorLayout([None] * len(shape), self._device_mesh)
         layout = rule.layout
         if 1 < len(shape) < len(layout.axes) and "int" in str(variable.dtype):
-            layout = TensorLayout(flattened(layout.axes, len(shape)), layout.device_mesh or self._device_mesh)
-        problem = misfit(layout.axes, shape, (layout.device_mesh or self._device_mesh).axis_sizes)
+            layout = TensorLayout(packed_axes(layout.axes, len(shape)), layout.device_mesh or self._device_mesh)
+        problem = layout_error(layout.axes, shape, (layout.device_mesh or self._device_mesh).axis_sizes)
         if problem and 0 not in shape:  # nothing of an empty tensor lies anywhere
             raise ValueError(
                 f"Cannot shard '{variable.path}' (shape {shape}) by the rule {rule.pattern!r}, {layout.axes}: {problem}"

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from keras_dist._keras import internals
 from keras_dist._report.units import bytes_text
 from keras_dist.layout.layout_map import LayoutMap
-from keras_dist.layout.rule_matching import without_automatic_name
+from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
 from keras_dist.strategies.base import Distribution
@@ -281,7 +281,7 @@ def _as_patterns(wanted: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
     """Rules for paths as few regexes: those that differ by numbers only are one where they are sharded alike."""
     groups: defaultdict[str, dict[str, Axes]] = defaultdict(dict)
     for path, axes in wanted.items():
-        exact = re.escape(without_automatic_name(path)).replace(r"\-", "-")
+        exact = re.escape(strip_model_names(path)).replace(r"\-", "-")
         groups[re.sub(r"\d+", "[0-9]+", exact)][exact] = axes
     for pattern, members in groups.items():
         alike = len(members) > 1 and len(set(members.values())) == 1

@@ -12,8 +12,8 @@ from keras import layers
 
 import keras_dist as kd
 from keras_dist.diagnostics.findings import Finding
-from keras_dist.layout.rule_matching import without_automatic_name
-from keras_dist.layout.tensor_layout import misfit
+from keras_dist.layout.rule_matching import strip_model_names
+from keras_dist.layout.tensor_layout import layout_error
 
 
 def found(build, rules, mesh="data:2,model:4") -> tuple[Finding, ...]:
@@ -401,8 +401,8 @@ def test_each_rule_in_a_message_matches_something_and_fits_it(number, patterns, 
     coverage = kd.explain(models()[number], kd.ModelParallel(layout_map=layout_map))
     assert str(coverage)
     assert len(json.loads(coverage.to_json())["findings"]) == len(coverage.findings)
-    shapes = {path: v.shape for v in coverage.variables for path in (v.path, without_automatic_name(v.path))}
-    shapes |= {f"{without_automatic_name(path)}/output": () for path in coverage.layers}
+    shapes = {path: v.shape for v in coverage.variables for path in (v.path, strip_model_names(v.path))}
+    shapes |= {f"{strip_model_names(path)}/output": () for path in coverage.layers}
     for finding in coverage.findings:
         for key, spelled in re.findall(
             r"layout_map\[('(?:[^'\\]|\\.)*')\] = (\((?:[^()]|\([^()]*\))*\))", finding.message
@@ -411,6 +411,6 @@ def test_each_rule_in_a_message_matches_something_and_fits_it(number, patterns, 
             assert matched, finding
             if finding.kind != "no match":
                 sizes = coverage.mesh.axis_sizes
-                assert not any(misfit(eval(spelled), shapes[path], sizes) for path in matched), finding
+                assert not any(layout_error(eval(spelled), shapes[path], sizes) for path in matched), finding
             if finding.kind == "replicated":
-                assert set(matched) <= {*finding.paths, *map(without_automatic_name, finding.paths)}
+                assert set(matched) <= {*finding.paths, *map(strip_model_names, finding.paths)}

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import keras_dist as kd
-from keras_dist.layout.tensor_layout import as_tensor_layout, misfit
+from keras_dist.layout.tensor_layout import as_tensor_layout, layout_error
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ SIZES = {"data": 2, "model": 4, "seq": 3}
     [((None, "model"), (5, 8)), (("data",), (4, 3, 3)), ((("data", "model"), None), (16, 1)), (("data",), (None, 3))],
 )
 def test_what_fits_has_no_misfit(axes, shape):
-    assert misfit(axes, shape, SIZES) is None
+    assert layout_error(axes, shape, SIZES) is None
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_what_fits_has_no_misfit(axes, shape):
     ],
 )
 def test_a_misfit_says_why_and_what_would_fit(axes, shape, says):
-    problem = misfit(axes, shape, SIZES)
+    problem = layout_error(axes, shape, SIZES)
     assert problem is not None
     assert says in problem
