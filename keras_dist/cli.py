@@ -172,10 +172,10 @@ def _mesh(parsed: argparse.Namespace) -> tuple[str, int]:
 
 
 def _devices(parsed: argparse.Namespace) -> tuple[str, int]:
-    from keras_dist._report.as_json import plain
+    from keras_dist._report.as_json import to_plain_data
 
     if parsed.hardware:
-        return json.dumps(plain(kd.hardware), indent=2) if parsed.json else repr(kd.hardware), 0
+        return json.dumps(to_plain_data(kd.hardware), indent=2) if parsed.json else repr(kd.hardware), 0
     import jax
 
     from keras_dist._report.tables import Table

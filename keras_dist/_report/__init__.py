@@ -1,9 +1,9 @@
-"""How figures are printed, as text, HTML and JSON. Imports nothing else of this package.
+"""Prints figures as text, HTML and JSON. Imports nothing else of this package.
 
 * `report.py`: the base class of reports.
-* `tables.py`: tables and bars, as text and as HTML for notebooks.
-* `units.py`: bytes, counts, seconds and percentages as people read them.
-* `as_json.py`: values as numbers, strings, lists and dicts.
-* `variable_groups.py`: variables of equal blocks as one row.
-* `progress.py`: what long work is doing.
+* `tables.py`: tables and bar charts, as text and as HTML for notebooks.
+* `units.py`: formats bytes, counts, seconds and percentages.
+* `as_json.py`: converts reports to numbers, strings, lists and dicts.
+* `variable_groups.py`: groups the variables of equal blocks into one row.
+* `progress.py`: shows the progress of long operations.
 """

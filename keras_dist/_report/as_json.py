@@ -1,22 +1,22 @@
-"""Reports as plain data: data classes, mappings and sequences as dicts and lists, which JSON can spell."""
+"""Converts reports to data that JSON can represent."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 
-def plain(value: Any) -> Any:
-    """Returns data classes, mappings and sequences as dicts and lists, which JSON can spell.
+def to_plain_data(value: Any) -> Any:
+    """Converts dataclasses, mappings and sequences to dicts and lists, recursively.
 
     Example:
 
-    >>> plain({"shape": (2, 3)})
+    >>> to_plain_data({"shape": (2, 3)})
     {'shape': [2, 3]}
     """
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_plain_data(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [to_plain_data(each) for each in value]
     return value

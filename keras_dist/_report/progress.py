@@ -1,4 +1,4 @@
-"""What long work is doing, on standard error."""
+"""Shows the progress of long operations on standard error."""
 
 import contextlib
 import sys
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def progress_of(show: bool | None = None) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done and for how long, while a block runs.
+def show_progress(show: bool | None = None) -> Iterator[Callable[[str], None]]:
+    """Shows the current activity and its elapsed time while a block runs.
 
     Args:
-        show: whether to; by default where standard error is a terminal.
+        show: whether to show it; by default only if standard error is a terminal.
 
     Yields:
-        A function that takes what is being done now.
+        A function that takes a description of the current activity.
     """
     if not (sys.stderr.isatty() if show is None else show):
-        yield lambda doing: None
+        yield lambda activity: None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -24,4 +24,4 @@ def progress_of(show: bool | None = None) -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
-        yield lambda doing: progress.reset(task, description=doing)
+        yield lambda activity: progress.reset(task, description=activity)

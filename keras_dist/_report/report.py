@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from keras_dist._report.tables import Section, html_of, text_of
+from keras_dist._report.tables import Section, render_html, render_text
 
 
 class Report:
@@ -29,7 +29,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        return text_of(self._sections())
+        return render_text(self._sections())
 
     def _repr_html_(self) -> str:
-        return html_of(self._sections())
+        return render_html(self._sections())

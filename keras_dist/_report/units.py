@@ -1,8 +1,8 @@
-"""Figures as people read them: bytes in binary units (KiB, MiB, GiB), all else in decimal ones, three digits."""
+"""Formats figures with three significant digits: bytes in binary units (KiB, MiB), the rest in decimal units."""
 
 
 def bytes_text(count: float) -> str:
-    """Returns bytes, held or sent, in binary units.
+    """Formats a number of bytes in binary units.
 
     Example:
 
@@ -13,7 +13,7 @@ def bytes_text(count: float) -> str:
 
 
 def flops_text(count: float) -> str:
-    """Returns FLOP in decimal units.
+    """Formats a number of floating-point operations in decimal units.
 
     Example:
 
@@ -24,7 +24,7 @@ def flops_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Returns how many there are, in thousands (k), millions (M), billions (G) and trillions (T).
+    """Formats a count in thousands (k), millions (M), billions (G) or trillions (T).
 
     Example:
 
@@ -35,7 +35,7 @@ def count_text(count: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Returns a time in s, ms or us.
+    """Formats a time in s, ms or us.
 
     Example:
 
@@ -50,15 +50,15 @@ def seconds_text(seconds: float | None) -> str:
     return f"{_digits(seconds / 1e-6)} us"
 
 
-def percent_text(part: float) -> str:
-    """Returns a part of 1 in percent.
+def percent_text(fraction: float) -> str:
+    """Formats a fraction of 1 in percent.
 
     Example:
 
     >>> percent_text(0.0371), percent_text(1.5), percent_text(1e-6)
     ('3.71%', '150%', '<0.1%')
     """
-    return "<0.1%" if 0 < part < 0.001 else f"{_digits(100 * part)}%"
+    return "<0.1%" if 0 < fraction < 0.001 else f"{_digits(100 * fraction)}%"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
@@ -70,7 +70,7 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, whole numbers below a thousand as they are, larger ones whole."""
+    """Formats with three significant digits; integers below 1,000 have no decimals, larger numbers are rounded."""
     if value == round(value) and value < 1000:
         return f"{value:.0f}"
     decimals = next((d for d, limit in ((3, 0.9995), (2, 9.995), (1, 99.95)) if value < limit), 0)

@@ -1,5 +1,6 @@
-"""Variables that are alike, as those of equal blocks, as one: which they are, and one path for all of them."""
+"""Groups the variables of equal blocks, such as `block{0..2}/dense/kernel`, into one row of a table."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,97 +46,102 @@ class PlacedVariable:
 
 VariableT = TypeVar("VariableT", bound=PlacedVariable)
 
+VARIABLE_COLUMNS = (">", "shape, on a device", "layout", ">bytes")  # after a first column of paths and notes
+_REST = {"weights": "more weight", "optimizer": "more optimizer variable", "other": "other variable"}
+_BOOKKEEPING_ELEMENTS = 2  # of counters, learning rates, totals of metrics and seeds
 
-def groups_of(variables: Iterable[VariableT]) -> list[list[VariableT]]:
-    """Returns variables that differ by numbers in their paths only, in one list each, largest first.
 
-    What an optimizer keeps for one variable, such as momentum and velocity, is alike too.
+def variable_rows(
+    variables: Iterable[VariableT], most_rows: Mapping[str, int], note: Callable[[VariableT], str]
+) -> list[tuple[str, ...]]:
+    """Returns table rows for variables: the largest groups of each part, and one row for the rest of it.
+
+    Replicated scalars that are not weights, such as `adam/iteration` and `loss/total`, never get a row of their own.
 
     Args:
-        variables: those of a plan or of a coverage.
+        variables: the variables.
+        most_rows: the parts to show, in order, and the largest number of groups for each.
+        note: returns a text for a variable that is shown below its path, `""` for none.
+
+    Returns:
+        Rows of a path with its note, followed by the cells of `VARIABLE_COLUMNS`.
+    """
+    variables, rows = list(variables), []
+    for part, most in most_rows.items():
+        groups = group_variables(variable for variable in variables if variable.part == part)
+        groups.sort(key=lambda group: _is_bookkeeping(group[0]))  # stable: largest first, bookkeeping last
+        shown = sum(not _is_bookkeeping(group[0]) for group in groups)
+        if shown > most and len(groups) > most + 1:  # the row for the rest would take the room of a single group
+            shown = most
+        rows += [_group_row(group, note(group[0])) for group in groups[:shown]]
+        rest = [v for group in groups[shown:] for v in group]
+        if rest:
+            replicated = sum(v.is_replicated for v in rest)
+            of_them = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
+            text = f"... and {len(rest)} {_REST[part]}{'s' * (len(rest) > 1)}" + of_them * (replicated > 0)
+            rows.append((text, "", "", "", bytes_text(sum(v.bytes for v in rest))))
+    return rows
+
+
+def _is_bookkeeping(variable: PlacedVariable) -> bool:
+    is_small = math.prod(variable.shape) <= _BOOKKEEPING_ELEMENTS
+    return variable.part != "weights" and is_small and variable.is_replicated
+
+
+def _group_row(group: Sequence[PlacedVariable], note: str) -> tuple[str, ...]:
+    first = group[0]
+    path = "\n  ".join(_fold(text) for text in (path_pattern([v.path for v in group]), note) if text)
+    shape, size = f"{first.dtype}{list(first.shape)}", bytes_text(sum(v.bytes for v in group))
+    if first.is_replicated:
+        return path, f"{len(group)}", shape, "replicated", size
+    shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
+    layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
+    return path, f"{len(group)}", shape, f"({layout})", size
+
+
+def _fold(text: str) -> str:
+    """Breaks a path or a rule into lines of at most 56 characters, after a separator where there is one."""
+    return "\n  ".join(re.findall(r".{1,56}(?:(?<=[/_,| ])|$)|.{56}", text))
+
+
+def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:
+    """Groups variables whose paths differ only in numbers and which are alike otherwise, largest group first.
+
+    The optimizer variables of one weight, such as its momentum and its velocity, belong to one group.
+
+    Args:
+        variables: the variables.
     """
     groups: dict[tuple, list[Any]] = defaultdict(list)
     v: Any
     for v in variables:
-        kind = kind_of(v.path)
+        kind = path_kind(v.path)
         if v.part == "optimizer":
             kind = (*kind[:-1], kind[-1][:-1])  # "adam/dense_kernel_momentum" and "adam/dense_kernel_velocity"
-        why = getattr(v, "why", None)  # a coverage tells those without a rule from those that brought a layout
+        why = getattr(v, "why", None)  # of a coverage: no rule matches, or the variable came with a layout
         groups[v.part, kind, v.shape, v.dtype, v.rule, v.axes, v.shard_shape, why].append(v)
-    return sorted(groups.values(), key=_minus_bytes)
+    return sorted(groups.values(), key=lambda group: -sum(v.bytes for v in group))
 
 
-def _minus_bytes(group: Sequence[Any]) -> int:
-    return -sum(v.bytes for v in group)
-
-
-def cells_of(group: Sequence[Any], note: str) -> tuple[str, ...]:
-    """Returns what a table says of variables that are alike, in the columns `GROUP_COLUMNS`.
-
-    Args:
-        group: what `groups_of` returns one of.
-        note: what is said below the path, "" for nothing.
-    """
-    first = group[0]
-    path = "\n  ".join(folded(text) for text in (path_pattern([v.path for v in group]), note) if text)
-    shape, held = f"{first.dtype}{list(first.shape)}", bytes_text(-_minus_bytes(group))
-    if first.is_replicated:
-        return path, f"{len(group)}", shape, "replicated", held
-    shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
-    layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
-    return path, f"{len(group)}", shape, f"({layout})", held
-
-
-def part_rows(
-    variables: Iterable[VariableT], most_rows: Mapping[str, int], note: Callable[[VariableT], str]
-) -> list[tuple[str, ...]]:
-    """Returns the rows of a table of variables: for each part of the model, the groups with the most bytes.
-
-    Args:
-        variables: the variables.
-        most_rows: the largest number of rows of each part.
-        note: returns the line below a group's path, given its first variable.
-    """
-    variables, rows = list(variables), []
-    for part, most in most_rows.items():
-        groups = groups_of(variable for variable in variables if variable.part == part)
-        shown = most if len(groups) > most + 1 else len(groups)  # one more row needs no more space than "1 more"
-        rows += [cells_of(group, note(group[0])) for group in groups[:shown]]
-        rest = [variable for group in groups[shown:] for variable in group]
-        if rest:
-            replicated = sum(variable.is_replicated for variable in rest)
-            text = f"... and {len(rest)} more of {part}" + f", {replicated} of them replicated" * (replicated > 0)
-            rows.append((text, "", "", "", bytes_text(sum(variable.bytes for variable in rest))))
-    return rows
-
-
-GROUP_COLUMNS = (">", "shape, on a device", "layout", ">bytes")  # what stands before them is the path and the note
-
-
-def folded(path: str) -> str:
-    """Returns a path, or a rule, in lines that end between its words."""
-    return "\n  ".join(re.findall(r".{1,56}(?:(?<=[/_,| ])|$)|.{56}", path))
-
-
-def kind_of(path: str) -> tuple[tuple[str, ...], ...]:
-    """Returns what paths that differ by numbers only have in common: the words of each segment.
+def path_kind(path: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the words of each segment of a path without their numbers, equal for paths of equal blocks.
 
     Example:
 
-    >>> kind_of("block_3/dense/kernel") == kind_of("block_12/dense_1/kernel")
+    >>> path_kind("block_3/dense/kernel") == path_kind("block_12/dense_1/kernel")
     True
     """
-    return tuple(map(_kind_of_segment, path.split("/")))
+    return tuple(map(_segment_kind, path.split("/")))
 
 
 @lru_cache(maxsize=2**16)
-def _kind_of_segment(segment: str) -> tuple[str, ...]:
-    # Keras calls the first of its kind "dense" and the second one "dense_1".
+def _segment_kind(segment: str) -> tuple[str, ...]:
+    # Keras names the first layer of its kind "dense" and the second "dense_1".
     return tuple(re.sub(r"\d+", "#", _stem_and_number(word)[0]) for word in _words(segment))
 
 
 def path_pattern(paths: Sequence[str]) -> str:
-    """Returns paths as one, with what differs in braces; those of other numbers of words behind a comma.
+    """Merges paths into one, with differing words in braces; paths of different lengths are separated by commas.
 
     Example:
 
@@ -148,11 +154,11 @@ def path_pattern(paths: Sequence[str]) -> str:
 
 
 def path_regex(paths: Sequence[str], others: Iterable[str] = ()) -> str:
-    """Returns a regex that matches some paths and none of some others.
+    """Returns a regex that matches all of some paths and none of some others.
 
     Args:
-        paths: the paths, which should be alike.
-        others: those that it must not match.
+        paths: the paths to match.
+        others: the paths that the regex must not match.
 
     Example:
 
@@ -162,15 +168,15 @@ def path_regex(paths: Sequence[str], others: Iterable[str] = ()) -> str:
     'block(0|1)/mlp/kernel'
     """
     others = list(others)
-    for spelled in (_any_numbers, _these_words):
-        regex = "|".join("".join(map(spelled, columns)) for columns in _columns(paths))
+    for as_regex in (_any_numbers, _these_words):
+        regex = "|".join("".join(map(as_regex, columns)) for columns in _columns(paths))
         if not any(map(re.compile(regex).fullmatch, others)):
             return regex
     return "|".join(map(re.escape, dict.fromkeys(paths)))
 
 
 def _columns(paths: Sequence[str]) -> list[list[list[str]]]:
-    """For each number of words in a path: the distinct first words, the distinct second ones, and so on."""
+    """For each number of words in a path: the distinct first words, the distinct second words, and so on."""
     by_count: dict[int, list[list[str]]] = defaultdict(list)
     for words in map(_words, paths):
         by_count[len(words)].append(words)
@@ -178,7 +184,7 @@ def _columns(paths: Sequence[str]) -> list[list[list[str]]]:
 
 
 def _any_numbers(words: list[str]) -> str:
-    """A regex for words that differ by numbers, whatever the numbers; else for these words."""
+    """Returns a regex for words with any numbers if they differ only in these, else for exactly these words."""
     if len(words) == 1:
         return re.escape(words[0])
     forms = sorted({re.sub(r"\d+", "[0-9]+", re.escape(word)) for word in words}, key=len)
@@ -189,19 +195,25 @@ def _any_numbers(words: list[str]) -> str:
 
 
 def _these_words(words: list[str]) -> str:
-    """A regex for words and no others."""
+    """Returns a regex that matches only these words."""
     if len(words) == 1:
         return re.escape(words[0])
-    stems, numbers = zip(*map(_stem_and_number, words), strict=True)
-    stem, differing = (stems[0], numbers) if len(set(stems)) == 1 else ("", words)
-    if all(each.startswith("_") for each in differing):
-        stem, differing = f"{stem}_", [each[1:] for each in differing]
-    return f"{re.escape(stem)}({'|'.join(map(re.escape, differing))})"
+    stem, endings = _common_stem(words)
+    return f"{re.escape(stem)}({'|'.join(map(re.escape, endings))})"
 
 
 def _words(path: str) -> list[str]:
-    """The words of a path and what stands between them; a number belongs to the word before it."""
+    """Splits a path into words and separators; a number belongs to the word before it."""
     return re.split(r"(/|_(?!\d))", path)
+
+
+def _common_stem(words: list[str]) -> tuple[str, list[str]]:
+    """Returns the beginning of words that differ only in their number, and the different endings."""
+    stems, numbers = zip(*map(_stem_and_number, words), strict=True)
+    stem, endings = (stems[0], list(numbers)) if len(set(stems)) == 1 else ("", words)
+    if all(re.match(r"_\d", each) for each in endings):
+        return f"{stem}_", [each[1:] for each in endings]
+    return stem, endings
 
 
 def _stem_and_number(word: str) -> tuple[str, str]:
@@ -210,17 +222,14 @@ def _stem_and_number(word: str) -> tuple[str, str]:
 
 
 def _alternatives(words: list[str]) -> str:
-    """Distinct words as one, with what differs in braces."""
+    """Merges distinct words into one, with their differences in braces."""
     if len(words) == 1:
         return words[0]
-    stems, numbers = zip(*map(_stem_and_number, words), strict=True)
-    stem, differing = (stems[0], numbers) if len(set(stems)) == 1 else ("", words)
-    if all(re.match(r"_\d", each) for each in differing):
-        stem, differing = f"{stem}_", [each[1:] for each in differing]
-    listed = [each for each in differing if each]
+    stem, endings = _common_stem(words)
+    listed = [each for each in endings if each]
     values = [int(each.strip("_")) for each in listed if each.strip("_").isdecimal()]
     if len(values) > 2 and values == list(range(values[0], values[0] + len(listed))):
         listed = [f"{listed[0]}..{listed[-1]}"]
     elif len(listed) > 4:
         listed = [*listed[:2], "..", listed[-1]]
-    return f"{stem}{{{','.join([''] * ('' in differing) + listed)}}}"
+    return f"{stem}{{{','.join([''] * ('' in endings) + listed)}}}"

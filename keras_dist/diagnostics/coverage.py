@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from keras_dist._report.as_json import plain
+from keras_dist._report.as_json import to_plain_data
 from keras_dist._report.variable_groups import PlacedVariable
 from keras_dist.layout.layout_map import Rule
 from keras_dist.mesh.device_mesh import DeviceMesh
@@ -103,11 +103,11 @@ class Coverage:
             "devices": self.mesh.devices.size,
             "distribution": self.distribution,
             **{name: getattr(self, name) for name in names},
-            "findings": plain(self.findings),
-            "rules": {rule.pattern: plain(rule.layout.axes) for rule in self.rules},
+            "findings": to_plain_data(self.findings),
+            "rules": {rule.pattern: to_plain_data(rule.layout.axes) for rule in self.rules},
             "first_match_wins": self.first_match_wins,
-            "unused": plain(self.unused),
-            "variables": plain(self.variables),
+            "unused": to_plain_data(self.unused),
+            "variables": to_plain_data(self.variables),
             "layers": list(self.layers),
             "device_bytes": dict(self.device_bytes),
         }

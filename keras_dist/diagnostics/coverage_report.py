@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from keras_dist._report.tables import Lines, Section, Table, html_of, text_of
+from keras_dist._report.tables import Lines, Section, Table, render_html, render_text
 from keras_dist._report.units import bytes_text, count_text, percent_text
-from keras_dist._report.variable_groups import GROUP_COLUMNS, part_rows
+from keras_dist._report.variable_groups import VARIABLE_COLUMNS, variable_rows
 from keras_dist.diagnostics.coverage import Coverage
 from keras_dist.mesh.axes import spell_axes
 
@@ -25,7 +25,7 @@ def as_text(coverage: Coverage) -> str:
         Lines: what each device holds, what was found, and the variables; those that differ by numbers in their paths
         only are one row. Of many rows, those that hold most on a device are shown.
     """
-    return text_of(_sections(coverage))
+    return render_text(_sections(coverage))
 
 
 def as_html(coverage: Coverage) -> str:
@@ -37,7 +37,7 @@ def as_html(coverage: Coverage) -> str:
     Returns:
         An element with its style. All that comes from the user is escaped.
     """
-    return html_of(_sections(coverage))
+    return render_html(_sections(coverage))
 
 
 def _sections(coverage: Coverage) -> Iterator[Section]:
@@ -70,6 +70,6 @@ def _summary(coverage: Coverage) -> Iterator[str]:
 
 
 def _variables(coverage: Coverage) -> Section:
-    rows = part_rows(coverage.variables, _MOST_GROUPS, lambda variable: variable.why)
+    rows = variable_rows(coverage.variables, _MOST_GROUPS, lambda variable: variable.why)
     footer = ("on one device", "", "", "", bytes_text(coverage.bytes))
-    return "Variables, and their bytes on one device", [Table(("path, why", *GROUP_COLUMNS), rows, footer)]
+    return "Variables, and their bytes on one device", [Table(("path, why", *VARIABLE_COLUMNS), rows, footer)]

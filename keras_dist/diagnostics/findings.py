@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_dist._report.units import bytes_text, percent_text
-from keras_dist._report.variable_groups import groups_of, path_pattern
+from keras_dist._report.variable_groups import group_variables, path_pattern
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.suggestions import (
     Group,
@@ -108,7 +108,7 @@ def _several_rules(coverage: Coverage) -> Iterator[Finding]:
         return
     sizes, rules = coverage.mesh.axis_sizes, dict(coverage.rules)
     index = PathIndex({pattern: re.compile(pattern) for pattern in rules})
-    for group in groups_of(undecided):
+    for group in group_variables(undecided):
         patterns = matching(index, group[0].path)
         axes = next((rules[p].axes for p in patterns if not layout_error(rules[p].axes, group[0].shape, sizes)), ())
         keys = "; ".join(assignment(v.path, axes) for v in group[:3]) + "; ..." * (len(group) > 3)
@@ -151,7 +151,7 @@ def _own_rule(coverage: Coverage, pattern: str, group: Group, axes: Axes) -> str
         path = group[0].path if re.fullmatch(pattern, group[0].path) else strip_model_names(group[0].path)
         return f"{assignment(path, axes)}, since a key that is the path itself wins"
     wanted = next(rule.layout.axes for rule in coverage.rules if rule.pattern == pattern)
-    kept = groups_of(v for v in others if v.fits)
+    kept = group_variables(v for v in others if v.fits)
     if len(kept) > 3:
         return f"{own}, and narrow {pattern!r} so that it does not match these"
     return f"{'; '.join([own, *(assignment(regex_of(coverage, each), wanted) for each in kept)])} in its place"
@@ -226,7 +226,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     if not axes:
         return
     whole = [v for v in candidates if not set(axes) <= set(_names(v.axes))]
-    groups = sorted(groups_of(whole), key=_whole_bytes, reverse=True)[:_MOST_REPLICAS]
+    groups = sorted(group_variables(whole), key=_whole_bytes, reverse=True)[:_MOST_REPLICAS]
     groups = groups[:1] + [group for group in groups[1:] if _whole_bytes(group) > _SMALL_PART * total]
     named = " and ".join(f"{axis!r} (size {sizes[axis]})" for axis in axes)
     held = _whole_bytes(whole)

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from keras_dist._report.variable_groups import kind_of, path_regex
+from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
 from keras_dist.diagnostics.nearest import Nearest
 from keras_dist.layout.regex_index import PathIndex
@@ -143,7 +143,7 @@ class _Paths:
         self._paths = [*self._variables, *outputs]
         self._kinds: dict[tuple, list[str]] = defaultdict(list)
         for path in self._paths:
-            self._kinds[kind_of(path)].append(path)
+            self._kinds[path_kind(path)].append(path)
         self._with_word: dict[str, list[list[str]]] = defaultdict(list)
         for paths in self._kinds.values():
             for word in set(_WORD.findall(paths[0])):
@@ -225,7 +225,7 @@ def _matches(regex: str, path: str) -> bool:
 
 def _with_prefix(rule: str, prefixes: set[str]) -> str:
     rule = f"(?:{rule})" if "|" in rule else rule
-    one_kind = len(set(map(kind_of, prefixes))) == 1
+    one_kind = len(set(map(path_kind, prefixes))) == 1
     return f"{path_regex(sorted(prefixes)) if one_kind else '.*/'}{rule}"
 
 

@@ -11,7 +11,7 @@ import keras
 from jax.core import Tracer
 
 from keras_dist._keras import internals
-from keras_dist._report.tables import Lines, Table, html_of, text_of
+from keras_dist._report.tables import Lines, Table, render_html, render_text
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
@@ -43,10 +43,10 @@ class TensorPicture:
     cells: Mapping[tuple[int, ...], tuple[int, ...]]
 
     def __str__(self) -> str:
-        return text_of([(self.title, [Lines(self.notes), self._table()])])
+        return render_text([(self.title, [Lines(self.notes), self._table()])])
 
     def _repr_html_(self) -> str:
-        return html_of([(self.title, [Lines(self.notes), self._table()])])
+        return render_html([(self.title, [Lines(self.notes), self._table()])])
 
     def figure(self) -> Any:
         """Returns a `matplotlib.figure.Figure`: a rectangle for each part, one colour for each group of devices.

@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_dist._keras import internals
-from keras_dist._report.progress import progress_of
+from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
@@ -73,7 +73,7 @@ def plan(
     (2600, 'all-reduce', ('batch',))
     """
     _require_arguments(build_model, distribution, step, depth, compile_depths)
-    with progress_of(progress) as say:
+    with show_progress(progress) as say:
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
                 return _planned(prepared, compile_step(prepared, _hardware(prepared), say), None)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist._report.as_json import plain
+from keras_dist._report.as_json import to_plain_data
 from keras_dist._report.report import Report
-from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, text_of
+from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
 from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
-from keras_dist._report.variable_groups import GROUP_COLUMNS, PARTS, PlacedVariable, part_rows
+from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.planning.compilation import Traffic
@@ -140,13 +140,13 @@ class Plan(Report):
 
     def picture(self) -> str:
         """Returns two bar charts as text: memory per device, and the lower bounds on step time."""
-        return text_of([_memory(self), _time(self)])
+        return render_text([_memory(self), _time(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mesh = fields.pop("mesh")
-        data = {name: plain(value) for name, value in fields.items()}
+        data = {name: to_plain_data(value) for name, value in fields.items()}
         data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
         data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
         derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
@@ -288,9 +288,9 @@ def _collectives(plan: Plan) -> Section:
 
 
 def _variables(plan: Plan) -> Section:
-    rows = part_rows(plan.variables, _MOST_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
+    rows = variable_rows(plan.variables, _MOST_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
     weights = [variable for variable in plan.variables if variable.part == "weights"]
     replicated = [variable for variable in weights if variable.is_replicated]
     held = bytes_text(sum(variable.bytes for variable in replicated))
     text = f"Replicated: {len(replicated)} of {len(weights)} weights, {held} per device."
-    return "Variables, bytes per device", [Table(("path, rule", *GROUP_COLUMNS), rows), Lines((text,))]
+    return "Variables, bytes per device", [Table(("path, rule", *VARIABLE_COLUMNS), rows), Lines((text,))]

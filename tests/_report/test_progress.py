@@ -1,23 +1,23 @@
-"""Long work says on a terminal what it is doing, and nothing anywhere else."""
+"""Progress is shown on a terminal, and nowhere else."""
 
-from keras_dist._report.progress import progress_of
+from keras_dist._report.progress import show_progress
 
 
 def shown_by(capsys, show=None):
-    with progress_of(show) as say:
-        say("Building a tower")
-        say("Painting it")
+    with show_progress(show) as report:
+        report("Building a tower")
+        report("Painting it")
     return capsys.readouterr()
 
 
-def test_on_a_terminal_every_part_is_shown_on_standard_error(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes what it writes to for a terminal
+def test_every_activity_is_shown_on_standard_error_of_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any file as a terminal
     shown = shown_by(capsys, show=True)
     assert "Painting it" in shown.err
     assert shown.out == ""
 
 
-def test_elsewhere_nothing_is_shown_unless_asked_for(capsys, monkeypatch):
+def test_nothing_is_shown_elsewhere_unless_requested(capsys, monkeypatch):
     assert shown_by(capsys) == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")

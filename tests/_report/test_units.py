@@ -1,11 +1,11 @@
-"""Figures as people read them."""
+"""Figures are formatted with three significant digits."""
 
 from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
 
 GIB = 2**30
 
 
-def test_figures_are_spelled_with_three_digits():
+def test_figures_have_three_significant_digits():
     assert [bytes_text(n) for n in (0, 1, 999, 1000, 1024, 15.75 * GIB, 2**50)] == (
         ["0 B", "1 B", "999 B", "0.977 KiB", "1 KiB", "15.8 GiB", "1 PiB"]
     )

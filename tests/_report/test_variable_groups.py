@@ -1,4 +1,4 @@
-"""Variables that are alike are one group, with one pattern for people and one regex for rules."""
+"""Variables of equal blocks are one group, with one readable pattern and one regex for rules."""
 
 import dataclasses
 import math
@@ -6,7 +6,13 @@ import re
 
 import pytest
 
-from keras_dist._report.variable_groups import PlacedVariable, groups_of, path_pattern, path_regex
+from keras_dist._report.variable_groups import (
+    PlacedVariable,
+    group_variables,
+    path_pattern,
+    path_regex,
+    variable_rows,
+)
 
 
 def variable(path, shape, axes, shard_shape, part="weights", rule=None):
@@ -25,7 +31,7 @@ def variable(path, shape, axes, shard_shape, part="weights", rule=None):
         (["adam/d_kernel_momentum", "adam/d_1_kernel_velocity"], "adam/d{,_1}_kernel_{momentum,velocity}"),
     ],
 )
-def test_paths_that_differ_in_parts_are_spelled_as_one(paths, pattern):
+def test_paths_that_differ_in_parts_are_merged_into_one_pattern(paths, pattern):
     assert path_pattern(paths) == pattern
 
 
@@ -40,16 +46,16 @@ def test_paths_that_differ_in_parts_are_spelled_as_one(paths, pattern):
     ],
     ids=["shape", "layout", "rule", "name", "part"],
 )
-def test_variables_that_differ_in_more_than_a_number_are_two_groups(other):
+def test_variables_that_differ_in_more_than_numbers_are_two_groups(other):
     first = variable("b0/kernel", (8, 4), (None, None), (8, 4))
-    assert len(groups_of([first, dataclasses.replace(first, path="b7/kernel")])) == 1
-    assert len(groups_of([first, other])) == 2
+    assert len(group_variables([first, dataclasses.replace(first, path="b7/kernel")])) == 1
+    assert len(group_variables([first, other])) == 2
 
 
 @pytest.mark.parametrize("path", ["", "/", "_", "a__b", "1/2", "_1", "a_1_2/b3c", "größe_2/核", "a/b/"])
-def test_any_path_can_be_grouped_and_spelled(path):
+def test_any_path_can_be_grouped(path):
     for part in ("weights", "optimizer"):
-        [group] = groups_of([variable(path, (2,), (None,), (2,), part)] * 2)
+        [group] = group_variables([variable(path, (2,), (None,), (2,), part)] * 2)
         assert path_pattern([each.path for each in group]) == path
 
 
@@ -66,7 +72,48 @@ def test_any_path_can_be_grouped_and_spelled(path):
         (["a1/b1", "a2/b2"], ["a1/b2"], "a1/b1|a2/b2"),
     ],
 )
-def test_a_regex_matches_all_paths_and_none_of_the_others(paths, others, regex):
+def test_path_regex_matches_all_paths_and_none_of_the_others(paths, others, regex):
     assert path_regex(paths, others) == regex
     assert all(re.fullmatch(regex, path) for path in paths)
     assert not any(re.fullmatch(regex, path) for path in others)
+
+
+def rows_of(variables, most):
+    return variable_rows(variables, {"weights": most, "optimizer": most, "other": most}, lambda v: v.rule or "")
+
+
+def test_a_row_shows_the_rule_the_layout_and_the_shard_of_a_group():
+    blocks = [variable(f"b{n}/kernel", (8, 4), (None, ("data", "model")), (8, 1), rule="b.*") for n in range(3)]
+    [row] = rows_of(blocks, 4)
+    assert row == ("b{0..2}/kernel\n  b.*", "3", "float32[8, 4]\n       [8, 1]", "(None, data+model)", "96 B")
+
+
+def test_the_largest_groups_have_rows_and_the_rest_is_counted():
+    names = ["a", "b", "c", "d"]
+    weights = [variable(f"{name}/kernel", (n,), (None,), (n,)) for n, name in enumerate(names, 1)]
+    assert [row[0] for row in rows_of(weights, 4)] == ["d/kernel", "c/kernel", "b/kernel", "a/kernel"]
+    assert [row[0] for row in rows_of(weights, 3)] == ["d/kernel", "c/kernel", "b/kernel", "a/kernel"]
+    assert rows_of(weights, 2)[2:] == [("... and 2 more weights, replicated", "", "", "", "12 B")]
+    weights[0] = variable("a/kernel", (1,), ("data",), (1,))
+    assert rows_of(weights, 2)[2][0] == "... and 2 more weights, 1 of them replicated"
+
+
+def test_bookkeeping_scalars_have_no_rows_of_their_own():
+    moments = [variable(f"adam/kernel_{name}", (8,), (None,), (8,), "optimizer") for name in ("momentum", "velocity")]
+    scalars = [variable(f"adam/{name}", (), (), (), "optimizer") for name in ("iteration", "learning_rate")]
+    losses = [
+        variable("loss/total", (), (), (), "other"),
+        variable("seed_generator_state", (2,), (None,), (2,), "other"),
+    ]
+    scale = [variable("scale", (), (), ())]
+    assert [row[0] for row in rows_of([*scalars, *moments, *losses, *scale], 4)] == [
+        "scale",
+        "adam/kernel_{momentum,velocity}",
+        "... and 2 more optimizer variables, replicated",
+        "... and 2 other variables, replicated",
+    ]
+    sharded = variable("seed_generator_state", (2,), ("data",), (1,), "other")
+    assert [row[0] for row in rows_of([sharded, losses[0]], 4)] == [
+        "seed_generator_state",
+        "... and 1 other variable, replicated",
+    ]
