@@ -110,5 +110,7 @@ __all__ = [
     "visualize",
 ]
 
+_patches.register()
+
 for _name in __all__:  # documentation, pickles and error messages show the public name
     globals()[_name].__module__ = __name__

@@ -132,6 +132,21 @@ def path_of_open_scope() -> str:
     return _current_path()
 
 
+def as_sharding(layout: Any) -> Any:
+    """Returns a layout as a JAX sharding; JAX's own layouts, and None, are returned unchanged."""
+    return layout.backend_layout if isinstance(layout, keras.distribution.TensorLayout) else layout
+
+
+def stored_dtype(variable) -> str:
+    """Returns the dtype of a variable's value; `variable.dtype` is the one that an autocast scope reads it as."""
+    return variable._dtype
+
+
+def has_mask(tensor) -> bool:
+    """Returns whether a layer has attached a mask to a tensor."""
+    return hasattr(tensor, "_keras_mask")
+
+
 def variable_layout(variable):
     """The layout that a variable was created with: a TensorLayout, something of JAX's, or None."""
     return getattr(variable, "_layout", None)

@@ -1,313 +1,186 @@
-"""Which distribution of ours is installed where, and the functions of Keras that are replaced while one is.
+"""How functions of Keras are replaced: declaring, installing and removing patches.
 
-Where Keras has no public hook, the smallest private function is replaced, by one in `_patches/training.py`.
-Replacements stand only while a distribution of ours is installed in some thread. They act only in threads where it is,
-and hand everything else to Keras's own function.
+A patch replaces one function of Keras where Keras has no public hook. It belongs to a `PatchGroup`; the patches of a
+group are installed and removed together. Example, from `_patches/training.py`:
+
+    @INSTALLED.patch(trainer, "_distribute_data", reason="batches of any size")
+    def _distribute_data(original, distribution, data, layouts=None):
+        return distribution.distribute_batch(data)
+
+While the group is installed, `trainer._distribute_data(data)` calls this function with Keras's own function as
+`original`, in threads where a distribution of this package is active, and Keras's own function in all others.
 """
 
-import contextlib
 import dataclasses
+import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_dist._keras.internals import GLOBAL_NAME, current_distribution, global_state
-
-_MISSING = object()
-
-
-# ----------------------------------------------------------------------------------------- functions of Keras replaced
+_lock = threading.RLock()
+_INHERITED = object()  # in the place of an original that the owner does not define itself
+GROUPS: list["PatchGroup"] = []
 
 
-@dataclasses.dataclass(frozen=True)
-class Override:
-    """One private function of Keras that is replaced.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Patch:
+    """One function of Keras that is replaced.
 
     Attributes:
-        owner: the module or class that holds it.
-        name: its name there.
-        parameters: the parameters it must have; another signature means a Keras that we do not know.
-        replacement: ours.
-        answers: what it is for.
-        outlives: whether it must stay while variables that we laid out live, installed or not.
+        owner: the module or class that holds the function.
+        name: the function's name there.
+        parameters: the parameters that Keras's function must have; other ones mean a Keras that is not supported.
+        replacement: the function that is called instead, or a class that stands in for a class.
+        reason: what is wrong or missing in Keras without the patch.
+        issue: the upstream issue, for example `"keras#21167"`.
+        context: returns what is passed to the replacement after `original`; where it returns None, Keras's function
+            runs instead. None: the replacement is always called, with `original` only.
     """
 
     owner: Any
     name: str
     parameters: tuple[str, ...]
-    replacement: Callable
-    answers: str
-    outlives: bool = False
+    replacement: Any
+    reason: str
+    issue: str
+    context: Callable[[], Any] | None
 
+    @property
+    def target(self) -> str:
+        """The dotted name of the function in Keras."""
+        module = getattr(self.owner, "__module__", "")
+        return f"{module}.{self.owner.__qualname__}.{self.name}" if module else f"{self.owner.__name__}.{self.name}"
 
-OVERRIDES: list[Override] = []
-_is_active = False
-_originals: dict[tuple[int, str], Any] = {}  # what stood in the owner's place, _MISSING where it only inherited
+    def original(self) -> Callable:
+        """Returns the function that is replaced: the owner's own one, else the one that it inherits."""
+        if self.name in vars(self.owner):
+            return vars(self.owner)[self.name]
 
+        # Looked up at each call: subclasses have other bases, and a base may be patched itself.
+        def inherited(instance, *args, **kwargs):
+            return getattr(super(self.owner, instance), self.name)(*args, **kwargs)
 
-def replaces(owner: Any, name: str, parameters: tuple[str, ...], answers: str, outlives: bool = False) -> Callable:
-    """Marks a function as what stands in the place of one of Keras's, while a distribution of ours is installed.
+        return functools.wraps(getattr(self.owner, self.name))(inherited)
 
-    Args:
-        owner: the module or class that holds Keras's function.
-        name: its name there.
-        parameters: the parameters it must have.
-        answers: what it is replaced for.
-        outlives: whether the replacement must stay while variables that we laid out live.
-    """
+    def bound(self, original: Callable) -> Any:
+        """Returns what is set on the owner: a function with the signature of Keras's, or the replacement class."""
+        replacement, context = self.replacement, self.context
+        if isinstance(replacement, type):
+            return replacement
+        if context is None:
 
-    def mark(replacement: Callable) -> Callable:
-        OVERRIDES.append(Override(owner, name, parameters, replacement, answers, outlives))
-        return replacement
+            def patched(*args, **kwargs):
+                return replacement(original, *args, **kwargs)
 
-    return mark
-
-
-def keras_own(owner, name: str) -> Callable:
-    """Keras's own function, whether or not ours stands in its place."""
-    function = _originals.get((id(owner), name), _MISSING)
-    return getattr(owner, name) if function is _MISSING else function
-
-
-def put_in_or_out() -> None:
-    """Puts the replacements in where a distribution of ours is installed in some thread, else takes them out."""
-    with _lock:
-        if _everywhere is not None or _by_thread or _set_aside:
-            _activate()
         else:
-            _deactivate()
 
+            def patched(*args, **kwargs):
+                value = context()
+                if value is None:
+                    return original(*args, **kwargs)
+                return replacement(original, value, *args, **kwargs)
 
-def _require_known_keras() -> None:
-    if _is_active:
-        return
-    for override in OVERRIDES:
-        function = getattr(override.owner, override.name, None)
-        parameters = None if function is None else tuple(inspect.signature(function).parameters)
-        if (id(override.owner), override.name) not in _originals and parameters != override.parameters:
+        return functools.wraps(original)(patched)
+
+    def check_signature(self) -> None:
+        """Raises ValueError where Keras's function is missing or takes other parameters."""
+        function = getattr(self.owner, self.name, None)
+        found = None if function is None else tuple(inspect.signature(function).parameters)
+        if found != self.parameters:
+            problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(
-                f"This keras_dist does not know Keras {keras.__version__}: {override.owner.__name__}.{override.name} "
-                f"{'is not there' if function is None else f'takes {parameters}'}, where {override.parameters} is "
-                f"expected. It is replaced for: {override.answers}. Install a Keras that keras_dist's pyproject.toml "
-                "names, or a newer keras_dist."
+                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. keras_dist patches "
+                f"it for: {self.reason}. Install a Keras version that keras_dist's pyproject.toml allows, or a newer "
+                "keras_dist."
             )
 
 
-def _activate() -> None:
-    global _is_active
-    if _is_active:
-        return
-    for override in OVERRIDES:
-        key = (id(override.owner), override.name)
-        if key not in _originals:
-            _originals[key] = vars(override.owner).get(override.name, _MISSING)
-            setattr(override.owner, override.name, override.replacement)
-    _is_active = True
+class PatchGroup:
+    """Patches that are installed and removed together.
 
+    Args:
+        name: a short name, for docs/patches.md.
+        when: when the patches are installed, for docs/patches.md.
+        context: the default of `Patch.context` for patches of this group.
+    """
 
-def _deactivate() -> None:
-    global _is_active
-    for override in OVERRIDES:
-        key = (id(override.owner), override.name)
-        # A name that somebody else has replaced over ours stays theirs; ours then hands on to Keras.
-        ours_stands = vars(override.owner).get(override.name) is override.replacement
-        if key not in _originals or not ours_stands or (override.outlives and _laid_out):
-            continue
-        original = _originals.pop(key)
-        if original is _MISSING:
-            delattr(override.owner, override.name)
-        else:
-            setattr(override.owner, override.name, original)
-    _is_active = False
+    def __init__(self, name: str, when: str, context: Callable[[], Any] | None = None):
+        self.name, self.when, self.patches, self._context = name, when, [], context
+        self._installed: dict[Patch, tuple[Any, Any]] = {}  # what the owner had, and what replaced it
+        GROUPS.append(self)
 
+    def patch(
+        self,
+        owner: Any,
+        name: str,
+        reason: str,
+        issue: str = "",
+        parameters: tuple[str, ...] | None = None,
+        every_thread: bool = False,
+    ) -> Callable:
+        """Returns a decorator that declares a function, or a class, to be the replacement of one of Keras's.
 
-# --------------------------------------------------------------------------------------- what is installed, where
+        Args:
+            owner: the module or class that holds Keras's function.
+            name: the function's name there.
+            reason: what is wrong or missing in Keras without the patch.
+            issue: the upstream issue.
+            parameters: the parameters that Keras's function must have. By default those of the replacement, without
+                `original` and the group's context.
+            every_thread: whether to call the replacement without the group's context, in every thread.
+        """
 
+        def declare(replacement):
+            assert not any(p.owner is owner and p.name == name for group in GROUPS for p in group.patches)
+            context = None if every_thread else self._context
+            expected = parameters
+            if expected is None:
+                own_arguments = 0 if isinstance(replacement, type) else 1 if context is None else 2
+                expected = tuple(inspect.signature(replacement).parameters)[own_arguments:]
+            self.patches.append(Patch(owner, name, expected, replacement, reason, issue, context))
+            return replacement
 
-class Hooks:
-    """What the overrides ask of a distribution of ours. Whatever inherits from this is "ours"."""
+        return declare
 
-    def distribute_batch(self, batch):
-        """Lays every array of a host batch over the mesh."""
-        raise NotImplementedError
+    def check_signatures(self) -> None:
+        """Raises ValueError where a function of Keras that is to be replaced is missing or takes other parameters."""
+        for patch in self.patches:
+            if patch not in self._installed:
+                patch.check_signature()
 
-    def _distribute_tensor(self, tensor, layout):
-        raise NotImplementedError
+    def install(self) -> None:
+        """Installs the patches that are not installed yet.
 
-    def _distribute_call(self, model, args, kwargs):
-        raise NotImplementedError
+        Raises:
+            ValueError: one of Keras's functions is missing or takes other parameters; nothing is installed then.
+        """
+        with _lock:
+            self.check_signatures()
+            for patch in self.patches:
+                if patch in self._installed:
+                    continue
+                before, bound = vars(patch.owner).get(patch.name, _INHERITED), patch.bound(patch.original())
+                self._installed[patch] = before, bound
+                setattr(patch.owner, patch.name, bound)
 
-    def _check_rules(self, model) -> None:
-        raise NotImplementedError
+    def remove(self) -> None:
+        """Restores Keras's functions.
 
-    def _distribute_read(self, variable, value):
-        raise NotImplementedError
+        Where another library has replaced a function after this one did, its function stays, and calls the patch.
+        """
+        with _lock:
+            for patch, (before, bound) in list(self._installed.items()):
+                if vars(patch.owner).get(patch.name) is not bound:
+                    continue
+                del self._installed[patch]
+                if before is _INHERITED:
+                    delattr(patch.owner, patch.name)
+                else:
+                    setattr(patch.owner, patch.name, before)
 
-    def _distribute_inputs(self, path, inputs):
-        raise NotImplementedError
-
-    def _regathers(self, layer) -> bool:
-        raise NotImplementedError
-
-    def _slot_layout(self, variable):
-        raise NotImplementedError
-
-    def _check_placement(self, model, variables) -> None:
-        raise NotImplementedError
-
-    _is_multi_process: bool
-
-    def _feed(self, batches, step, steps_per_epoch, state_of):
-        raise NotImplementedError
-
-    def _place_now(self, batch):
-        raise NotImplementedError
-
-    def _own_outputs(self, outputs, rows):
-        raise NotImplementedError
-
-    def _agree_on_model(self, step, model, variables) -> None:
-        raise NotImplementedError
-
-
-_lock = threading.RLock()
-_everywhere: Hooks | None = None  # ours, for every thread that has none of its own
-_by_thread: "weakref.WeakKeyDictionary[threading.Thread, Hooks]" = weakref.WeakKeyDictionary()
-# Ours in threads where Keras's own functions have installed one of Keras's since, and whether it held everywhere. It
-# comes back if that was the beginning of a scope.
-_set_aside: "weakref.WeakKeyDictionary[threading.Thread, tuple[Hooks, bool]]" = weakref.WeakKeyDictionary()
-_laid_out: dict[int, tuple[weakref.ref, Hooks]] = {}  # living variables, by id, and who laid them out
-
-
-def install(distribution) -> None:
-    """Installs a distribution through Keras's global, and ours for threads that have none of their own."""
-    global _everywhere
-    with _lock:
-        if isinstance(distribution, Hooks):
-            _require_known_keras()
-        _everywhere = distribution if isinstance(distribution, Hooks) else None
-        _set_aside.pop(threading.current_thread(), None)
-        _install_in_this_thread(distribution)
-
-
-@contextlib.contextmanager
-def installed_in_this_thread(distribution: Hooks) -> Iterator[None]:
-    """Installs a distribution of ours for a block of code, in this thread only."""
-    before = _by_thread.get(threading.current_thread(), _of_keras())
-    _install_in_this_thread(distribution)
-    try:
-        yield
-    finally:
-        _install_in_this_thread(before)
-
-
-@contextlib.contextmanager
-def hidden_in_this_thread() -> Iterator[None]:
-    """Runs a block of code in which Keras finds no distribution in this thread."""
-    before = _of_keras()
-    keras_own(global_state, "set_global_attribute")(GLOBAL_NAME, None)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME)
-        else:
-            keras_own(global_state, "set_global_attribute")(GLOBAL_NAME, before)
-
-
-def notice(distribution: Hooks) -> None:
-    """Wakes the overrides for a distribution of ours that Keras's own `set_distribution` installed."""
-    if not _is_active and current_distribution() is distribution:
-        _install_in_this_thread(distribution)
-
-
-def _install_in_this_thread(distribution) -> None:
-    """Installs a distribution in this thread; `_MISSING` leaves it to what is installed everywhere."""
-    with _lock:
-        if isinstance(distribution, Hooks):
-            _require_known_keras()
-            _by_thread[threading.current_thread()] = distribution
-        else:
-            _by_thread.pop(threading.current_thread(), None)
-        if distribution is not _MISSING:
-            keras_own(global_state, "set_global_attribute")(GLOBAL_NAME, distribution)
-        elif _of_keras() is not _MISSING:
-            delattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME)
-        put_in_or_out()
-
-
-def _of_keras():
-    """What Keras's global holds for this thread, `_MISSING` where nothing was set since it was cleared."""
-    return getattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME, _MISSING)
-
-
-def remember_laid_out(variable, distribution: Hooks | None) -> None:
-    """Notes which distribution of ours laid a variable out (None: it lies on one device again)."""
-    key = id(variable)
-    if distribution is None:
-        _laid_out.pop(key, None)
-    else:
-        _laid_out[key] = (weakref.ref(variable, lambda _: _laid_out.pop(key, None)), distribution)
-
-
-def laid_out_by(variable) -> Hooks | None:
-    """The distribution of ours that laid a variable out, if one did."""
-    entry = _laid_out.get(id(variable))
-    return entry[1] if entry is not None and entry[0]() is variable else None
-
-
-def any_laid_out() -> bool:
-    """Whether a variable lives that a distribution of ours laid out."""
-    return bool(_laid_out)
-
-
-def ours_here() -> Hooks | None:
-    """The distribution of ours that is installed in this thread, if one is."""
-    installed = current_distribution()
-    return installed if isinstance(installed, Hooks) else None
-
-
-@replaces(
-    global_state,
-    "get_global_attribute",
-    ("name", "default", "set_to_default"),
-    "a distribution lost to clear_session(), or unseen by another thread",
-)
-def _get_global_attribute(name, default=None, set_to_default=False):
-    if name == GLOBAL_NAME and _of_keras() is _MISSING:
-        return _by_thread.get(threading.current_thread(), _everywhere)
-    return keras_own(global_state, "get_global_attribute")(name, default, set_to_default)
-
-
-@replaces(
-    global_state,
-    "set_global_attribute",
-    ("name", "value"),
-    "Keras's own set_distribution() puts the overrides in and out as ours does",
-)
-def _set_global_attribute(name, value):
-    global _everywhere
-    if name != GLOBAL_NAME:
-        keras_own(global_state, "set_global_attribute")(name, value)
-        return
-    with _lock:
-        thread = threading.current_thread()
-        own, aside = _by_thread.get(thread), _set_aside.pop(thread, None)
-        held_everywhere = own is not None and own is _everywhere
-        if isinstance(value, Hooks):
-            if aside == (value, True):
-                _everywhere = value
-            elif own is None and aside is None and value is _everywhere:
-                value = _MISSING  # the end of a scope of Keras's in a thread that had nothing of its own
-        else:
-            if held_everywhere:
-                _everywhere = None
-            if own is not None:
-                aside = own, held_everywhere
-            if value is not None and aside is not None:
-                _set_aside[thread] = aside
-        _install_in_this_thread(value)
+    def is_installed(self, patch: Patch) -> bool:
+        """Returns whether a patch of this group is what its owner holds."""
+        return patch in self._installed and vars(patch.owner).get(patch.name) is self._installed[patch][1]

@@ -10,8 +10,8 @@ import threading
 import weakref
 from typing import Any
 
+from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
 from keras_dist._keras.internals import trainer
-from keras_dist._keras.patch_registry import hidden_in_this_thread, ours_here, replaces
 from keras_dist._keras.training_state import NOTHING_LEFT
 from keras_dist._patches.resumable_iterator import SourceState, iterator_from, state_of
 from keras_dist.data.input_pipeline import Feed
@@ -21,11 +21,10 @@ from keras_dist.data.input_pipeline import Feed
 _this_thread = threading.local()
 
 
-@replaces(
+@INSTALLED.patch(
     trainer,
     "JAXEpochIterator",
-    ("x", "y", "sample_weight", "batch_size", "steps_per_epoch", "shuffle", "class_weight", "steps_per_execution"),
-    "data of any kind among several processes, batches that are made while a step runs, and training that goes on",
+    reason="several processes accept tf.data only, batches are not prefetched, and training cannot resume in an epoch",
 )
 class EpochIterator(trainer.JAXEpochIterator):
     """Keras's iterator over the batches of an epoch, with batches from a `Feed`."""
@@ -43,7 +42,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         class_weight=None,
         steps_per_execution=1,
     ):
-        self._ours: Any = ours_here()
+        self._ours: Any = active_distribution()
         self._step: str | None = None  # what the batches are for, once that is known
         self._feed: Feed | None = None
         self._start = self._delivered_before = 0
@@ -52,7 +51,9 @@ class EpochIterator(trainer.JAXEpochIterator):
         if self._ours is None:
             super().__init__(*arguments)
             return
-        with hidden_in_this_thread():  # Keras's adapters are to read all there is; who takes what is decided here
+        with (
+            no_distribution_in_this_thread()
+        ):  # Keras's adapters are to read all there is; who takes what is decided here
             super().__init__(*arguments)
         _this_thread.latest = weakref.ref(self)
 
@@ -61,9 +62,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             return super()._get_iterator()
         adapter = self.data_adapter
         remember = state_of if _followed() is self else None
-        return self._ours._feed(
-            lambda: iterator_from(adapter, start, state), self._step, self.steps_per_epoch, remember
-        )
+        return self._ours.feed(lambda: iterator_from(adapter, start, state), self._step, self.steps_per_epoch, remember)
 
     def _enumerate_iterator(self) -> Any:
         if self._ours is None:
@@ -94,7 +93,7 @@ class EpochIterator(trainer.JAXEpochIterator):
                 self._feed.close()
             raise
         self._is_in_epoch = False
-        if self._feed is not None and self.steps_per_epoch is None and self._ours._is_multi_process:
+        if self._feed is not None and self.steps_per_epoch is None and self._ours.is_multi_process:
             self._feed.is_over()  # the others may have more, or less
 
     def _begin_epoch(self, feed: Feed, start: int) -> None:
@@ -181,7 +180,7 @@ def require_ours(who: str) -> None:
     Raises:
         ValueError: no distribution of ours is installed.
     """
-    if ours_here() is None:
+    if active_distribution() is None:
         raise ValueError(
             f"{who} needs a distribution of keras_dist. Received: none is installed in this thread. Call "
             "keras_dist.set_distribution(keras_dist.DataParallel()) before the model is made; it may have one device."

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.internals import array_slicing, data_adapter_utils, data_adapters, py_dataset_adapter
-from keras_dist._keras.patch_registry import keras_own, ours_here, replaces
 
 
 class RandomState(NamedTuple):
@@ -237,17 +237,16 @@ def _before_epoch(adapter: Any) -> RandomState | None:
     return getattr(adapter, "_before_epoch", None) if _has_workers(adapter) else None
 
 
-@replaces(
+@INSTALLED.patch(
     py_dataset_adapter.PyDatasetAdapter,
     "on_epoch_begin",
-    ("self",),
-    "batches that workers had read before `fit` began, which come first then, while the last ones are left out",
+    reason="batches that workers read before `fit` began come first, and the last ones are left out",
 )
-def _begin_epoch(self):
-    if ours_here() is not None and _has_workers(self):
+def _begin_epoch(original, distribution, self):
+    if _has_workers(self):
         _stop(self.enqueuer)
         self._before_epoch = RandomState.now()
-    return keras_own(py_dataset_adapter.PyDatasetAdapter, "on_epoch_begin")(self)
+    return original(self)
 
 
 def _as_text(state: Any) -> str:

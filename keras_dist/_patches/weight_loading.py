@@ -1,4 +1,4 @@
-"""What of Keras is replaced so that values go straight into the shards of variables, from memory and from files."""
+"""Patches that load values directly into the shards of variables, from memory and from files."""
 
 import sys
 import threading
@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from keras_dist._keras import internals
-from keras_dist._keras.deferred_variables import is_deferring, lies_on_attached_devices
-from keras_dist._keras.internals import legacy_h5_format, saving_lib
-from keras_dist._keras.patch_registry import keras_own, ours_here, replaces
+from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution
+from keras_dist._keras.deferred_variables import is_deferring
+from keras_dist._keras.internals import as_sharding, legacy_h5_format, saving_lib
 from keras_dist.variables import global_reads, host_to_device, lazy_hdf5
-from keras_dist.variables.variable_layouts import as_sharding
+from keras_dist.variables.variable_layouts import is_on_attached_devices
 
 _this_thread = threading.local()  # in_place: whether a model is loaded whose archive need not be read into memory
 
@@ -20,44 +20,43 @@ _this_thread = threading.local()  # in_place: whether a model is loaded whose ar
 # ------------------------------------------------------------------------------------------------- values of variables
 
 
-@replaces(
+@INSTALLED.patch(
     internals.JaxVariable,
     "_convert_to_tensor",
-    ("self", "value", "dtype"),
-    "values that are whole on one device before they are sharded (keras#21634)",
+    reason="a value is placed on one device before it is sharded",
+    issue="keras#21634",
+    every_thread=True,
 )
-def _convert_to_tensor(self, value, dtype=None):
+def _convert_to_tensor(original, self, value, dtype=None):
     if isinstance(value, global_reads.HeldShards):
         return value.restored()
     if (
         isinstance(value, jax.Array)
-        or ours_here() is None
+        or active_distribution() is None
         or not host_to_device.is_host_tensor(value)
         or internals.in_stateless_scope()
         or internals.is_in_jax_tracing_scope()
     ):
-        return keras_own(internals.JaxVariable, "_convert_to_tensor")(self, value, dtype)
-    if self._shape is None and not is_deferring():  # of a variable to be made, whose layout is asked for afterwards
+        return original(self, value, dtype)
+    if self._shape is None and not is_deferring():  # the variable is being created, and gets its layout later
         return host_to_device.on_host(value, dtype and internals.standardize_dtype(dtype))
     sharding = as_sharding(self._layout)
-    if not isinstance(sharding, jax.sharding.Sharding) or not lies_on_attached_devices(self):
-        return keras_own(internals.JaxVariable, "_convert_to_tensor")(self, value, dtype)
+    if not isinstance(sharding, jax.sharding.Sharding) or not is_on_attached_devices(self):
+        return original(self, value, dtype)
     if value.shape != tuple(self.shape):
-        return value  # Keras says so, and needs no more than the shape
+        return value  # Keras raises an error, for which it needs only the shape
     return host_to_device.place(value, sharding, dtype)
 
 
-@replaces(
+@INSTALLED.patch(
     internals.backend_lib,
     "distribute_tensor",
-    ("tensor", "layout"),
-    "values that all processes compare before each takes its part",
+    reason="all processes compare a value before each takes its shards",
 )
-def _distribute_tensor(tensor, layout):
-    original, sharding = keras_own(internals.backend_lib, "distribute_tensor"), as_sharding(layout)
+def _distribute_tensor(original, distribution, tensor, layout):
+    sharding = as_sharding(layout)
     if (
-        ours_here() is None
-        or not isinstance(sharding, jax.sharding.Sharding)
+        not isinstance(sharding, jax.sharding.Sharding)
         or not (host_to_device.is_host_tensor(tensor) or isinstance(tensor, jax.Array))
         or internals.is_in_jax_tracing_scope(tensor)
     ):
@@ -67,50 +66,42 @@ def _distribute_tensor(tensor, layout):
 
 # --------------------------------------------------------------------------------------------------------- from files
 
+_WHOLE_TENSORS = "every process reads whole tensors, where it needs only its shards"
 
-@replaces(
-    saving_lib.H5IOStore,
-    "__getitem__",
-    ("self", "key"),
-    "tensors that are read whole where a part is needed",
-)
-def _get_tensor(self, key):
-    if self.mode == "r" and ours_here() is not None and _is_for_keras(sys._getframe(1)):
+
+@INSTALLED.patch(saving_lib.H5IOStore, "__getitem__", reason=_WHOLE_TENSORS)
+def _get_tensor(original, distribution, self, key):
+    if self.mode == "r" and _is_asked_for_by_keras():
         tensor = lazy_hdf5.stored_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
         if tensor is not None:
             vars(self).setdefault("handed", lazy_hdf5.Handed()).add(tensor)
             return tensor
-    return keras_own(saving_lib.H5IOStore, "__getitem__")(self, key)
+    return original(self, key)
 
 
-def _is_for_keras(frame) -> bool:
-    """Whether Keras or KerasHub asks for a tensor: they assign it. Anybody else may do what takes a real array."""
-    while frame.f_globals.get("__name__") == saving_lib.__name__:
+def _is_asked_for_by_keras() -> bool:
+    """Returns whether Keras or KerasHub reads a tensor, in order to assign it. Other code may need a real array."""
+    frame, module = sys._getframe(1), __name__
+    while module == saving_lib.__name__ or module.startswith("keras_dist."):
         frame = frame.f_back
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("keras", "keras_hub")
+        module = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("keras", "keras_hub")
 
 
-def _close(store: type) -> None:
-    @replaces(store, "close", ("self",), "tensors that are read after their file is closed", outlives=True)
-    def close(self):
+def _patch_close(store: type) -> None:
+    @VARIABLES.patch(store, "close", reason="tensors may be read after their file is closed")
+    def close(original, self):
         if "handed" in vars(self):
             self.handed.settle()
-        return keras_own(store, "close")(self)
+        return original(self)
 
 
-_close(saving_lib.H5IOStore)
-_close(saving_lib.ShardedH5IOStore)
+_patch_close(saving_lib.H5IOStore)
+_patch_close(saving_lib.ShardedH5IOStore)
 
 
-@replaces(
-    legacy_h5_format,
-    "load_subset_weights_from_hdf5_group",
-    ("group",),
-    "tensors that are read whole where a part is needed",
-)
-def _load_subset(group):
-    if ours_here() is None:
-        return keras_own(legacy_h5_format, "load_subset_weights_from_hdf5_group")(group)
+@INSTALLED.patch(legacy_h5_format, "load_subset_weights_from_hdf5_group", reason=_WHOLE_TENSORS)
+def _load_subset(original, distribution, group):
     names = legacy_h5_format.load_attributes_from_hdf5_group(group, "weight_names")
     datasets = [saving_lib.safe_get_h5_dataset(group, name) for name in names]
     return [np.asarray(d) if (tensor := lazy_hdf5.stored_tensor(d)) is None else tensor for d in datasets]
@@ -118,20 +109,15 @@ def _load_subset(group):
 
 # ---------------------------------------------------------------------------------------------- from `.keras` archives
 
+_WHOLE_ARCHIVES = "an archive is read into memory, or extracted, as a whole"
 
-@replaces(
-    saving_lib,
-    "_load_model_from_fileobj",
-    ("fileobj", "custom_objects", "compile", "safe_mode"),
-    "archives that are read whole into memory",
-)
-def _load_model_from_fileobj(fileobj, custom_objects, compile, safe_mode):
-    original = keras_own(saving_lib, "_load_model_from_fileobj")
+
+@INSTALLED.patch(saving_lib, "_load_model_from_fileobj", reason=_WHOLE_ARCHIVES)
+def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, compile, safe_mode):
     before = getattr(_this_thread, "in_place", False)
     try:
-        if ours_here() is not None:
-            with zipfile.ZipFile(fileobj, "r") as archive:
-                _this_thread.in_place = lazy_hdf5.lies_plain(archive, saving_lib._VARS_FNAME_H5)
+        with zipfile.ZipFile(fileobj, "r") as archive:
+            _this_thread.in_place = lazy_hdf5.lies_plain(archive, saving_lib._VARS_FNAME_H5)
         return original(fileobj, custom_objects, compile, safe_mode)
     finally:
         _this_thread.in_place = before
@@ -141,28 +127,20 @@ class _ReadInPlace(Exception):
     """Keeps Keras from reading an archive into memory, or extracting it: it reads from the archive where both fail."""
 
 
-@replaces(
-    saving_lib,
-    "is_memory_sufficient",
-    ("model",),
-    "archives that are read whole into memory",
-)
-def _is_memory_sufficient(model):
+@INSTALLED.patch(saving_lib, "is_memory_sufficient", reason=_WHOLE_ARCHIVES)
+def _is_memory_sufficient(original, distribution, model):
     if getattr(_this_thread, "in_place", False):
         raise _ReadInPlace
-    return keras_own(saving_lib, "is_memory_sufficient")(model)
+    return original(model)
 
 
-@replaces(
-    saving_lib.H5IOStore,
-    "_get_h5_file",
-    ("self", "path_or_io", "mode"),
-    "archives that are read from their beginning for every tensor",
+@INSTALLED.patch(
+    saving_lib.H5IOStore, "_get_h5_file", reason="an archive is decompressed from its beginning for every tensor"
 )
-def _get_h5_file(self, path_or_io, mode=None):
+def _get_h5_file(original, distribution, self, path_or_io, mode=None):
     name = str(path_or_io)
-    is_read = ours_here() is not None and (mode or self.mode) == "r" and self.archive
+    is_read = (mode or self.mode) == "r" and self.archive
     if not is_read or not lazy_hdf5.lies_plain(self.archive, name):
-        return keras_own(saving_lib.H5IOStore, "_get_h5_file")(self, path_or_io, mode)
+        return original(self, path_or_io, mode)
     self.io_file = lazy_hdf5.open_member(self.archive, name)
     return saving_lib.h5py.File(self.io_file, mode="r")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from keras_dist._keras import internals, patch_registry
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import distribution_of
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
@@ -88,9 +89,9 @@ def _laying_nothing_out(distribution: Distribution) -> Iterator[None]:
     """Installs a copy of a distribution that lays nothing out, so that no rule is refused while a model is made."""
     kind = type(distribution)
     installed = copy.copy(distribution)
-    silent: Any = lambda self, variable_or_path_or_model: None  # noqa: E731
+    silent: Any = lambda self, *args: None  # noqa: E731
     asked = ("variable", "compute", "update", "tensor")
-    methods = {f"get_{what}_layout": silent for what in asked} | {"_check_rules": silent}
+    methods = {f"get_{what}_layout": silent for what in asked} | {"layout_rules": silent}
     installed.__class__ = type(kind.__name__, (kind,), methods)
     with installed.scope():
         yield
@@ -114,14 +115,14 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
     slots = {id(variable) for variable in getattr(getattr(model, "optimizer", None), "variables", ())}
     placer, held, rows = _Placer(distribution.device_mesh), Counter(), []
     for variable in variables:
-        key, shape, itemsize = id(variable), tuple(variable.shape), _itemsize(variable._dtype)
+        key, shape, itemsize = id(variable), tuple(variable.shape), _itemsize(internals.stored_dtype(variable))
         layout, rule, why = answers[key]
         axes, shard_shape, devices = placer.place(layout, shape)
         row = CoveredVariable(
             path=variable.path,
             part="weights" if key in weights else "optimizer" if key in slots else "other",
             shape=shape,
-            dtype=variable._dtype,
+            dtype=internals.stored_dtype(variable),
             trainable=variable.trainable,
             whole_bytes=math.prod(shape) * itemsize,
             rule=rule,
@@ -183,7 +184,7 @@ def _answer(variable: keras.Variable, distribution: Distribution) -> _Answer:
     except ValueError:
         several = True
     pattern = None if rule is None else rule.pattern
-    author = patch_registry.laid_out_by(variable)
+    author = distribution_of(variable)
     try:
         layout = layout_under(variable, distribution)
         wanted = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout

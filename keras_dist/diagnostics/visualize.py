@@ -16,7 +16,6 @@ from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.mesh.render import indices_shown
-from keras_dist.variables.variable_layouts import as_sharding
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_RANGES, _MOST_WRITTEN = 12, 32, 4, 1024
 
@@ -180,7 +179,7 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
             f"{getattr(tensor, 'path', tensor)!r}, which has no value and no layout. Make it while a distribution is "
             "installed, or pass a shape and a layout."
         )
-    return shape, as_sharding(given)
+    return shape, internals.as_sharding(given)
 
 
 def _sharding_of_layout(layout: Any, shape: tuple[int, ...]) -> Any:

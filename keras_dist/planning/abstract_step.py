@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, training_state
 from keras_dist.strategies.base import Distribution
-from keras_dist.variables.variable_layouts import as_sharding, layout_under, layouts_of
+from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
 
@@ -59,7 +59,12 @@ class Step:
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         """Returns shape, dtype and sharding of each variable."""
         return tuple(
-            [jax.ShapeDtypeStruct(v.shape, v._dtype, sharding=as_sharding(self.layouts[id(v)])) for v in part]
+            [
+                jax.ShapeDtypeStruct(
+                    v.shape, internals.stored_dtype(v), sharding=internals.as_sharding(self.layouts[id(v)])
+                )
+                for v in part
+            ]
             for part in self.variables
         )
 

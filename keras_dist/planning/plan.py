@@ -18,7 +18,7 @@ from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.hardware import Hardware, hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
-from keras_dist.variables.variable_layouts import as_sharding, owners_of_slots
+from keras_dist.variables.variable_layouts import owners_of_slots
 
 
 def plan(
@@ -172,7 +172,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     planned = []
     for variable in variables:
         layout, shape = step.layouts[id(variable)], tuple(variable.shape)
-        sharding = as_sharding(layout)
+        sharding = internals.as_sharding(layout)
         owner = owners.get(id(variable), variable)
         rule = step.distribution.rule(owner.path)
         axes = layout.axes if isinstance(layout, TensorLayout) else tuple(sharding.spec)
@@ -182,11 +182,11 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
                 path=variable.path,
                 part="weights" if id(variable) in weights else "optimizer" if id(variable) in slots else "other",
                 shape=shape,
-                dtype=variable._dtype,
+                dtype=internals.stored_dtype(variable),
                 rule=None if rule is None or layout != rule.layout else rule.pattern,
                 axes=tuple(axes),
                 shard_shape=shard_shape,
-                bytes=math.prod(shard_shape) * jax.numpy.dtype(variable._dtype).itemsize,
+                bytes=math.prod(shard_shape) * jax.numpy.dtype(internals.stored_dtype(variable)).itemsize,
             )
         )
     return tuple(planned)

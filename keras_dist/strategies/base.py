@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist._keras import internals, patch_registry
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import installed_in_this_thread
+from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist.data.batch_placement import BatchPlacer, is_global, join_parts
 from keras_dist.data.consistency import BatchAgreement, agree_on_model
 from keras_dist.data.input_pipeline import Feed, OwnRows, own_rows, own_rows_of
@@ -32,7 +34,7 @@ from keras_dist.variables.variable_layouts import (
 BatchDimName = str | Sequence[str] | None
 
 
-class Distribution(patch_registry.Hooks, internals.KerasDistribution):
+class Distribution(DistributionHooks, internals.KerasDistribution):
     """Says where variables, batches and layer outputs lie. The base of all distributions here.
 
     As it is, it replicates variables and leaves the outputs of layers to the compiler; a subclass may answer
@@ -69,7 +71,8 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         self._auto_shard_dataset = auto_shard_dataset
         self._num_processes = internals.num_processes()
         self._process_id = internals.process_id()
-        self._is_multi_process = self._num_processes > 1
+        self.is_multi_process = self._num_processes > 1
+        self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes)
         self._agreements: dict[bool, BatchAgreement] = {}
 
@@ -100,7 +103,6 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         Returns:
             The layout.
         """
-        patch_registry.notice(self)
         batch = [self._placer.batch_axes] if len(data_shape) else []
         return TensorLayout(batch + [None] * (len(data_shape) - 1), self._device_mesh)
 
@@ -116,14 +118,8 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         Raises:
             ValueError: several rules match the path, or the rule does not fit the variable's shape.
         """
-        patch_registry.notice(self)
         layout = internals.variable_layout(variable)
-        if layout is not None:
-            return layout
-        layout = self._stored(variable)
-        if isinstance(variable, keras.Variable):
-            patch_registry.remember_laid_out(variable, self)
-        return layout
+        return self._stored(variable) if layout is None else layout
 
     def get_compute_layout(self, variable) -> TensorLayout:
         """Returns the layout in which layers compute with a variable: it is brought there as they read it.
@@ -186,7 +182,7 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Installs this distribution for a block of code, in this thread."""
-        with patch_registry.installed_in_this_thread(self):
+        with installed_in_this_thread(self):
             yield
 
     def distribute_batch(self, batch: Any) -> Any:
@@ -210,7 +206,7 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         >>> x.sharding.shard_shape(x.shape), y.sharding.shard_shape(y.shape)
         ((2, 3), (5,))
         """
-        return self._place_now(batch)[0]
+        return self.place_single_batch(batch)[0]
 
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns how an array of a batch is sharded when it is placed.
@@ -236,18 +232,21 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
 
     # What follows is asked by the patches.
 
-    def _distribute_tensor(self, tensor, layout):
+    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        """Returns the outputs of a layer, constrained to a layout."""
         path = internals.path_of_open_scope()
         taken = self.get_tensor_layout(f"{path}/input") if path else None
-        return distribute_outputs(tensor, layout, self._placer.batch_axes, computed=_inside(taken, layout))
+        return distribute_outputs(outputs, layout, self._placer.batch_axes, computed=_inside(taken, layout))
 
-    def _distribute_inputs(self, path, inputs):
+    def distribute_inputs(self, path: str, inputs: Any) -> Any:
+        """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
         layout = self.get_tensor_layout(path)
         if not layout or not jax.tree.leaves(inputs):
             return inputs
         return distribute_outputs(inputs, layout, self._placer.batch_axes, what="input")
 
-    def _distribute_read(self, variable, value):
+    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
+        """Returns the traced value of a variable in the layout in which layers compute with it."""
         spec = VariableSpec.of(variable)
         stored = layout_under(variable, self)
         if stored != self.get_variable_layout(spec):
@@ -255,13 +254,16 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
         return in_compute_layout(value, stored, used, update, self._placer.batch_axes)
 
-    def _regathers(self, layer) -> bool:
+    def regathers_weights(self, layer: keras.Layer) -> bool:
+        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         return False
 
-    def _slot_layout(self, variable):
+    def optimizer_state_layout(self, variable: keras.Variable) -> Any:
+        """Returns the layout of the optimizer state of a variable."""
         return slot_layout(variable, layout_under(variable, self), self)
 
-    def _distribute_call(self, model, args, kwargs):
+    def distribute_call(self, model: keras.Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns the arguments of an eager `model(...)` with its arrays sharded like a batch."""
         weights = model.weights if model.built else []
         if not weights or not lies_on(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
             return args, kwargs
@@ -270,16 +272,23 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
 
     def _distribute_argument(self, leaf):
         is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
-        if not is_concrete or leaf.ndim == 0 or hasattr(leaf, "_keras_mask") or is_global(leaf):
+        if not is_concrete or leaf.ndim == 0 or internals.has_mask(leaf) or is_global(leaf):
             return leaf
         return self.distribute_batch(leaf)
 
-    def _feed(self, batches, step, steps_per_epoch, state_of) -> Feed:
+    def feed(
+        self,
+        batches: Callable[[], Iterator],
+        step: str | None,
+        steps_per_epoch: int | None,
+        state_of: Callable[[Iterator], Any] | None,
+    ) -> Feed:
+        """Returns a `Feed` of global batches, made from this process's host batches."""
         return Feed(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, state_of)
 
-    def _place_now(self, batch) -> tuple[Any, list[OwnRows | None]]:
-        """Places a batch that stands alone; returns which rows of it this process has passed, too."""
-        if not self._is_multi_process:
+    def place_single_batch(self, batch: Any) -> tuple[Any, list[OwnRows | None]]:
+        """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
+        if not self.is_multi_process:
             return self._placer.place(batch), [None]
         is_whole = self.auto_shard_dataset
         is_first = is_whole not in self._agreements
@@ -292,23 +301,26 @@ class Distribution(patch_registry.Hooks, internals.KerasDistribution):
         assert rows is not None  # single batches do not end
         return join_parts(self._placer.place_parts(batch, rows)), [own_rows(rows)]
 
-    def _own_outputs(self, outputs, rows) -> Any:
-        """What this process is given of the outputs of a step, as arrays that it can read."""
+    def outputs_of_process(self, outputs: Any, rows: list) -> Any:
+        """Returns the rows of a prediction that this process passed, as arrays that it can read."""
         outputs = self._placer.replicate(outputs)
         if not rows or None in rows:
             return outputs
         return own_rows_of(jax.tree.map(np.asarray, outputs), rows)
 
-    def _agree_on_model(self, step, model, variables) -> None:
-        if self._is_multi_process:
+    def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
+        """Raises ValueError where processes are about to run a step of different models."""
+        if self.is_multi_process:
             facts = {"random seed": internals.random_seed(), "distribution": repr(self)}
             agree_on_model(step, model.name, [(v.path, describe(v)) for v in variables], facts)
 
-    def _check_placement(self, model, variables) -> None:
+    def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
+        """Raises ValueError where variables that a step uses are not placed as this distribution places them."""
         check_placement(model, variables, self)
 
-    def _check_rules(self, model) -> None:
-        pass
+    def layout_rules(self) -> list[tuple[str, tuple]] | None:
+        """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
+        return None
 
 
 def _inside(taken: Any, returned: Any) -> TensorLayout | None:

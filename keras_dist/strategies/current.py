@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_dist._keras import internals, patch_registry
+from keras_dist._keras import active_distribution, internals
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.strategies.activations import distribute_outputs
 from keras_dist.strategies.base import Distribution
@@ -39,7 +39,7 @@ def set_distribution(value: Any) -> None:
             f"set_distribution takes a distribution or None. Received: {value!r} (of type {type(value).__name__}). "
             "Pass, for example, keras_dist.DataParallel()."
         )
-    patch_registry.install(value)
+    active_distribution.install(value)
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:

@@ -90,7 +90,8 @@ class FullyShardedDataParallel(ModelParallel):
         """
         return self._by_rule(variable)
 
-    def _regathers(self, layer) -> bool:
+    def regathers_weights(self, layer: keras.Layer) -> bool:
+        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         if not self.reshard_after_forward:
             return False
         specs = map(VariableSpec.of, internals.own_variables(layer))

@@ -1,8 +1,5 @@
 """`ModelParallel`: variables are sharded by the rules of a layout map."""
 
-import weakref
-from typing import Any
-
 import keras
 
 from keras_dist.layout.layout_map import Rule, as_layout_map
@@ -58,8 +55,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             )
         super().__init__(mesh, mesh.axis_names[0] if batch_dim_name is None else batch_dim_name, auto_shard_dataset)
         self._layout_map = layout_map
-        self._strict = strict
-        self._checked: weakref.WeakKeyDictionary[keras.Model, Any] = weakref.WeakKeyDictionary()
+        self.strict = strict
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
             raise ValueError(
@@ -99,11 +95,6 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         """
         return self._layout_map.rule(path)
 
-    def _check_rules(self, model) -> None:
-        from keras_dist.diagnostics.layout_warning import check_rules  # which explains models under distributions
-
-        rules = [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]
-        state = len(model.variables), rules  # LoRA adds variables later, and users add rules
-        if self._checked.get(model) != state:
-            check_rules(model, self, self._strict)
-            self._checked[model] = state
+    def layout_rules(self) -> list[tuple[str, tuple]]:
+        """Returns the patterns and axes of the layout map."""
+        return [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]

@@ -215,13 +215,15 @@ class _Tagging(Distribution):
     def get_tensor_layout(self, path: str) -> Any:
         return path
 
-    def _distribute_tensor(self, tensor, layout):
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) else leaf, tensor)
+    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) else leaf, outputs
+        )
 
-    def _distribute_inputs(self, path, inputs):
-        return self._distribute_tensor(inputs, path)
+    def distribute_inputs(self, path: str, inputs: Any) -> Any:
+        return self.distribute_outputs(inputs, path)
 
-    def _distribute_read(self, variable, value):
+    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         return value
 
 
@@ -241,7 +243,7 @@ def _traced(model: keras.Model, mesh: DeviceMesh, axis: str) -> Any:
             return jax.ShapeDtypeStruct(sizes, jax.dtypes.canonicalize_dtype(tensor.dtype))
 
         weights, others = (
-            [jax.ShapeDtypeStruct(v.shape, v._dtype) for v in variables]
+            [jax.ShapeDtypeStruct(v.shape, internals.stored_dtype(v)) for v in variables]
             for variables in (model.trainable_variables, model.non_trainable_variables)
         )
         with _Tagging(mesh).scope():
@@ -261,7 +263,7 @@ def _traced(model: keras.Model, mesh: DeviceMesh, axis: str) -> Any:
 
 
 def _bytes(variable: keras.Variable) -> int:
-    return math.prod(variable.shape) * jax.numpy.dtype(variable._dtype).itemsize
+    return math.prod(variable.shape) * jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
 
 
 def _warn_of_whole(choice: _Choice, wanted: Mapping[str, Axes]) -> None:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_dist._keras import deferred_variables, internals, patch_registry
-from keras_dist._keras.internals import variable_layout, variable_value
+from keras_dist._keras import deferred_variables, internals
+from keras_dist._keras.active_distribution import distribution_of
+from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
 from keras_dist.variables.fused_threefry import fused_key
 from keras_dist.variables.host_to_device import move
-from keras_dist.variables.variable_layouts import all_variables, as_sharding
+from keras_dist.variables.variable_layouts import all_variables, is_on_attached_devices
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -95,7 +96,7 @@ def materialize(model: ModelT) -> ModelT:
         programs: dict[Any, Future] = {}
         values = [_value_to_come(variable, programs, pool) for variable in variables]
         for variable, value in zip(variables, values, strict=True):
-            deferred_variables.give_value(variable, value())
+            deferred_variables.set_value(variable, value())
     return model
 
 
@@ -107,13 +108,13 @@ def build_optimizer(model: keras.Layer) -> None:
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and internals.is_built(model):
-        author: Any = next(filter(None, map(patch_registry.laid_out_by, model.variables)), None)
+        author: Any = next(filter(None, map(distribution_of, model.variables)), None)
         with deferred_variables.deferring(), contextlib.nullcontext() if author is None else author.scope():
             optimizer.build(model.trainable_variables)
 
 
 def _require_attached(variable: keras.Variable) -> None:
-    if not deferred_variables.lies_on_attached_devices(variable):
+    if not is_on_attached_devices(variable):
         devices = as_sharding(variable_layout(variable)).device_set
         raise ValueError(
             f"Only attached devices hold values. Received: '{variable.path}', laid out over {len(devices)} devices "
@@ -124,7 +125,11 @@ def _require_attached(variable: keras.Variable) -> None:
 
 def _value_to_come(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Callable:
     """A function that returns the value of a variable, laid out. The program that it needs starts to compile."""
-    shape, dtype, sharding = tuple(variable.shape), variable._dtype, as_sharding(variable_layout(variable))
+    shape, dtype, sharding = (
+        tuple(variable.shape),
+        internals.stored_dtype(variable),
+        as_sharding(variable_layout(variable)),
+    )
     initializer = deferred_variables.deferred_initializer(variable)
     if initializer is None:
         return partial(_moved, variable, sharding)

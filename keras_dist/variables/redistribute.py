@@ -5,10 +5,12 @@ from typing import Any, TypeVar
 import jax
 import keras
 
-from keras_dist._keras import internals, patch_registry, training_state
+from keras_dist._keras import internals, training_state
+from keras_dist._keras.active_distribution import is_of_this_package, record_distribution
+from keras_dist._keras.internals import as_sharding
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import move
-from keras_dist.variables.variable_layouts import VariableSpec, all_variables, as_sharding, layouts_of
+from keras_dist.variables.variable_layouts import VariableSpec, all_variables, layouts_of
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -58,7 +60,7 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
     for variable in all_variables(model):
         layout = layouts[id(variable)]
         internals.place_variable(variable, layout, _moved(internals.variable_value(variable), layout))
-        patch_registry.remember_laid_out(variable, target if isinstance(target, patch_registry.Hooks) else None)
+        record_distribution(variable, target if is_of_this_package(target) else None)
     training_state.forget_compiled_functions(model)
     return model
 

@@ -9,8 +9,11 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist._keras import internals, patch_registry
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import distribution_of, is_of_this_package
+from keras_dist._keras.internals import as_sharding
 from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.mesh.devices import is_described
 
 
 class VariableSpec(NamedTuple):
@@ -42,7 +45,7 @@ def check_placement(model: keras.Model, variables: Iterable[keras.Variable], dis
     """
 
     def wanted(variable):
-        layout, author = internals.variable_layout(variable), patch_registry.laid_out_by(variable)
+        layout, author = internals.variable_layout(variable), distribution_of(variable)
         brought = layout is not None and author is None
         return layout if brought else distribution.get_variable_layout(VariableSpec.of(variable))
 
@@ -82,7 +85,7 @@ def _misplacement(variable: keras.Variable, wanted: Any, distribution: Any) -> s
         devices = sorted(value.sharding.device_set, key=lambda device: device.id)
         names = [f"{device.platform}:{device.id}" for device in devices[:4]]
         return f"lies on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
-    author = patch_registry.laid_out_by(variable)
+    author = distribution_of(variable)
     if author is None:
         return None
     lies = internals.variable_layout(variable)
@@ -161,7 +164,7 @@ def slot_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any
         layout: where that lies. If it is not where the distribution would lay it, what is kept for it lies there too.
         distribution: a distribution of ours or of Keras, or None.
     """
-    if not isinstance(distribution, patch_registry.Hooks):
+    if not is_of_this_package(distribution):
         return layout
     ours: Any = distribution
     spec = VariableSpec.of(variable)
@@ -178,7 +181,7 @@ def layout_under(variable: keras.Variable, distribution: Any) -> Any:
     Raises:
         ValueError: several rules match the path, or the rule does not fit the variable's shape.
     """
-    layout, author = internals.variable_layout(variable), patch_registry.laid_out_by(variable)
+    layout, author = internals.variable_layout(variable), distribution_of(variable)
     if layout is not None and author in (None, distribution):  # None: the variable brought it
         devices = distribution.device_mesh.backend_mesh.devices.flat
         if author is not None or as_sharding(layout).device_set == set(devices):
@@ -186,6 +189,7 @@ def layout_under(variable: keras.Variable, distribution: Any) -> Any:
     return distribution.get_variable_layout(VariableSpec.of(variable))
 
 
-def as_sharding(layout: Any) -> Any:
-    """Returns a layout in JAX's terms; one of JAX's, or None, as it is."""
-    return layout.backend_layout if isinstance(layout, keras.distribution.TensorLayout) else layout
+def is_on_attached_devices(variable: keras.Variable) -> bool:
+    """Returns whether all devices of a variable's layout are attached, and not only described."""
+    sharding = as_sharding(internals.variable_layout(variable))
+    return sharding is None or not any(map(is_described, sharding.device_set))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
-from keras_dist._keras import internals, patch_registry
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import INSTALLED, VARIABLES
 
 
 def in_thread(function):
@@ -21,8 +22,8 @@ def in_thread(function):
 
 
 def overridden():
-    """The names that stand replaced now."""
-    return {o.name for o in patch_registry.OVERRIDES if vars(o.owner).get(o.name) is o.replacement}
+    """The functions that are patched now."""
+    return {p.target for group in (INSTALLED, VARIABLES) for p in group.patches if group.is_installed(p)}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_a_plain_distribution_may_be_installed_and_overrides_nothing():
 def test_overrides_come_and_go_with_the_distribution():
     assert not overridden()
     with kd.DataParallel().scope():
-        assert overridden() == {o.name for o in patch_registry.OVERRIDES}
+        assert overridden() == {p.target for p in INSTALLED.patches + VARIABLES.patches}
         with keras.distribution.DataParallel().scope():
             assert kd.distribution() is not None
     assert not overridden()

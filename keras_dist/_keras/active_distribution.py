@@ -1,0 +1,181 @@
+"""Which distribution is active in which thread, and which one chose the layout of a variable.
+
+Keras keeps the active distribution in a thread-local global, which `clear_session()` clears and which other threads do
+not see. Here it is also kept by thread and for all threads, so that it survives both. The patches are installed while a
+distribution of this package is active in any thread.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import keras
+
+from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras.internals import GLOBAL_NAME, current_distribution, global_state
+from keras_dist._keras.patch_registry import PatchGroup
+
+_UNSET = object()
+_lock = threading.RLock()
+_for_all_threads: DistributionHooks | None = None  # in threads that have set none of their own
+_by_thread: "weakref.WeakKeyDictionary[threading.Thread, DistributionHooks]" = weakref.WeakKeyDictionary()
+# What a distribution of Keras has replaced in a thread since, and whether it was active in all threads. It becomes
+# active again when the scope of Keras's distribution ends.
+_shadowed: "weakref.WeakKeyDictionary[threading.Thread, tuple[DistributionHooks, bool]]" = weakref.WeakKeyDictionary()
+_distributions: dict[int, tuple[weakref.ref, DistributionHooks]] = {}  # by the id of a living variable
+
+
+def is_of_this_package(value: Any) -> TypeGuard[DistributionHooks]:
+    """Returns whether a value is a distribution of this package; Keras's own ones are not."""
+    return DistributionHooks in type(value).__mro__
+
+
+def active_distribution() -> DistributionHooks | None:
+    """Returns the distribution of this package that is active in this thread, if one is."""
+    active = current_distribution()
+    return active if is_of_this_package(active) else None
+
+
+ALWAYS = PatchGroup("always", "From `import keras_dist` on.")
+INSTALLED = PatchGroup(
+    "installed",
+    "While a distribution of keras_dist is active in any thread. They act in threads where it is.",
+    active_distribution,
+)
+VARIABLES = PatchGroup(
+    "variables",
+    "While a distribution of keras_dist is active in any thread, and after that while variables exist whose layout it "
+    "chose.",
+)
+
+
+# -------------------------------------------------------------------------------------------- setting the distribution
+
+
+def install(distribution: Any) -> None:
+    """Makes a distribution active in this thread and, if it is of this package, in all that have set none."""
+    global _for_all_threads
+    with _lock:
+        if is_of_this_package(distribution):
+            _install_patches()
+        _for_all_threads = distribution if is_of_this_package(distribution) else None
+        _shadowed.pop(threading.current_thread(), None)
+        _set_in_this_thread(distribution)
+
+
+@contextlib.contextmanager
+def installed_in_this_thread(distribution: DistributionHooks) -> Iterator[None]:
+    """Makes a distribution of this package active in this thread for a block of code."""
+    before = _by_thread.get(threading.current_thread(), _keras_global())
+    _set_in_this_thread(distribution)
+    try:
+        yield
+    finally:
+        _set_in_this_thread(before)
+
+
+@contextlib.contextmanager
+def no_distribution_in_this_thread() -> Iterator[None]:
+    """Hides the active distribution from Keras in this thread for a block of code."""
+    before = _keras_global()
+    _write_keras_global(None)
+    try:
+        yield
+    finally:
+        _write_keras_global(before)
+
+
+def set_by_keras(distribution: Any) -> None:
+    """Follows Keras's own `set_distribution` and `scope`, of any distribution or None, in this thread."""
+    global _for_all_threads
+    with _lock:
+        thread = threading.current_thread()
+        own, shadowed = _by_thread.get(thread), _shadowed.pop(thread, None)
+        was_for_all = own is not None and own is _for_all_threads
+        if is_of_this_package(distribution):
+            if shadowed == (distribution, True):
+                _for_all_threads = distribution
+            elif own is None and shadowed is None and distribution is _for_all_threads:
+                distribution = _UNSET  # the end of a scope of Keras's in a thread that had set none of its own
+        else:
+            if was_for_all:
+                _for_all_threads = None
+            if own is not None:
+                shadowed = own, was_for_all
+            if distribution is not None and shadowed is not None:
+                _shadowed[thread] = shadowed
+        _set_in_this_thread(distribution)
+
+
+def fallback() -> DistributionHooks | None:
+    """Returns what is active in this thread where Keras's global is unset, in a new thread or after it was cleared."""
+    return _by_thread.get(threading.current_thread(), _for_all_threads)
+
+
+def is_unset() -> bool:
+    """Returns whether nothing was set in Keras's global in this thread since it began or was cleared."""
+    return _keras_global() is _UNSET
+
+
+def _set_in_this_thread(distribution: Any) -> None:
+    """Sets the distribution of this thread; `_UNSET` leaves the thread to the one for all threads."""
+    with _lock:
+        if is_of_this_package(distribution):
+            _install_patches()
+            _by_thread[threading.current_thread()] = distribution
+        else:
+            _by_thread.pop(threading.current_thread(), None)
+        _write_keras_global(distribution)
+        remove_unused_patches()
+
+
+def _keras_global() -> Any:
+    return getattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME, _UNSET)
+
+
+def _write_keras_global(value: Any) -> None:
+    # As Keras's `set_global_attribute` does, which is patched.
+    if value is not _UNSET:
+        setattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME, value)
+    elif not is_unset():
+        delattr(global_state.GLOBAL_STATE_TRACKER, GLOBAL_NAME)
+
+
+def _install_patches() -> None:
+    VARIABLES.check_signatures()  # of both groups, before one of them is installed
+    INSTALLED.install()
+    VARIABLES.install()
+
+
+def remove_unused_patches() -> None:
+    """Removes the patches that nothing needs any more."""
+    with _lock:
+        if _for_all_threads is None and not _by_thread and not _shadowed:
+            INSTALLED.remove()
+            if not _distributions:
+                VARIABLES.remove()
+
+
+# --------------------------------------------------------------------------------------- the distribution of a variable
+
+
+def record_distribution(variable: keras.Variable, distribution: DistributionHooks | None) -> None:
+    """Records which distribution of this package chose the layout of a variable; None where none did."""
+    key = id(variable)
+    if distribution is None:
+        _distributions.pop(key, None)
+    else:
+        _distributions[key] = (weakref.ref(variable, lambda _: _distributions.pop(key, None)), distribution)
+
+
+def distribution_of(variable: keras.Variable) -> DistributionHooks | None:
+    """Returns the distribution of this package that chose the layout of a variable, if one did."""
+    entry = _distributions.get(id(variable))
+    return entry[1] if entry is not None and entry[0]() is variable else None
+
+
+def any_variable_distributed() -> bool:
+    """Returns whether a variable exists whose layout a distribution of this package chose."""
+    return bool(_distributions)

@@ -1,0 +1,77 @@
+"""What patches ask of a distribution."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import keras
+
+
+class DistributionHooks(Protocol):
+    """What patches ask of the active distribution.
+
+    A class that inherits from this protocol is a distribution of this package; Keras's own distributions do not.
+    `strategies.base.Distribution` implements it. Layouts are `keras.distribution.TensorLayout`s.
+    """
+
+    is_multi_process: bool
+    """Whether training runs in several processes."""
+    strict: bool
+    """Whether likely mistakes in the layout map are errors."""
+
+    def layout_rules(self) -> list[tuple[str, tuple]] | None:
+        """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
+        ...
+
+    def distribute_batch(self, batch: Any) -> Any:
+        """Returns the arrays of a host batch as global arrays, sharded over the batch axes."""
+        ...
+
+    def place_single_batch(self, batch: Any) -> tuple[Any, list]:
+        """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
+        ...
+
+    def feed(
+        self,
+        batches: Callable[[], Iterator],
+        step: str | None,
+        steps_per_epoch: int | None,
+        state_of: Callable[[Iterator], Any] | None,
+    ) -> Any:
+        """Returns a `Feed` of global batches, made from this process's host batches."""
+        ...
+
+    def outputs_of_process(self, outputs: Any, rows: list) -> Any:
+        """Returns the rows of a prediction that this process passed, as arrays that it can read."""
+        ...
+
+    def distribute_call(self, model: keras.Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Returns the arguments of an eager `model(...)` with its arrays sharded like a batch."""
+        ...
+
+    def distribute_inputs(self, path: str, inputs: Any) -> Any:
+        """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
+        ...
+
+    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        """Returns the outputs of a layer, constrained to a layout."""
+        ...
+
+    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
+        """Returns the traced value of a variable in the layout in which layers compute with it."""
+        ...
+
+    def regathers_weights(self, layer: keras.Layer) -> bool:
+        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
+        ...
+
+    def optimizer_state_layout(self, variable: keras.Variable) -> Any:
+        """Returns the layout of the optimizer state of a variable."""
+        ...
+
+    def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
+        """Raises ValueError where variables that a step uses are not placed as this distribution places them."""
+        ...
+
+    def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
+        """Raises ValueError where processes are about to run a step of different models."""
+        ...

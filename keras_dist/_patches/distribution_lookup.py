@@ -1,0 +1,41 @@
+"""Patches of Keras's global for the active distribution, and of where variables ask it for their layout."""
+
+from keras_dist._keras import active_distribution
+from keras_dist._keras.active_distribution import ALWAYS, INSTALLED
+from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
+
+
+@ALWAYS.patch(
+    global_state,
+    "set_global_attribute",
+    reason="`keras.distribution.set_distribution` with a distribution of keras_dist, which must install the patches",
+)
+def _set_global_attribute(original, name, value):
+    if name == GLOBAL_NAME:
+        active_distribution.set_by_keras(value)
+    else:
+        original(name, value)
+
+
+@INSTALLED.patch(
+    global_state,
+    "get_global_attribute",
+    reason="the distribution is lost in `clear_session()`, and other threads do not see it",
+    every_thread=True,
+)
+def _get_global_attribute(original, name, default=None, set_to_default=False):
+    if name == GLOBAL_NAME and active_distribution.is_unset():
+        return active_distribution.fallback()
+    return original(name, default, set_to_default)
+
+
+@INSTALLED.patch(
+    JaxVariable,
+    "_initialize_layout",
+    reason="Keras does not record whether a variable's layout comes from the user or from which distribution",
+)
+def _initialize_layout(original, distribution, self):
+    was_passed = self._layout is not None
+    original(self)
+    if not was_passed and self._layout is not None:
+        active_distribution.record_distribution(self, distribution)

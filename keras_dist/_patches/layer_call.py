@@ -1,0 +1,129 @@
+"""Patches of calls of models and layers, and of the variables that they read."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import keras
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import INSTALLED, active_distribution
+from keras_dist._keras.internals import distribution_lib, in_stateless_scope
+from keras_dist.variables import global_reads, process_zero
+
+_this_thread = threading.local()  # call: the innermost `stateless_call` that runs, if one does
+
+
+@INSTALLED.patch(
+    distribution_lib,
+    "distribute_tensor",
+    reason="output rules of layers that return several tensors, and for batches that the batch axes do not divide",
+)
+def _distribute_tensor(original, distribution, tensor, layout):
+    return distribution.distribute_outputs(tensor, layout)
+
+
+@INSTALLED.patch(keras.Model, "__call__", reason="`model(x)` replicates its input over all devices")
+def _call_model(original, distribution, self, *args, **kwargs):
+    if not in_stateless_scope():
+        args, kwargs = distribution.distribute_call(self, args, kwargs)
+    return original(self, *args, **kwargs)
+
+
+class _StatelessCall:
+    """A `stateless_call` of a model: the trace that it began in, and the values of variables that were passed to it.
+
+    A weight that a layer reads inside a loop of its own (`jax.lax.scan`) is resharded once, in the trace around the
+    loop. Resharded inside, it would be gathered at every iteration, and so would its gradient be reduced.
+    """
+
+    def __init__(self, model, values):
+        self.model = model
+        self._trace, self._values = _current_trace(), {id(value) for value in values}
+
+    def is_in_loop(self) -> bool:
+        return _current_trace() is not self._trace
+
+    def outside_of_loops(self, value) -> contextlib.AbstractContextManager:
+        """Runs a block in the trace that the call began in, if the value is known there."""
+        return set_current_trace(self._trace) if id(value) in self._values else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def restarted(self) -> Iterator[None]:
+        """Makes the current trace the one that the call began in, for a block."""
+        before, self._trace = self._trace, _current_trace()
+        try:
+            yield
+        finally:
+            self._trace = before
+
+
+def _current_trace():
+    """Returns what JAX traces into at the moment; the body of a loop has a trace of its own."""
+    with take_current_trace() as trace:
+        return trace
+
+
+def _current_call() -> _StatelessCall | None:
+    return getattr(_this_thread, "call", None)
+
+
+@INSTALLED.patch(
+    keras.Layer,
+    "stateless_call",
+    reason="what layers read is resharded, what optimizers read is not",
+    every_thread=True,
+)
+def _stateless_call(original, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
+    before = _current_call()
+    _this_thread.call = _StatelessCall(self, [*trainable_variables, *non_trainable_variables])
+    try:
+        return original(
+            self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
+        )
+    finally:
+        _this_thread.call = before
+
+
+@INSTALLED.patch(
+    internals.KerasVariable,
+    "_maybe_autocast",
+    reason="weights that layers compute with in another layout than they are stored in, and weights that process 0 "
+    "computes with alone",
+    every_thread=True,
+)
+def _read_variable(original, self, value):
+    call = _current_call()
+    if process_zero.is_leading():
+        value = global_reads.local_value(self, value)
+    distribution = None if call is None or not isinstance(value, Tracer) else active_distribution()
+    if call is None or distribution is None:
+        return original(self, value)
+    with call.outside_of_loops(value):
+        return distribution.distribute_weight(self, original(self, value))
+
+
+@INSTALLED.patch(
+    keras.Operation,
+    "__call__",
+    reason="layout map rules for the inputs of layers, and layers that gather their weights again for the backward "
+    "pass",
+)
+def _call_operation(original, distribution, self, *args, **kwargs):
+    if not isinstance(self, keras.Layer):
+        return original(self, *args, **kwargs)
+    args = distribution.distribute_inputs(f"{internals.path_of_open_scope()}/input", args)
+    call_layer, call = partial(original, self, *args, **kwargs), _current_call()
+    # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
+    # weights are still there.
+    if (
+        call is None
+        or call.is_in_loop()
+        or not distribution.regathers_weights(self)
+        or self in internals.last_layers(call.model)
+    ):
+        return call_layer()
+    return internals.rematerialized(self, call.restarted()(call_layer))
