@@ -137,7 +137,7 @@ def test_weights_only(tmp_path):
         model = compiled(sequential, "sgd")
         model.load_weights(str(tmp_path))
         np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
-        with pytest.raises(ValueError, match="A model is loaded from a checkpoint that holds its configuration"):
+        with pytest.raises(ValueError, match="no model_config"):
             keras.saving.load_model(str(tmp_path))
 
 
