@@ -1,4 +1,4 @@
-"""What layers return, and any other tensors, laid out by a layout that was written for them or for their like."""
+"""Shards what layers take and return, and any other tensors."""
 
 import math
 from collections.abc import Sequence
@@ -13,51 +13,54 @@ from keras_dist._keras import internals
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import as_device_mesh
-from keras_dist.strategies.resharding import out_of_compute_layout
+from keras_dist.strategies.resharding import with_gradient_layout
 
 
-def distribute_outputs(
-    outputs: Any,
+def distribute_tensors(
+    tensors: Any,
     layout: Any,
     batch_axes: Sequence[str],
     *,
-    what: str = "output",
-    computed: TensorLayout | None = None,
+    role: str = "output",
+    gradient_layout: TensorLayout | None = None,
 ) -> Any:
-    """Lays out each tensor that has at least as many dims as the layout: a constraint while tracing, else a move.
+    """Shards every tensor that has at least as many dims as the layout.
+
+    While tracing this is a sharding constraint, otherwise a move.
 
     Args:
-        outputs: a tensor, or nested tuples, lists and dicts of them. Symbolic tensors are returned as they are.
-        layout: a layout of ours or of Keras, or a sharding of JAX.
-        batch_axes: a dim sharded over some of these axes, and dim 0 of the inputs and outputs of layers, may have any
-            size: it is sharded over those of its axes with the largest product that divides it.
-        what: what of the layer that is called the tensors are, for errors.
-        computed: the layout to bring the gradients to, while tracing, where it is another one.
+        tensors: a tensor, or nested tuples, lists and dicts of them. Symbolic tensors are returned unchanged.
+        layout: a layout of this package or of Keras, or a sharding of JAX.
+        batch_axes: a dim that is sharded over these axes only, and dim 0 of inputs and outputs of layers, may have
+            any size: it is sharded over those of its axes with the largest product that divides it.
+        role: what the tensors are to the layer that is being called, for errors: "input" or "output".
+        gradient_layout: the layout of the gradients while tracing, if it differs.
 
     Returns:
         The same structure.
 
     Raises:
-        ValueError: the layout has no mesh, or more entries than every tensor has dims, or an axis does not divide.
+        ValueError: the layout has more entries than every tensor has dims, or an axis does not divide its dim.
     """
     if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
-        return jax.tree.map(lambda leaf: _distribute(leaf, layout), outputs, is_leaf=_is_symbolic)
-    leaves, structure = jax.tree.flatten(outputs, is_leaf=_is_symbolic)
+        return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
+    leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_symbolic)
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes and max(map(len, shapes)) < len(layout.axes):
-        raise ValueError(_message(layout.axes, max(shapes, key=len), layout, what))
+        _require_fit(layout.axes, max(shapes, key=len), layout, role)
     for index, shape in enumerate(shapes):
-        if len(shape) >= len(layout.axes) and not _is_symbolic(leaves[index]):
-            fitted = _fit(layout, shape, batch_axes, what)
-            if computed is not None and isinstance(leaves[index], Tracer):
-                inside = _fit(computed, shape, batch_axes, what)
-                leaves[index] = out_of_compute_layout(leaves[index], fitted, inside)
-            else:
-                leaves[index] = _distribute(leaves[index], fitted)
+        if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
+            continue
+        fitted = _fit(layout, shape, batch_axes, role)
+        if gradient_layout is not None and isinstance(leaves[index], Tracer):
+            fitted_gradient = _fit(gradient_layout, shape, batch_axes, role)
+            leaves[index] = with_gradient_layout(leaves[index], fitted, fitted_gradient)
+        else:
+            leaves[index] = _distribute(leaves[index], fitted)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], what: str) -> Any:
+def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], role: str) -> Any:
     mesh = as_device_mesh(layout.device_mesh)
     axes = list(layout.axes)
     is_in_layer = bool(internals.path_of_open_scope())
@@ -67,8 +70,7 @@ def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], what: s
         is_batch_dim = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes)
         if is_batch_dim and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
             axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
-    if layout_error(tuple(axes), shape, mesh.axis_sizes):
-        raise ValueError(_message(tuple(axes), shape, layout, what))
+    _require_fit(tuple(axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
 
 
@@ -80,7 +82,9 @@ def _is_symbolic(leaf: Any) -> bool:
     return isinstance(leaf, keras.KerasTensor)
 
 
-def _message(axes: tuple, shape: tuple, layout: Any, what: str) -> str:
-    path = internals.path_of_open_scope()
+def _require_fit(axes: tuple, shape: tuple, layout: Any, role: str) -> None:
     problem = layout_error(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
-    return f"Cannot lay out {f'the {what} of {path!r}' if path else 'a tensor'} (shape {shape}) as {axes}: {problem}"
+    if problem:
+        path = internals.path_of_open_scope()
+        tensor = f"the {role} of {path!r}" if path else "a tensor"
+        raise ValueError(f"Cannot shard {tensor} (shape {shape}) by {axes}: {problem}")

@@ -20,8 +20,8 @@ from keras_dist.layout.derived_weights import base_weight_of, derived_axes, pack
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
-from keras_dist.strategies.activations import distribute_outputs
-from keras_dist.strategies.resharding import in_compute_layout
+from keras_dist.strategies.activations import distribute_tensors
+from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.variables.variable_layouts import (
     VariableSpec,
     check_placement,
@@ -236,14 +236,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """Returns the outputs of a layer, constrained to a layout."""
         path = internals.path_of_open_scope()
         taken = self.get_tensor_layout(f"{path}/input") if path else None
-        return distribute_outputs(outputs, layout, self._placer.batch_axes, computed=_inside(taken, layout))
+        return distribute_tensors(outputs, layout, self._placer.batch_axes, gradient_layout=_inside(taken, layout))
 
     def distribute_inputs(self, path: str, inputs: Any) -> Any:
         """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
         layout = self.get_tensor_layout(path)
         if not layout or not jax.tree.leaves(inputs):
             return inputs
-        return distribute_outputs(inputs, layout, self._placer.batch_axes, what="input")
+        return distribute_tensors(inputs, layout, self._placer.batch_axes, role="input")
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         """Returns the traced value of a variable in the layout in which layers compute with it."""
@@ -252,7 +252,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         if stored != self.get_variable_layout(spec):
             return value  # it brought its layout with it
         used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
-        return in_compute_layout(value, stored, used, update, self._placer.batch_axes)
+        return to_compute_layout(value, stored, used, update, self._placer.batch_axes)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""

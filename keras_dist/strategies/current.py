@@ -4,7 +4,7 @@ from typing import Any
 
 from keras_dist._keras import active_distribution, internals
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.strategies.activations import distribute_outputs
+from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.base import Distribution
 
 
@@ -73,4 +73,4 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
             )
         layout = TensorLayout(layout, installed.device_mesh)
     batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()
-    return distribute_outputs(tensor, layout, batch_axes)
+    return distribute_tensors(tensor, layout, batch_axes)

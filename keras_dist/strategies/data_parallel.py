@@ -1,7 +1,9 @@
 """`DataParallel`: every device holds the whole model and computes with its shard of the batch."""
 
 import warnings
+from typing import Any
 
+import jax
 import keras
 import numpy as np
 
@@ -9,21 +11,23 @@ from keras_dist._keras import internals
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers, create_device_mesh
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.shard_dim import sharded_further
+from keras_dist.strategies.shard_dim import shard_one_more_dim
 
 
 class DataParallel(Distribution, keras.distribution.DataParallel):
     """Replicates every variable and shards the batch.
 
     Args:
-        device_mesh: a 1-d mesh. Of a mesh with several axes the first is used, with a warning.
-        devices: the devices of a 1-d mesh, where no mesh is given. By default all of them.
-        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
-        shard_optimizer_state: whether each device keeps and updates its part of the optimizer's state only (ZeRO-1).
-            Gradients then travel in a reduce-scatter, and new weights in an all-gather, in place of one all-reduce.
+        device_mesh: a 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
+        devices: the devices of a 1-d mesh, if no mesh is passed. By default all devices.
+        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+            devices their rows. `False`: each process is passed its own share.
+        shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
+            Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
+            state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
 
     Raises:
-        ValueError: both a mesh and devices, an empty list of devices, or no mesh.
+        ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh.
 
     Example:
 
@@ -35,22 +39,19 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
 
     def __init__(
         self,
-        device_mesh=None,
-        devices=None,
+        device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None = None,
+        devices: Any = None,
         auto_shard_dataset: bool = True,
         *,
         shard_optimizer_state: bool = False,
     ):
         if device_mesh is not None and devices is not None:
             raise ValueError(
-                "DataParallel takes a mesh or devices, not both. Received: "
-                f"device_mesh={device_mesh}, devices={devices}. Leave one of them out."
+                f"Pass device_mesh or devices, not both: got device_mesh={device_mesh} and devices={devices}."
             )
         if device_mesh is None:
             if devices is not None and np.size(devices) == 0:
-                raise ValueError(
-                    "DataParallel needs at least one device. Received: devices=[]. Leave `devices` out for all of them."
-                )
+                raise ValueError("DataParallel got no device: devices=[]. Leave `devices` out to use all devices.")
             names = [internals.DEFAULT_BATCH_DIM_NAME]
             if devices is None:
                 device_mesh = create_device_mesh((-1,), axis_names=names)
@@ -60,25 +61,25 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         first_axis = device_mesh.axis_names[0]
         if device_mesh.devices.ndim != 1:
             warnings.warn(
-                f"Expect the input mesh to be 1D, but received {device_mesh}. The first axis, {first_axis!r}, will be "
-                "used for data-parallel sharding; along the others every device computes the same. To shard the "
-                "batch over several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
+                f"DataParallel expects a 1D mesh, but got {device_mesh}. The batch is sharded over the first axis, "
+                f"{first_axis!r}, only; along the other axes all devices compute the same. To shard the batch over "
+                "several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
                 stacklevel=2,
             )
         super().__init__(device_mesh, first_axis, auto_shard_dataset)
         self._shard_optimizer_state = shard_optimizer_state
 
     def get_update_layout(self, variable) -> TensorLayout:
-        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+        """Returns the layout of a variable's gradient and optimizer state.
 
         Args:
             variable: a `keras.Variable`.
 
         Returns:
-            The layout in which the variable lies; with `shard_optimizer_state` one that shards a dim of it over the
-            batch axis, where a dim divides and the variable is not small.
+            The layout of the variable. With `shard_optimizer_state`, one that shards a dim of it over the batch axis,
+            if the variable is larger than 64 KiB and has a dim that the axis divides.
         """
         layout = self.get_variable_layout(variable)
         if not self._shard_optimizer_state:
             return layout
-        return sharded_further(layout, variable, self._placer.batch_axes, self._device_mesh)
+        return shard_one_more_dim(layout, variable, self._placer.batch_axes, self._device_mesh)

@@ -1,124 +1,114 @@
-"""The dims of a program's tensors as nodes of a graph, and what must be communicated where a node is sharded."""
+"""Which dims of a program's tensors are sharded together, and what each choice communicates."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-Dims = tuple[int | None, ...]  # for each dim of a tensor its node, None where it cannot be sharded
+Dims = tuple[int | None, ...]  # the node of each dim of a tensor, None for a dim that the axis does not divide
 
 
-class Value(NamedTuple):
-    """A tensor of a program.
-
-    Attributes:
-        dims: the nodes of its dims.
-        is_trained: whether it depends on what is differentiated.
-        source: the variable that it holds the numbers of, in another order perhaps; None where it is none.
-    """
-
-    dims: Dims
-    is_trained: bool
-    source: Any = None
-
-
-class Tagged(NamedTuple):
-    """A value of a program that has a name.
+class NamedTensor(NamedTuple):
+    """A tensor that the program names with `jax.ad_checkpoint.checkpoint_name`.
 
     Attributes:
         name: its name.
         dims: the nodes of its dims.
         shape: its shape.
-        source: what tells it from others; a copy has that of what it is copied from.
+        origin: the jaxpr variable that its values come from, equal for all reshaped or transposed copies.
     """
 
     name: str
     dims: Dims
     shape: tuple[int, ...]
-    source: Any
+    origin: Any
 
 
-class Flow:
-    """The dims of a program as nodes: dims that are sharded together, if one of them is, have one node.
+class DimGraph:
+    """The dims of a program's tensors, united into nodes: sharding one dim of a node shards all of them.
+
+    A node is an integer in a union-find structure. Reading a program creates a node for each dim, unites the nodes of
+    dims that must be sharded alike, and records for each node the bytes that are communicated if it is sharded. The
+    module `jaxpr_dims` has a worked example.
 
     Args:
-        parts: into how many parts a dim is to be cut. Dims that this does not divide have no node.
+        axis_size: the size of the mesh axis to shard over. Dims that it does not divide have no node.
 
     Attributes:
         inputs: the dims of each input of the program.
-        tagged: each value that `jax.ad_checkpoint.checkpoint_name` names in it.
-        factors: the variables that are multiplied as matrices, or kernels of convolutions.
+        named_tensors: the tensors that the program names.
+        matmul_operands: the jaxpr variables that are operands of a matrix product or a convolution.
+        window_dims: the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
         tensors: the dims of all tensors of the program.
-        slid_over: nodes that windows slide over (of convolutions, poolings), with the rank of the tensor that has them.
     """
 
-    def __init__(self, parts: int):
-        self.parts = parts
+    def __init__(self, axis_size: int):
+        self.axis_size = axis_size
         self.inputs: list[Dims] = []
-        self.tagged: list[Tagged] = []
-        self.factors: set[Any] = set()
-        self.slid_over: set[tuple[int | None, int]] = set()
-        self._parents: list[int] = []
-        self._sums: dict[tuple[int, Any], float] = {}
-        self._moves: dict[tuple[int, Any], float] = {}
+        self.named_tensors: list[NamedTensor] = []
+        self.matmul_operands: set[Any] = set()
+        self.window_dims: set[tuple[int | None, int]] = set()
         self.tensors: set[Dims] = set()
+        self._parents: list[int] = []
+        self._all_reduces: dict[tuple[int, Any], float] = {}
+        self._gathers: dict[tuple[int, Any], float] = {}
 
-    def nodes(self, dims: Dims) -> Dims:
-        """Returns the dims of a tensor, each as the node that stands for all that are one with it."""
-        return tuple(None if node is None else self._root(node) for node in dims)
-
-    def sums(self) -> dict[int, float]:
-        """Returns for each node the bytes that are all-reduced, forward and backward, where it is sharded."""
-        return self._by_node(self._sums)
-
-    def moves(self) -> dict[int, float]:
-        """Returns for each node the bytes that are gathered besides, where it is sharded."""
-        return self._by_node(self._moves)
-
-    def neighbours(self) -> dict[int, set[int]]:
-        """Returns for each node those of the other dims of the tensors that have it: only one of them is sharded."""
-        found: dict[int, set[int]] = {}
-        for dims in self.tensors:
-            nodes = {node for node in self.nodes(dims) if node is not None}
-            for node in nodes:
-                found.setdefault(node, set()).update(nodes - {node})
-        return found
-
-    # What follows is for the reader.
-
-    def fresh(self, shape: Sequence[int]) -> Dims:
-        """Returns the dims of a tensor that comes from nothing."""
+    def new_dims(self, shape: Sequence[int]) -> Dims:
+        """Returns new nodes for the dims of a tensor."""
         dims: list[int | None] = []
         for size in shape:
-            divides = size > 1 and size % self.parts == 0
-            dims.append(len(self._parents) if divides else None)
-            if divides:
+            is_divisible = size > 1 and size % self.axis_size == 0
+            dims.append(len(self._parents) if is_divisible else None)
+            if is_divisible:
                 self._parents.append(len(self._parents))
         return tuple(dims)
 
-    def join(self, one: int | None, other: int | None) -> None:
+    def unite(self, node: int | None, other: int | None) -> None:
         """Makes two nodes one."""
-        if one is not None and other is not None:
-            self._parents[self._root(one)] = self._root(other)
+        if node is not None and other is not None:
+            self._parents[self._root(node)] = self._root(other)
 
-    def sum_up(self, node: int | None, what: Any, amount: float) -> None:
-        """Notes that where a node is sharded something is all-reduced, once however often it is noted."""
-        if node is not None:
-            self._sums[node, what] = max(amount, self._sums.get((node, what), 0))
+    def find(self, dims: Dims) -> Dims:
+        """Returns the representative of each node: equal for dims that are sharded together."""
+        return tuple(None if node is None else self._root(node) for node in dims)
 
-    def move(self, node: int | None, what: Any, amount: float) -> None:
-        """Notes that where a node is sharded something is gathered."""
+    def add_all_reduce(self, node: int | None, tensor: Any, size: float) -> None:
+        """Records that sharding a node all-reduces a tensor of `size` bytes; a tensor counts once per node."""
         if node is not None:
-            self._moves[node, what] = amount
+            self._all_reduces[node, tensor] = max(size, self._all_reduces.get((node, tensor), 0))
+
+    def add_gather(self, node: int | None, tensor: Any, size: float) -> None:
+        """Records that sharding a node all-gathers a tensor of `size` bytes."""
+        if node is not None:
+            self._gathers[node, tensor] = size
+
+    def all_reduce_bytes(self) -> dict[int, float]:
+        """Returns the bytes that are all-reduced, forward and backward, for each node if it is sharded."""
+        return self._bytes_by_node(self._all_reduces)
+
+    def gather_bytes(self) -> dict[int, float]:
+        """Returns the bytes that are all-gathered for each node if it is sharded."""
+        return self._bytes_by_node(self._gathers)
+
+    def conflicts(self) -> dict[int, set[int]]:
+        """Returns for each node the other nodes of its tensors: an axis can shard only one dim of a tensor."""
+        conflicts: defaultdict[int, set[int]] = defaultdict(set)
+        for dims in self.tensors:
+            nodes = {node for node in self.find(dims) if node is not None}
+            for node in nodes:
+                conflicts[node] |= nodes - {node}
+        return conflicts
 
     def _root(self, node: int) -> int:
         while self._parents[node] != node:
             self._parents[node] = node = self._parents[self._parents[node]]
         return node
 
-    def _by_node(self, amounts: dict[tuple[int, Any], float]) -> dict[int, float]:
-        once: dict[tuple[int, Any], float] = {}
-        for (node, what), amount in amounts.items():
-            once[self._root(node), what] = max(amount, once.get((self._root(node), what), 0))
-        by_node: dict[int, float] = {}
-        for (node, _), amount in once.items():
-            by_node[node] = by_node.get(node, 0) + amount
+    def _bytes_by_node(self, records: dict[tuple[int, Any], float]) -> dict[int, float]:
+        united: defaultdict[tuple[int, Any], float] = defaultdict(float)
+        for (node, tensor), size in records.items():
+            key = self._root(node), tensor
+            united[key] = max(size, united[key])
+        by_node: defaultdict[int, float] = defaultdict(float)
+        for (node, _), size in united.items():
+            by_node[node] += size
         return by_node

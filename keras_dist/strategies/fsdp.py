@@ -9,35 +9,41 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import create_device_mesh
 from keras_dist.strategies.base import BatchDimName
 from keras_dist.strategies.model_parallel import ModelParallel
-from keras_dist.strategies.shard_dim import SMALL, sharded_further
+from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES, shard_one_more_dim
 from keras_dist.variables.variable_layouts import VariableSpec
 
 
 class FullyShardedDataParallel(ModelParallel):
     """Shards the batch, and with it every weight, its gradient and its optimizer state (FSDP, ZeRO-3).
 
-    Each device keeps one part of each weight. A layer gathers a weight as it reads it, in the dtype that it computes
-    in, and its gradient is reduced and scattered to where the parts lie. On a mesh with a second axis for replicas
-    (HSDP) weights travel within a shard group only, and gradients of a part are reduced between the replicas.
+    Each device stores one shard of each weight. A layer all-gathers a weight as it reads it, in the dtype that it
+    computes in; its gradient is reduce-scattered to the shards. On a mesh with a second axis for replicas (HSDP),
+    weights are gathered within a shard group only, and the gradients of a shard are all-reduced between the replicas.
 
-    With a layout map it shards what the map leaves free. What the map shards stays so where layers compute: FSDP x
-    tensor parallelism, for example with `tensor_parallel_layout_map`.
+    With a layout map, it shards the dims that the map leaves unsharded, and gathers only over its own axis. This is
+    FSDP x tensor parallelism, for example with the rules of `tensor_parallel_layout_map`.
+
+    A weight stays replicated if it is no larger than `min_shard_bytes`, if the axis divides none of its dims, or if it
+    is the state of a random generator.
 
     Args:
-        device_mesh: the mesh. By default that of the layout map, or one axis, "fsdp", over all devices.
+        device_mesh: the mesh. By default that of the layout map, or one axis "fsdp" over all devices.
         layout_map: rules for weights that other axes shard, and for inputs and outputs of layers.
-        shard_axis: the mesh axis to shard weights over, or several. By default the last one that no rule for a weight
+        shard_axis: the mesh axis, or axes, to shard weights over. By default the last one that no rule for a weight
             uses.
-        replica_axis: the mesh axis, or axes, of the replicas (HSDP). Where neither axis is given, the one before the
-            shard axis, if there is one.
-        min_shard_bytes: a weight of which a device would hold no more than this many bytes stays as it is.
-        reshard_after_forward: whether gathered weights are dropped after the forward pass and gathered again for the
-            backward pass: more traffic, less memory. By default they stay until the backward pass has used them.
-        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
-        strict: as of `ModelParallel`.
+        replica_axis: the mesh axis, or axes, of the replicas (HSDP). By default, if `shard_axis` is not passed either,
+            the other axis that no rule for a weight uses, if there is one.
+        min_shard_bytes: weights of which a device holds at most this many bytes before FSDP stay replicated. The
+            default, 64 KiB, is about where the messages cost more than the memory is worth.
+        reshard_after_forward: whether to free gathered weights after the forward pass and gather them again for the
+            backward pass: more traffic, less memory. By default they are kept until the backward pass has used them.
+        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+            devices their rows. `False`: each process is passed its own share.
+        strict: as for `ModelParallel`.
 
     Raises:
-        ValueError: axes that the mesh does not have, that a rule for a weight uses, or that are not clear.
+        ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
+            open which one to shard over.
 
     Example:
 
@@ -59,7 +65,7 @@ class FullyShardedDataParallel(ModelParallel):
         layout_map: keras.distribution.LayoutMap | None = None,
         shard_axis: BatchDimName = None,
         replica_axis: BatchDimName = None,
-        min_shard_bytes: int = SMALL,
+        min_shard_bytes: int = MIN_SHARD_BYTES,
         reshard_after_forward: bool = False,
         auto_shard_dataset: bool = True,
         strict: bool = False,
@@ -68,19 +74,19 @@ class FullyShardedDataParallel(ModelParallel):
             mesh = create_device_mesh((-1,), axis_names=["fsdp"]) if device_mesh is None else device_mesh
             layout_map = LayoutMap(mesh)
         layout_map = as_layout_map(layout_map)
-        replicas, shards = _data_axes(layout_map, shard_axis, replica_axis)
+        replica_axes, shard_axes = _replica_and_shard_axes(layout_map, shard_axis, replica_axis)
         super().__init__(
             layout_map=layout_map,
-            batch_dim_name=replicas + shards,
+            batch_dim_name=replica_axes + shard_axes,
             auto_shard_dataset=auto_shard_dataset,
             device_mesh=device_mesh,
             strict=strict,
         )
-        self._shard_axes, self._min_shard_bytes = shards, min_shard_bytes
+        self._shard_axes, self._min_shard_bytes = shard_axes, min_shard_bytes
         self.reshard_after_forward = reshard_after_forward
 
     def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable: what the rules of the layout map say.
+        """Returns the layout in which layers compute with a variable: that of the layout map.
 
         Args:
             variable: a `keras.Variable`.
@@ -99,37 +105,35 @@ class FullyShardedDataParallel(ModelParallel):
 
     def _stored(self, variable) -> TensorLayout:
         layout = self._by_rule(variable)
-        return sharded_further(layout, variable, self._shard_axes, self._device_mesh, small=self._min_shard_bytes)
+        return shard_one_more_dim(layout, variable, self._shard_axes, self._device_mesh, self._min_shard_bytes)
 
 
-def _data_axes(
+def _replica_and_shard_axes(
     layout_map: LayoutMap, shard_axis: BatchDimName, replica_axis: BatchDimName
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes of the replicas and those of the shards."""
     mesh = layout_map.device_mesh
     sizes = {} if mesh is None else mesh.axis_sizes
-    of_weights = [layout for pattern, layout in layout_map.items() if not pattern.endswith(("/input", "/output"))]
-    taken = {name for layout in of_weights for entry in layout.axes for name in axis_tuple(entry)}
-    replicas, shards = _names(replica_axis), _names(shard_axis)
-    if not shards:
-        free = [name for name in sizes if name not in taken and name not in replicas]
-        shards = tuple(free[-1:])
-        if not replicas and len(free) == 2:
-            replicas = (free[0],)
-        if len(free) > 2 or not free:
+    weight_rules = [layout for key, layout in layout_map.items() if not key.endswith(("/input", "/output"))]
+    used = {name for layout in weight_rules for entry in layout.axes for name in axis_tuple(entry)}
+    replica_axes, shard_axes = _names(replica_axis), _names(shard_axis)
+    where = f"The mesh has the axes {sizes}, and rules for weights use {sorted(used)}."
+    if not shard_axes:
+        free = [name for name in sizes if name not in used and name not in replica_axes]
+        if not free or len(free) > 2:
             raise ValueError(
-                "Weights are sharded over an axis that no rule for a weight uses, and replicated over another one at "
-                f"most. Received: a mesh with the axes {sizes}, of which rules use {sorted(taken)}. Pass shard_axis, "
-                "and replica_axis for HSDP."
+                f"FullyShardedDataParallel cannot choose an axis to shard weights over: {len(free)} axes are free. "
+                f"{where} " + ("Pass shard_axis, and replica_axis for HSDP." if free else "Add an axis to the mesh.")
             )
-    wrong = [name for name in (*replicas, *shards) if name not in sizes or name in taken]
-    if wrong or set(replicas) & set(shards):
+        shard_axes = (free[-1],)
+        if not replica_axes and len(free) == 2:
+            replica_axes = (free[0],)
+    axes = (*replica_axes, *shard_axes)
+    if wrong := [name for name in axes if name not in sizes or name in used or axes.count(name) > 1]:
         raise ValueError(
-            "The axes of shards and of replicas are different ones of the mesh, and no rule for a weight uses them. "
-            f"Received: shard_axis={shard_axis!r}, replica_axis={replica_axis!r}, a mesh with the axes {sizes}, of "
-            f"which rules use {sorted(taken)}. Name other axes, or leave both out."
+            f"Axis {wrong[0]!r} cannot be used by shard_axis={shard_axis!r} and replica_axis={replica_axis!r}. {where} "
+            "Name axes of the mesh that no rule uses, each once, or pass neither argument."
         )
-    return replicas, shards
+    return replica_axes, shard_axes
 
 
 def _names(axes: BatchDimName) -> tuple[str, ...]:

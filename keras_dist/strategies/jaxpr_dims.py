@@ -1,363 +1,433 @@
-"""Which dims of a program's tensors must be sharded alike, and what must then be communicated: read from its jaxpr."""
+"""Reads from a program's jaxpr which of its dims must be sharded together, and what each choice communicates.
+
+Tensor parallelism shards a dim of a weight, and with it every dim that this one flows into: the columns of a kernel are
+the last dim of what the layer returns, and the rows of the next kernel. `read_dims` follows dims through a jaxpr,
+equation by equation, and returns a `DimGraph`: its nodes are sets of dims that are sharded together.
+
+Worked example: two dense layers, for an axis of size 2.
+
+    >>> import jax
+    >>> def mlp(up, down, x):  # up (4, 8), down (8, 4), x (6, 4), all float32
+    ...     return jax.numpy.tanh(x @ up) @ down
+    >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 8), (8, 4), (6, 4))]
+    >>> graph = read_dims(jax.make_jaxpr(mlp)(*shapes), axis_size=2, num_trained=2)
+
+The program has seven dims of inputs and intermediate results, but only four nodes:
+
+* `batch`: dim 0 of `x`, of `x @ up` and of the result;
+* `width`: dim 1 of `x` and dim 0 of `up`, which the first product contracts;
+* `hidden`: dim 1 of `up`, dim 1 of `x @ up` and of its tanh, and dim 0 of `down`, which the second product contracts;
+* `out`: dim 1 of `down` and of the result.
+
+    >>> up, down, x = map(graph.find, graph.inputs)
+    >>> (width, hidden), (_, out), (batch, _) = up, down, x
+    >>> up == (width, hidden), down == (hidden, out), x == (batch, width)
+    (True, True, True)
+
+A node that a product contracts leaves a partial sum on each device, which is all-reduced. A node that stays in the
+result of a product is contracted in its backward pass, so the gradient of the other operand is all-reduced:
+
+    >>> bytes_of = graph.all_reduce_bytes()
+    >>> bytes_of[hidden]  # the result, 6 x 4 float32; its gradient for `x` is not needed
+    96.0
+    >>> bytes_of[width]  # x @ up, 6 x 8
+    192.0
+    >>> bytes_of[out]  # the gradient of tanh(x @ up), 6 x 8
+    192.0
+    >>> bytes_of[batch]  # the gradients of both kernels: data parallelism
+    256.0
+
+So `hidden` is the cheapest node of both kernels: sharding it splits `up` by columns, `(None, axis)`, and `down` by
+rows, `(axis, None)`, as Megatron does. Then neither `width` nor `out` may be sharded over the same axis, because they
+share a tensor with `hidden`:
+
+    >>> graph.conflicts()[hidden] == {batch, width, out}
+    True
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from keras_dist.strategies.dim_graph import Dims, Flow, Tagged, Value
+from keras_dist.strategies.dim_graph import DimGraph, Dims, NamedTensor
 
 
-def flow_of(jaxpr: Any, parts: int, trained: int) -> Flow:
-    """Reads a program.
+def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
+    """Returns the graph of a program's dims.
 
     Args:
-        jaxpr: the closed jaxpr of the whole program.
-        parts: into how many parts a dim is to be cut.
-        trained: how many of its inputs, the first ones, it is differentiated by.
+        jaxpr: the closed jaxpr of the program.
+        axis_size: the size of the mesh axis that dims may be sharded over.
+        num_trained: how many of its inputs, counted from the first, have gradients.
 
     Returns:
-        The flow of its dims.
+        The graph.
     """
-    flow = Flow(parts)
-    flow.inputs = [flow.fresh(variable.aval.shape) for variable in jaxpr.jaxpr.invars]
-    flow.tensors.update(flow.inputs)
-    variables = zip(flow.inputs, jaxpr.jaxpr.invars, strict=True)
-    _read(flow, jaxpr.jaxpr, [Value(dims, n < trained, variable) for n, (dims, variable) in enumerate(variables)], 1)
-    return flow
+    graph = DimGraph(axis_size)
+    variables = jaxpr.jaxpr.invars
+    graph.inputs = [graph.new_dims(variable.aval.shape) for variable in variables]
+    graph.tensors.update(graph.inputs)
+    inputs = [
+        _Tensor(dims, number < num_trained, variable)
+        for number, (dims, variable) in enumerate(zip(graph.inputs, variables, strict=True))
+    ]
+    _read_jaxpr(graph, jaxpr.jaxpr, inputs, repeats=1)
+    return graph
 
 
-def _read(flow: Flow, jaxpr: Any, inputs: Sequence[Value], times: float) -> list[Value]:
-    """Reads an open jaxpr that runs so many times; returns its outputs."""
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+class _Tensor(NamedTuple):
+    """A tensor of the program.
 
-    def value_of(variable: Any) -> Value:
-        if not isinstance(variable, Literal) and variable in values:
-            return values[variable]
-        of_its_own: Any = variable.aval
-        return Value(flow.fresh(of_its_own.shape), False)
+    Attributes:
+        dims: the nodes of its dims.
+        has_gradient: whether it depends on a trained input.
+        origin: the jaxpr variable that its values come from by reshapes, transposes and casts alone; None for a new
+            value.
+    """
+
+    dims: Dims
+    has_gradient: bool
+    origin: Any = None
+
+
+def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats: float) -> list[_Tensor]:
+    """Reads an open jaxpr that runs `repeats` times; returns its outputs."""
+    tensors: dict[Any, _Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def tensor_of(variable: Any) -> _Tensor:
+        if not isinstance(variable, Literal) and variable in tensors:
+            return tensors[variable]
+        return _Tensor(graph.new_dims(variable.aval.shape), False)  # a literal or a constant
 
     for equation in jaxpr.eqns:
-        outputs = _Equation(flow, equation, [value_of(variable) for variable in equation.invars], times).outputs()
-        for variable, value in zip(equation.outvars, outputs, strict=True):
-            is_trained = value.is_trained and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-            values[variable] = Value(value.dims, is_trained, value.source or variable)
-            flow.tensors.add(value.dims)
-    return [value_of(variable) for variable in jaxpr.outvars]
+        outputs = _Equation(graph, equation, [tensor_of(variable) for variable in equation.invars], repeats).outputs()
+        for variable, output in zip(equation.outvars, outputs, strict=True):
+            has_gradient = output.has_gradient and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+            tensors[variable] = _Tensor(output.dims, has_gradient, output.origin or variable)
+            graph.tensors.add(output.dims)
+    return [tensor_of(variable) for variable in jaxpr.outvars]
 
 
 class _Equation:
-    """An equation of a jaxpr: how the dims of what it returns come from those of what it takes.
+    """One equation of a jaxpr: unites the dims of its inputs and outputs, and records what it communicates.
 
-    A method for each primitive, by its name; the others work element by element, or on what is not known.
+    A primitive has a method `visit_<name>`. One without a method is elementwise if the shapes allow it; otherwise
+    nothing is known of it, and all its inputs are gathered.
     """
 
-    def __init__(self, flow: Flow, equation: Any, inputs: list[Value], times: float):
-        self.flow, self.equation, self.inputs, self.times = flow, equation, inputs, times
+    def __init__(self, graph: DimGraph, equation: Any, inputs: list[_Tensor], repeats: float):
+        self.graph, self.equation, self.inputs, self.repeats = graph, equation, inputs, repeats
         self.params = equation.params
-        self.dims = [value.dims for value in inputs]
+        self.dims = [tensor.dims for tensor in inputs]
         self.shapes = [variable.aval.shape for variable in equation.invars]
         self.out_shapes = [variable.aval.shape for variable in equation.outvars]
 
-    def outputs(self) -> list[Value]:
+    def outputs(self) -> list[_Tensor]:
         """Returns what the equation returns."""
-        rule: Callable | None = getattr(self, f"_{self.equation.primitive.name}", None)
-        if rule is not None:
-            return rule()
+        visit: Callable | None = getattr(self, f"visit_{self.equation.primitive.name}", None)
+        if visit is not None:
+            return visit()
         inner = next((self.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in self.params), None)
         if inner is not None:
-            return _read(self.flow, getattr(inner, "jaxpr", inner), self.inputs, self.times)
-        return self._values(self._elementwise() if self._is_elementwise() else self._unknown())
+            return _read_jaxpr(self.graph, getattr(inner, "jaxpr", inner), self.inputs, self.repeats)
+        return self._tensors(self._elementwise() if self._is_elementwise() else self._gather_all())
 
-    def _values(self, outputs: Sequence[Dims]) -> list[Value]:
-        is_trained = any(value.is_trained for value in self.inputs)
-        return [Value(dims, is_trained) for dims in outputs]
+    def _tensors(self, outputs: Sequence[Dims]) -> list[_Tensor]:
+        has_gradient = any(tensor.has_gradient for tensor in self.inputs)
+        return [_Tensor(dims, has_gradient) for dims in outputs]
 
     def _bytes(self, variable: Any) -> float:
-        return math.prod(variable.aval.shape) * variable.aval.dtype.itemsize * self.times
+        return math.prod(variable.aval.shape) * variable.aval.dtype.itemsize * self.repeats
 
-    def _sum_output(self, node: int | None) -> None:
+    def _all_reduce_outputs(self, node: int | None) -> None:
         for variable in self.equation.outvars:
-            self.flow.sum_up(node, variable, self._bytes(variable))
+            self.graph.add_all_reduce(node, variable, self._bytes(variable))
 
-    def _sum_gradient(self, node: int | None, number: int) -> None:
-        if self.inputs[number].is_trained:
-            variable = self.equation.invars[number]
-            # The gradients of all copies are added up before they are all-reduced.
-            self.flow.sum_up(node, (self.inputs[number].source or variable, "gradient"), self._bytes(variable))
+    def _all_reduce_gradient(self, node: int | None, number: int) -> None:
+        """Records the all-reduce of the gradient of input `number`; gradients of copies are added up before it."""
+        tensor, variable = self.inputs[number], self.equation.invars[number]
+        if tensor.has_gradient:
+            self.graph.add_all_reduce(node, (tensor.origin or variable, "gradient"), self._bytes(variable))
 
-    def _move_input(self, node: int | None, number: int = 0) -> None:
-        both_ways = 2 if self.inputs[number].is_trained else 1
-        variable = self.equation.invars[number]
-        self.flow.move(node, (self.equation, number), both_ways * self._bytes(variable))
+    def _gather(self, node: int | None, number: int = 0) -> None:
+        """Records that input `number` is gathered, and its gradient on the way back."""
+        passes = 2 if self.inputs[number].has_gradient else 1
+        size = passes * self._bytes(self.equation.invars[number])
+        self.graph.add_gather(node, (self.equation, number), size)
 
     # ---------------------------------------------------------------------------------------------- elementwise
 
     def _is_elementwise(self) -> bool:
-        shapes = [shape for shape in [*self.shapes, *self.out_shapes] if shape]
+        """Whether all outputs have the rank of the inputs, scalars aside, and sizes are equal or broadcast from 1."""
+        shapes = [*(shape for shape in self.shapes if shape), *self.out_shapes]
         return len(set(map(len, shapes))) <= 1 and all(len({*sizes} - {1}) <= 1 for sizes in zip(*shapes, strict=True))
 
-    def _elementwise(self, but: Sequence[int] = ()) -> list[Dims]:
-        """Dims of one size are one; but some, which are gathered."""
+    def _elementwise(self, gathered: Collection[int] = ()) -> list[Dims]:
+        """Unites dims of equal size at equal places, except the dims to gather."""
         outputs = []
         for shape in self.out_shapes:
-            output = self.flow.fresh(shape)
+            output = self.graph.new_dims(shape)
             for number, dims in enumerate(self.dims):
-                for at, node in enumerate(dims):
-                    if at in but:
-                        self._move_input(node, number)
-                    elif self.shapes[number][at] == shape[at]:
-                        self.flow.join(node, output[at])
+                for dim, node in enumerate(dims):
+                    if dim in gathered:
+                        self._gather(node, number)
+                    elif self.shapes[number][dim] == shape[dim]:
+                        self.graph.unite(node, output[dim])
                     else:
-                        self._sum_gradient(output[at], number)
+                        self._all_reduce_gradient(output[dim], number)
             outputs.append(output)
         return outputs
 
-    def _unknown(self) -> list[Dims]:
+    def _gather_all(self) -> list[Dims]:
         for number, dims in enumerate(self.dims):
             for node in dims:
-                self._move_input(node, number)
-        return [self.flow.fresh(shape) for shape in self.out_shapes]
+                self._gather(node, number)
+        return [self.graph.new_dims(shape) for shape in self.out_shapes]
 
-    def _cumsum(self) -> list[Value]:
-        return self._values(self._elementwise(but=[self.params["axis"]]))
+    def visit_cumsum(self) -> list[_Tensor]:
+        return self._tensors(self._elementwise(gathered=[self.params["axis"]]))
 
-    _cumprod = _cummax = _cummin = _cumlogsumexp = _cumsum
+    visit_cumprod = visit_cummax = visit_cummin = visit_cumlogsumexp = visit_cumsum
 
-    def _sort(self) -> list[Value]:
-        return self._values(self._elementwise(but=[self.params["dimension"]]))
+    def visit_sort(self) -> list[_Tensor]:
+        return self._tensors(self._elementwise(gathered=[self.params["dimension"]]))
 
-    def _fft(self) -> list[Value]:
+    def visit_fft(self) -> list[_Tensor]:
         rank = len(self.shapes[0])
-        return self._values(self._elementwise(but=range(rank - len(self.params["fft_lengths"]), rank)))
+        return self._tensors(self._elementwise(gathered=range(rank - len(self.params["fft_lengths"]), rank)))
 
-    def _cholesky(self) -> list[Value]:
+    def visit_cholesky(self) -> list[_Tensor]:
         rank = len(self.shapes[0])
-        return self._values(self._elementwise(but=range(rank - 2, rank)))
+        return self._tensors(self._elementwise(gathered=range(rank - 2, rank)))
 
-    _triangular_solve = _cholesky
+    visit_triangular_solve = visit_cholesky
 
-    def _reduce_window(self) -> list[Value]:
-        slid = [dim for dim, size in enumerate(self.params["window_dimensions"]) if size > 1]
-        outputs = self._elementwise(but=slid)
+    def visit_reduce_window(self) -> list[_Tensor]:
+        window = [dim for dim, size in enumerate(self.params["window_dimensions"]) if size > 1]
+        outputs = self._elementwise(gathered=window)
         for dims in [self.dims[0], *outputs]:
-            self.flow.slid_over |= {(dims[dim], len(dims)) for dim in slid}
-        return self._values(outputs)
+            self.graph.window_dims |= {(dims[dim], len(dims)) for dim in window}
+        return self._tensors(outputs)
 
-    _reduce_window_max = _reduce_window_min = _reduce_window_sum = _reduce_window
+    visit_reduce_window_max = visit_reduce_window_min = visit_reduce_window_sum = visit_reduce_window
 
-    def _convert_element_type(self) -> list[Value]:
+    def visit_convert_element_type(self) -> list[_Tensor]:
         return self.inputs
 
-    def _name(self) -> list[Value]:
-        source = self.inputs[0].source or self.equation.invars[0]
-        self.flow.tagged.append(Tagged(self.params["name"], self.dims[0], self.shapes[0], source))
+    def visit_name(self) -> list[_Tensor]:
+        origin = self.inputs[0].origin or self.equation.invars[0]
+        self.graph.named_tensors.append(NamedTensor(self.params["name"], self.dims[0], self.shapes[0], origin))
         return self.inputs
 
     # ---------------------------------------------------------------------------------------------- shapes
 
-    def _transpose(self) -> list[Value]:
+    def visit_transpose(self) -> list[_Tensor]:
         dims = tuple(self.dims[0][dim] for dim in self.params["permutation"])
         return [self.inputs[0]._replace(dims=dims)]
 
-    def _squeeze(self) -> list[Value]:
-        return self._values([tuple(n for dim, n in enumerate(self.dims[0]) if dim not in self.params["dimensions"])])
+    def visit_squeeze(self) -> list[_Tensor]:
+        squeezed = self.params["dimensions"]
+        return self._tensors([tuple(node for dim, node in enumerate(self.dims[0]) if dim not in squeezed)])
 
-    def _broadcast_in_dim(self) -> list[Value]:
-        output = list(self.flow.fresh(self.out_shapes[0]))
+    def visit_broadcast_in_dim(self) -> list[_Tensor]:
+        output = list(self.graph.new_dims(self.out_shapes[0]))
         repeated = set(range(len(output)))
-        for dim, at in enumerate(self.params["broadcast_dimensions"]):
-            if self.shapes[0][dim] == self.out_shapes[0][at]:
-                output[at] = self.dims[0][dim]
-                repeated.remove(at)
-        for at in repeated:
-            self._sum_gradient(output[at], 0)
-        return self._values([tuple(output)])
+        for dim, out_dim in enumerate(self.params["broadcast_dimensions"]):
+            if self.shapes[0][dim] == self.out_shapes[0][out_dim]:
+                output[out_dim] = self.dims[0][dim]
+                repeated.remove(out_dim)
+        for out_dim in repeated:
+            self._all_reduce_gradient(output[out_dim], 0)
+        return self._tensors([tuple(output)])
 
-    def _reshape(self) -> list[Value]:
-        """Where dims merge or split, the whole is sharded as the outermost of them."""
-        output = list(self.flow.fresh(self.out_shapes[0]))
+    def visit_reshape(self) -> list[_Tensor]:
+        """Of dims that are merged or split, the outermost keeps its node, and the others are gathered."""
+        output = list(self.graph.new_dims(self.out_shapes[0]))
         for before, after in _regrouped(self.shapes[0], self.out_shapes[0]):
             outer, *inner = [self.dims[0][dim] for dim in before] or [None]
             outer_out = after[0] if after else None
             if outer_out is not None and outer is not None and output[outer_out] is not None:
                 output[outer_out] = outer
             else:
-                self._move_input(outer)
+                self._gather(outer)
             for node in inner:
-                self._move_input(node)
+                self._gather(node)
         return [self.inputs[0]._replace(dims=tuple(output))]
 
-    def _slice(self) -> list[Value]:
-        """A dim that keeps its size stays what it is; another one is gathered."""
+    def visit_slice(self) -> list[_Tensor]:
+        """A dim that keeps its size keeps its node; the others are gathered."""
         outputs = []
         for shape in self.out_shapes:
-            output = list(self.flow.fresh(shape))
+            output = list(self.graph.new_dims(shape))
             for dim, node in enumerate(self.dims[0]):
                 if self.shapes[0][dim] == shape[dim]:
                     output[dim] = node
                 else:
-                    self._move_input(node)
+                    self._gather(node)
             outputs.append(tuple(output))
-        return self._values(outputs)
+        return self._tensors(outputs)
 
-    _dynamic_slice = _pad = _split = _top_k = _slice
+    visit_dynamic_slice = visit_pad = visit_split = visit_top_k = visit_slice
 
-    def _rev(self) -> list[Value]:
+    def visit_rev(self) -> list[_Tensor]:
         return self.inputs
 
-    def _dynamic_update_slice(self) -> list[Value]:
-        for dim, (one, two) in enumerate(zip(self.dims[0], self.dims[1], strict=True)):
+    def visit_dynamic_update_slice(self) -> list[_Tensor]:
+        for dim, (node, updated) in enumerate(zip(self.dims[0], self.dims[1], strict=True)):
             if self.shapes[0][dim] == self.shapes[1][dim]:
-                self.flow.join(one, two)
-        return self._values([self.dims[0]])
+                self.graph.unite(node, updated)
+        return self._tensors([self.dims[0]])
 
-    def _concatenate(self) -> list[Value]:
-        output = self.flow.fresh(self.out_shapes[0])
+    def visit_concatenate(self) -> list[_Tensor]:
+        output = self.graph.new_dims(self.out_shapes[0])
         for number, dims in enumerate(self.dims):
-            for at, node in enumerate(dims):
-                if at == self.params["dimension"]:
-                    self._move_input(node, number)
+            for dim, node in enumerate(dims):
+                if dim == self.params["dimension"]:
+                    self._gather(node, number)
                 else:
-                    self.flow.join(node, output[at])
-        return self._values([output])
+                    self.graph.unite(node, output[dim])
+        return self._tensors([output])
 
-    def _stack(self) -> list[Value]:
-        output, axis = self.flow.fresh(self.out_shapes[0]), self.params["axis"]
+    def visit_stack(self) -> list[_Tensor]:
+        output, axis = self.graph.new_dims(self.out_shapes[0]), self.params["axis"]
         for dims in self.dims:
             for node, other in zip(dims, output[:axis] + output[axis + 1 :], strict=True):
-                self.flow.join(node, other)
-        return self._values([output])
+                self.graph.unite(node, other)
+        return self._tensors([output])
 
     # ---------------------------------------------------------------------------------------------- sums
 
-    def _reduce_sum(self) -> list[Value]:
+    def visit_reduce_sum(self) -> list[_Tensor]:
         for dim in self.params["axes"]:
-            self._sum_output(self.dims[0][dim])
+            self._all_reduce_outputs(self.dims[0][dim])
         kept = tuple(node for dim, node in enumerate(self.dims[0]) if dim not in self.params["axes"])
-        return self._values([kept] * len(self.out_shapes))
+        return self._tensors([kept] * len(self.out_shapes))
 
-    _reduce_max = _reduce_min = _reduce_prod = _reduce_and = _reduce_or = _argmax = _argmin = _reduce_sum
+    visit_reduce_max = visit_reduce_min = visit_reduce_prod = visit_reduce_sum
+    visit_reduce_and = visit_reduce_or = visit_argmax = visit_argmin = visit_reduce_sum
 
-    def _dot_general(self) -> list[Value]:
-        (left_sum, right_sum), (left_batch, right_batch) = self.params["dimension_numbers"]
+    def visit_dot_general(self) -> list[_Tensor]:
+        (left_contracted, right_contracted), (left_batch, right_batch) = self.params["dimension_numbers"]
         left, right = self.dims
-        self.flow.factors.update(value.source for value in self.inputs)
-        for one, two in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
-            self.flow.join(left[one], right[two])
-        for dim in left_sum:
-            self._sum_output(left[dim])
-        of_left = [node for dim, node in enumerate(left) if dim not in (*left_sum, *left_batch)]
-        of_right = [node for dim, node in enumerate(right) if dim not in (*right_sum, *right_batch)]
-        for node in of_left:
-            self._sum_gradient(node, 1)
-        for node in of_right:
-            self._sum_gradient(node, 0)
-        return self._values([(*(left[dim] for dim in left_batch), *of_left, *of_right)])
+        self.graph.matmul_operands.update(tensor.origin for tensor in self.inputs)
+        for dim, other in zip((*left_contracted, *left_batch), (*right_contracted, *right_batch), strict=True):
+            self.graph.unite(left[dim], right[other])
+        for dim in left_contracted:
+            self._all_reduce_outputs(left[dim])
+        left_kept = [node for dim, node in enumerate(left) if dim not in (*left_contracted, *left_batch)]
+        right_kept = [node for dim, node in enumerate(right) if dim not in (*right_contracted, *right_batch)]
+        for node in left_kept:
+            self._all_reduce_gradient(node, 1)
+        for node in right_kept:
+            self._all_reduce_gradient(node, 0)
+        return self._tensors([(*(left[dim] for dim in left_batch), *left_kept, *right_kept)])
 
-    def _conv_general_dilated(self) -> list[Value]:
+    def visit_conv_general_dilated(self) -> list[_Tensor]:
         numbers = self.params["dimension_numbers"]
-        (rows, features, *space), (filters, channels, *_) = numbers.lhs_spec, numbers.rhs_spec
+        (rows, features, *space), (filters, channels, *window) = numbers.lhs_spec, numbers.rhs_spec
         image, kernel = self.dims
-        self.flow.factors.update(value.source for value in self.inputs)
-        output = list(self.flow.fresh(self.out_shapes[0]))
+        self.graph.matmul_operands.update(tensor.origin for tensor in self.inputs)
+        output = list(self.graph.new_dims(self.out_shapes[0]))
         output[numbers.out_spec[0]], output[numbers.out_spec[1]] = image[rows], kernel[filters]
-        self._sum_gradient(image[rows], 1)
+        self._all_reduce_gradient(image[rows], 1)
         if self.params["feature_group_count"] == 1:
-            self.flow.join(image[features], kernel[channels])
-            self._sum_output(image[features])
-            self._sum_gradient(kernel[filters], 0)
+            self.graph.unite(image[features], kernel[channels])
+            self._all_reduce_outputs(image[features])
+            self._all_reduce_gradient(kernel[filters], 0)
         else:
-            self.flow.join(image[features], kernel[filters])
-        for dim, out, of_window in zip(space, numbers.out_spec[2:], numbers.rhs_spec[2:], strict=True):
-            self._move_input(image[dim])
-            if self.shapes[1][of_window] > 1:
-                self.flow.slid_over |= {(image[dim], len(image)), (output[out], len(image))}
-        for dim in numbers.rhs_spec[2:]:
-            self._move_input(kernel[dim], 1)
-        return self._values([tuple(output)])
+            self.graph.unite(image[features], kernel[filters])
+        for dim, out_dim, window_dim in zip(space, numbers.out_spec[2:], window, strict=True):
+            self._gather(image[dim])
+            self._gather(kernel[window_dim], 1)
+            if self.shapes[1][window_dim] > 1:
+                self.graph.window_dims |= {(image[dim], len(image)), (output[out_dim], len(image))}
+        return self._tensors([tuple(output)])
 
-    def _gather(self) -> list[Value]:
-        """A look-up: rows that a device does not hold come as zeros, and are summed."""
+    def visit_gather(self) -> list[_Tensor]:
+        """A lookup, of rows by indices for example: rows that a device does not hold are zeros in its partial sum."""
         numbers = self.params["dimension_numbers"]
         operand, indices = self.dims[0], self.dims[1]
-        output = list(self.flow.fresh(self.out_shapes[0]))
-        looked_up = [dim for dim in range(len(output)) if dim not in numbers.offset_dims]
-        for at, node in zip(looked_up, indices, strict=False):
-            output[at] = node
-            self._sum_gradient(node, 0)
-        for dim, of_indices in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-            self.flow.join(operand[dim], indices[of_indices])
+        output = list(self.graph.new_dims(self.out_shapes[0]))
+        index_dims = [dim for dim in range(len(output)) if dim not in numbers.offset_dims]
+        for out_dim, node in zip(index_dims, indices, strict=False):
+            output[out_dim] = node
+            self._all_reduce_gradient(node, 0)
+        for dim, index_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self.graph.unite(operand[dim], indices[index_dim])
         for dim in numbers.collapsed_slice_dims:
-            self._sum_output(operand[dim])
-        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        window = [dim for dim in range(len(operand)) if dim not in gone]
-        for at, dim in zip(numbers.offset_dims, window, strict=True):
+            self._all_reduce_outputs(operand[dim])
+        removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        kept = [dim for dim in range(len(operand)) if dim not in removed]
+        for out_dim, dim in zip(numbers.offset_dims, kept, strict=True):
             if self.params["slice_sizes"][dim] == self.shapes[0][dim]:
-                output[at] = operand[dim]
+                output[out_dim] = operand[dim]
             else:
-                self._move_input(operand[dim])
-        return self._values([tuple(output)])
+                self._gather(operand[dim])
+        return self._tensors([tuple(output)])
 
-    # ---------------------------------------------------------------------------------------------- control
+    # ---------------------------------------------------------------------------------------------- control flow
 
-    def _scan(self) -> list[Value]:
+    def visit_scan(self) -> list[_Tensor]:
         if "ft_in" in self.params:  # JAX 0.12 and later
-            consts, carried_in, _ = map(len, self.params["ft_in"].unpack())
+            num_consts, num_carried, _ = map(len, self.params["ft_in"].unpack())
         else:
-            consts, carried_in = self.params["num_consts"], self.params["num_carry"]
-        first = consts + carried_in
-        for number in range(first, len(self.inputs)):
-            self._move_input(self.dims[number][0], number)
-        inputs = [*self.inputs[:first], *(Value(value.dims[1:], value.is_trained) for value in self.inputs[first:])]
-        outputs = _read(self.flow, self.params["jaxpr"].jaxpr, inputs, self.times * self.params["length"])
-        carried = outputs[:carried_in]
-        self._join_all(inputs[consts:first], carried)
-        stacked = [
-            Value((self.flow.fresh(variable.aval.shape)[0], *value.dims), value.is_trained)
-            for variable, value in zip(self.equation.outvars, outputs, strict=True)
+            num_consts, num_carried = self.params["num_consts"], self.params["num_carry"]
+        scanned = num_consts + num_carried  # the first input of which each iteration takes a slice
+        for number in range(scanned, len(self.inputs)):
+            self._gather(self.dims[number][0], number)
+        inputs = [
+            tensor if number < scanned else _Tensor(tensor.dims[1:], tensor.has_gradient)
+            for number, tensor in enumerate(self.inputs)
         ]
-        return [*carried, *stacked[len(carried) :]] if len(outputs) > len(carried) else carried
+        outputs = _read_jaxpr(self.graph, self.params["jaxpr"].jaxpr, inputs, self.repeats * self.params["length"])
+        carried = outputs[:num_carried]
+        self._unite_all(inputs[num_consts:scanned], carried)
+        stacked = [
+            _Tensor((self.graph.new_dims(variable.aval.shape)[0], *tensor.dims), tensor.has_gradient)
+            for variable, tensor in zip(self.equation.outvars[num_carried:], outputs[num_carried:], strict=True)
+        ]
+        return [*carried, *stacked]
 
-    def _while(self) -> list[Value]:
+    def visit_while(self) -> list[_Tensor]:
         inputs = self.inputs[self.params["cond_nconsts"] :]
-        outputs = _read(self.flow, self.params["body_jaxpr"].jaxpr, inputs, self.times)
-        self._join_all(inputs[self.params["body_nconsts"] :], outputs)
+        outputs = _read_jaxpr(self.graph, self.params["body_jaxpr"].jaxpr, inputs, self.repeats)
+        self._unite_all(inputs[self.params["body_nconsts"] :], outputs)
         return outputs
 
-    def _cond(self) -> list[Value]:
+    def visit_cond(self) -> list[_Tensor]:
         first, *others = [
-            _read(self.flow, branch.jaxpr, self.inputs[1:], self.times) for branch in self.params["branches"]
+            _read_jaxpr(self.graph, branch.jaxpr, self.inputs[1:], self.repeats) for branch in self.params["branches"]
         ]
         for outputs in others:
-            self._join_all(first, outputs)
+            self._unite_all(first, outputs)
         return first
 
-    def _join_all(self, some: Sequence[Value], others: Sequence[Value]) -> None:
-        for one, other in zip(some, others, strict=True):
-            for left, right in zip(one.dims, other.dims, strict=True):
-                self.flow.join(left, right)
+    def _unite_all(self, tensors: Sequence[_Tensor], others: Sequence[_Tensor]) -> None:
+        for tensor, other in zip(tensors, others, strict=True):
+            for node, other_node in zip(tensor.dims, other.dims, strict=True):
+                self.graph.unite(node, other_node)
 
 
 def _regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest groups of dims that a reshape turns into each other, without those of size 1.
+    """Returns the smallest groups of dims that a reshape turns into each other, without dims of size 1.
 
     Example:
 
     >>> _regrouped((8, 1, 64), (8, 4, 16))
     [([0], [0]), ([2], [1, 2])]
     """
-    groups, dims, outs = [], [], []
-    rest, rest_out = [d for d, size in enumerate(before) if size != 1], [d for d, size in enumerate(after) if size != 1]
-    while rest or rest_out:
-        left, right = math.prod(before[dim] for dim in dims), math.prod(after[dim] for dim in outs)
-        if dims and outs and left == right:
-            groups.append((dims, outs))
-            dims, outs = [], []
-        elif rest and (left <= right or not rest_out):
+    groups, dims, out_dims = [], [], []
+    rest, out_rest = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (before, after))
+    while rest or out_rest:
+        size, out_size = math.prod(before[dim] for dim in dims), math.prod(after[dim] for dim in out_dims)
+        if dims and out_dims and size == out_size:
+            groups.append((dims, out_dims))
+            dims, out_dims = [], []
+        elif rest and (size <= out_size or not out_rest):
             dims.append(rest.pop(0))
         else:
-            outs.append(rest_out.pop(0))
-    return [*groups, (dims, outs)] if dims or outs else groups
+            out_dims.append(out_rest.pop(0))
+    return [*groups, (dims, out_dims)] if dims or out_dims else groups

@@ -9,19 +9,22 @@ from keras_dist.strategies.base import BatchDimName, Distribution
 
 
 class ModelParallel(Distribution, keras.distribution.ModelParallel):
-    """Shards variables as the rules of a layout map say, and the batch.
+    """Shards variables by the rules of a layout map, and the batch.
 
     Args:
-        layout_map: the rules. A variable that none matches is replicated.
+        layout_map: the rules. A variable that no rule matches is replicated.
         batch_dim_name: the mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
             first axis.
-        auto_shard_dataset: with several processes, whether each is passed the whole dataset and takes its own part.
-        device_mesh: taken for programs that pass it; the mesh is that of the layout map, and must be this one.
-        strict: whether rules that match nothing, and weights that are replicated though an axis is meant for
-            sharding them, are an error before the first step. By default a `LayoutMapWarning` says so once.
+        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+            devices their rows. `False`: each process is passed its own share.
+        device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
+        strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
+            replicated although other weights are sharded) raise an error before the first step. By default they are
+            reported once, as a `LayoutMapWarning`.
 
     Raises:
-        ValueError: no layout map, one without a mesh, or a batch axis that the mesh does not have.
+        ValueError: the layout map is missing or has no mesh, the mesh lacks the batch axis, or the number of processes
+            is larger than the number of batch shards and not divisible by it.
 
     Example:
 
@@ -45,13 +48,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         strict: bool = False,
     ):
         if layout_map is None:
-            raise ValueError("You must specify a layout_map argument. Received: None. Make one with LayoutMap(mesh).")
+            raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
         layout_map = as_layout_map(layout_map)
         mesh = layout_map.device_mesh
         if mesh is None or (device_mesh is not None and as_mesh_of_layers(device_mesh) != mesh):
             raise ValueError(
-                f"ModelParallel lies on the mesh of its layout map. Received: layout_map.device_mesh={mesh}, "
-                f"device_mesh={device_mesh}. Make the map with LayoutMap(device_mesh)."
+                f"ModelParallel uses the mesh of its layout map, {mesh}, but got device_mesh={device_mesh}. "
+                "Create the map with LayoutMap(device_mesh)."
             )
         super().__init__(mesh, mesh.axis_names[0] if batch_dim_name is None else batch_dim_name, auto_shard_dataset)
         self._layout_map = layout_map
@@ -59,22 +62,22 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
             raise ValueError(
-                "If `num_processes` is greater than `num_model_replicas`, `num_processes` must be divisible by "
-                f"`num_model_replicas`. Received: num_processes={self._num_processes}, num_model_replicas={replicas}, "
-                f"the product of the batch axes {self._placer.batch_axes}. Choose a mesh where it divides."
+                f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
+                f"{self._placer.batch_axes}) evenly. Choose a mesh in which the number of batch shards divides the "
+                "number of processes, or is larger."
             )
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Returns the layout that the rules give a layer's inputs or outputs, None to leave them to the compiler.
+        """Returns the layout of a layer's inputs or outputs; without one the compiler chooses.
 
-        Of several tensors that the layer returns, or is called with by position, each is given the layout that has
-        at least as many dims.
+        If the layer returns several tensors, or is called with several by position, the layout applies to those that
+        have at least as many dims.
 
         Args:
-            path: the path of the layer with `/input` or `/output` behind it.
+            path: the path of the layer, with `/input` or `/output` appended.
 
         Returns:
-            The layout, or None.
+            The layout of the rule that matches, or None.
 
         Raises:
             ValueError: several rules match.
@@ -82,13 +85,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         return self._layout_map[path]
 
     def rule(self, path: str) -> Rule | None:
-        """Returns the rule of the layout map for the path of a variable, None where it is replicated.
+        """Returns the rule that matches the path of a variable.
 
         Args:
             path: the path of a variable.
 
         Returns:
-            The key of the layout map and its layout, or None.
+            The key in the layout map and its layout, or None if no rule matches: the variable is replicated.
 
         Raises:
             ValueError: several rules match.

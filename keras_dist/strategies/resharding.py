@@ -1,4 +1,4 @@
-"""Tensors where layers compute with them, in traced functions: weights as they are read, outputs on their way back."""
+"""Reshards tensors inside traced functions: weights as layers read them, activations, and the gradients of both."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,115 +12,124 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
 
 
-def in_compute_layout(
-    value: Any, stored: TensorLayout, used: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]
+def to_compute_layout(
+    weight: Any, stored: TensorLayout, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]
 ) -> Any:
-    """Brings a weight that a traced function reads from the layout it lies in to the one it is computed with.
+    """Reshards a weight from its stored layout to the one that layers compute with, and its gradient on the way back.
 
-    The value is pinned to the layout it lies in first, in the dtype that it is computed in: what travels is then the
-    part of a device, in as few bytes as the layer asks for. Its gradient is summed and scattered to the layout of the
-    update.
+    The value, already cast to the dtype of compute, is constrained to the stored layout first. So each device sends
+    only its shard, in as few bytes as the layer needs. The gradient is reduce-scattered to the layout of the update.
 
     Args:
-        value: what a layer reads.
-        stored: the layout it lies in.
-        used: the layout to compute with.
-        update: the layout of its gradient.
+        weight: the value that a layer reads, while tracing.
+        stored: the layout of the variable.
+        compute: the layout to compute with.
+        update: the layout of the gradient.
         batch_axes: the axes that the gradient is summed over.
 
     Returns:
-        The value to compute with.
+        The value in the compute layout.
     """
-    if stored.axes == used.axes == update.axes:
-        return value
-    return _laid_out(value, used, lambda gradient: _scattered(gradient, used, update, batch_axes), stored)
+    if stored.axes == compute.axes == update.axes:
+        return weight
+    return _reshard(weight, compute, lambda gradient: _reduce_scatter(gradient, compute, update, batch_axes), stored)
 
 
-def out_of_compute_layout(value: Any, layout: TensorLayout, computed: TensorLayout) -> Any:
-    """Brings what a layer returns to a layout, and its gradient back to the one that the layer computes with.
+def with_gradient_layout(value: Any, layout: TensorLayout, gradient_layout: TensorLayout) -> Any:
+    """Reshards what a layer returns, and its gradient to the layout that the layer computes with.
 
-    A partitioner that is told of the first one only gathers the gradient once for each product that it is used in.
+    With a constraint on the output alone, a partitioner gathers the gradient once for each product that uses it.
 
     Args:
-        value: what a layer returns.
-        layout: the layout to bring it to.
-        computed: the layout to bring its gradient to.
+        value: what a layer returns, while tracing.
+        layout: the layout of the value.
+        gradient_layout: the layout of its gradient.
+
+    Returns:
+        The value in its layout.
     """
-    return _laid_out(
-        value,
-        layout,
-        lambda gradient: with_sharding_constraint(
-            with_sharding_constraint(gradient, layout.backend_layout), computed.backend_layout
-        ),
-    )
+
+    def reshard_gradient(gradient: Any) -> Any:
+        gradient = with_sharding_constraint(gradient, layout.backend_layout)
+        return with_sharding_constraint(gradient, gradient_layout.backend_layout)
+
+    return _reshard(value, layout, reshard_gradient)
 
 
-def _laid_out(
-    value: Any, layout: TensorLayout, of_gradient: Callable[[Any], Any], stored: TensorLayout | None = None
+def _reshard(
+    value: Any, layout: TensorLayout, reshard_gradient: Callable[[Any], Any], stored: TensorLayout | None = None
 ) -> Any:
     @jax.custom_jvp
-    def laid_out(value):
-        if stored is not None:  # of the value only: a gradient that was scattered stays so
+    def resharded(value):
+        if stored is not None:  # for the value alone: a gradient stays in the layout it was scattered to
             value = with_sharding_constraint(value, stored.backend_layout)
         return with_sharding_constraint(value, layout.backend_layout)
 
-    @laid_out.defjvp
+    @resharded.defjvp
     def with_tangent(primals, tangents):
         (value,), (tangent,) = primals, tangents
-        if tangent.dtype != jax.dtypes.float0:  # that of integers
-            # What is done to a tangent is transposed for the gradient, and both may be asked for.
-            (tangent,) = jax.linear_transpose(of_gradient, value)(tangent)
-        return laid_out(value), tangent
+        if tangent.dtype != jax.dtypes.float0:  # the tangent of integers
+            # JAX transposes what is done to the tangent into what is done to the gradient.
+            (tangent,) = jax.linear_transpose(reshard_gradient, value)(tangent)
+        return resharded(value), tangent
 
-    return laid_out(value)
+    return resharded(value)
 
 
-def _scattered(gradient: Any, used: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]) -> Any:
-    """Pins the sum of a gradient to the layout of its update, in a way that compilers make a reduce-scatter of.
+def _reduce_scatter(gradient: Any, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]) -> Any:
+    """Constrains a gradient to the layout of its update, in the way that each compiler turns into a reduce-scatter.
 
-    Asked for parts of a sum at once, a partitioner may make a chain of permutes of the matrix multiplication before it
-    (XLA:TPU), or move activations. So the sum is asked for first, and then its parts. But among replicas and shards
-    XLA:GPU makes a reduce-scatter and an all-reduce only of what is asked for at once.
+    If the shards of a sum are requested at once, a partitioner may split the matrix product before it into a chain of
+    permutes (XLA:TPU), or move activations. So the sum is requested first, and then its shards. But with replicas
+    (HSDP), XLA:GPU makes a reduce-scatter and an all-reduce only if both are requested at once.
     """
-    mesh = as_device_mesh(used.device_mesh)
+    mesh = as_device_mesh(compute.device_mesh)
     if mesh.backend_mesh.devices.flat[0].platform == "tpu":
-        gradient = _scattered_on_tpu(gradient, used, update, [name for name in mesh.axis_names if name in batch_axes])
+        summed_axes = [name for name in mesh.axis_names if name in batch_axes]
+        gradient = _reduce_scatter_on_tpu(gradient, compute, update, summed_axes)
     elif {name for entry in update.axes for name in axis_tuple(entry)}.issuperset(batch_axes):
-        gradient = with_sharding_constraint(gradient, used.backend_layout)
+        gradient = with_sharding_constraint(gradient, compute.backend_layout)
     return with_sharding_constraint(gradient, update.backend_layout)
 
 
-def _scattered_on_tpu(gradient: Any, used: TensorLayout, update: TensorLayout, summed: Sequence[str]) -> Any:
-    """Scatters a sum along a dim of its own, as many parts as devices take part in it, in their order.
+def _reduce_scatter_on_tpu(
+    gradient: Any, compute: TensorLayout, update: TensorLayout, summed_axes: Sequence[str]
+) -> Any:
+    """Reduce-scatters a gradient along a new dim with one element for each device of the sum.
 
-    XLA:TPU reduces and scatters along a dim that it does not lay out in tiles, and among all devices of a sum; else it
-    all-reduces. Replicas then gather their part from each other: all of it is as much as a reduce-scatter among shards
-    and an all-reduce among replicas send.
+    XLA:TPU makes a reduce-scatter only along a dim that it does not tile, and among all devices of a sum; otherwise it
+    all-reduces. With replicas, each then gathers its shard from the others, which sends as many bytes as a
+    reduce-scatter among shards and an all-reduce among replicas.
+
+    Example: axes replica:2, fsdp:4, a gradient (64, 128) whose update is sharded ("fsdp", None). Dim 0 is split into
+    the parts of "fsdp" and then of "replica", (4, 2, 8, 128); these are put into mesh order and merged,
+    (8, 8, 128); dim 0 is reduce-scattered over all eight devices; the merged dim is split and put back into the order
+    of parts, (4, 2, 8, 128); and the dim of "replica" is gathered.
     """
-    mesh, rank = as_device_mesh(used.device_mesh), gradient.ndim
-    before, after = ([*layout.axes, *[None] * (rank - len(layout.axes))] for layout in (used, update))
+    mesh, rank = as_device_mesh(compute.device_mesh), gradient.ndim
+    before, after = ([*layout.axes, *[None] * (rank - len(layout.axes))] for layout in (compute, update))
     changed = [dim for dim in range(rank) if before[dim] != after[dim]]
     if len(changed) != 1 or before[dim := changed[0]] is not None:
         return gradient
-    shards = axis_tuple(after[dim])
-    names = [*shards, *(name for name in summed if name not in shards)]  # of the parts of the dim, outermost first
-    sizes = [mesh.axis_sizes[name] for name in names]
-    parts = math.prod(sizes)
-    if set(names) != set(summed) or gradient.shape[dim] % parts:
+    shard_axes = axis_tuple(after[dim])
+    part_axes = [*shard_axes, *(name for name in summed_axes if name not in shard_axes)]  # outermost first
+    sizes = [mesh.axis_sizes[name] for name in part_axes]
+    num_parts = math.prod(sizes)
+    if set(part_axes) != set(summed_axes) or gradient.shape[dim] % num_parts:
         return gradient
 
-    def pinned(value, entries):
-        spec = PartitionSpec(*before[:dim], *entries, *before[dim:])  # behind the entries lies the rest of the dim
+    def constrained(value, entries):
+        spec = PartitionSpec(*before[:dim], *entries, *before[dim:])  # the rest of the split dim follows the entries
         return with_sharding_constraint(value, NamedSharding(mesh.backend_mesh, spec))
 
-    def ordered(value, order):
-        return value.transpose(*range(dim), *(dim + place for place in order), *range(dim + len(names), value.ndim))
+    def permuted(value, order):
+        return value.transpose(*range(dim), *(dim + at for at in order), *range(dim + len(part_axes), value.ndim))
 
-    lead, rest = gradient.shape[:dim], (gradient.shape[dim] // parts, *gradient.shape[dim + 1 :])
-    value = ordered(gradient.reshape(*lead, *sizes, *rest), [names.index(name) for name in summed])
-    value = pinned(pinned(value.reshape(*lead, parts, *rest), [None]), [tuple(summed)])
-    if len(names) > len(shards):
-        value = value.reshape(*lead, *(mesh.axis_sizes[name] for name in summed), *rest)
-        value = pinned(ordered(value, [summed.index(name) for name in names]), names)
-        value = pinned(value, [name if name in shards else None for name in names])
+    lead, rest = gradient.shape[:dim], (gradient.shape[dim] // num_parts, *gradient.shape[dim + 1 :])
+    value = permuted(gradient.reshape(*lead, *sizes, *rest), [part_axes.index(name) for name in summed_axes])
+    value = constrained(constrained(value.reshape(*lead, num_parts, *rest), [None]), [tuple(summed_axes)])
+    if len(part_axes) > len(shard_axes):
+        value = value.reshape(*lead, *(mesh.axis_sizes[name] for name in summed_axes), *rest)
+        value = constrained(permuted(value, [summed_axes.index(name) for name in part_axes]), part_axes)
+        value = constrained(value, [name if name in shard_axes else None for name in part_axes])
     return value.reshape(gradient.shape)

@@ -1,4 +1,4 @@
-"""`tensor_parallel_layout_map`: rules that shard weights over one axis, found from what a model computes."""
+"""`tensor_parallel_layout_map`: rules that shard weights over one axis, derived from what a model computes."""
 
 import math
 import re
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
-from jax.ad_checkpoint import checkpoint_name
 
 from keras_dist._keras import internals
 from keras_dist._report.units import bytes_text
@@ -17,14 +16,13 @@ from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
-from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.dim_graph import Dims, Flow
-from keras_dist.strategies.jaxpr_dims import flow_of
-from keras_dist.strategies.shard_dim import SMALL, free_dim
+from keras_dist.strategies.dim_graph import DimGraph, Dims
+from keras_dist.strategies.jaxpr_dims import read_dims
+from keras_dist.strategies.model_trace import trace_model
+from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES, best_dim
 from keras_dist.variables.model_or_builder import built
 
-_LENGTH = 128  # about the size of a dim that a model leaves open
-_MOST_MOVED = 1 / 16  # of what is summed, that may be gathered besides: a router's choice among experts
+_MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
 
 
 def tensor_parallel_layout_map(
@@ -33,29 +31,29 @@ def tensor_parallel_layout_map(
     axis: str = "model",
     sequence_parallel: bool = False,
 ) -> LayoutMap:
-    """Returns rules that shard the weights of a model over one axis (tensor parallelism), for any model.
+    """Returns rules that shard the weights of any model over one mesh axis (tensor parallelism).
 
-    The model is traced, and the dims of its weights are followed through all that it computes, to where they are
-    summed: the columns of one kernel and the rows of the next, the heads of an attention, the experts of a mixture, the
-    vocabulary of an embedding. Dims that flow into each other are sharded together, those first that cost the fewest
-    all-reduced bytes. Names play no part. What no such dim divides, as few heads of keys and values, stays whole, and a
-    warning names it if it is large.
+    The model is traced, and the dims of its weights are followed through the program to the sums that contract them:
+    the columns of one kernel and the rows of the next, the heads of an attention, the experts of a mixture, the
+    vocabulary of an embedding. Dims that flow into each other are sharded together; where several choices exclude each
+    other, the one that all-reduces the fewest bytes wins. Names of layers do not matter. A weight none of whose dims
+    can be sharded this way, such as the kernel of fewer key and value heads than the axis has devices, stays
+    replicated, and a warning names it if it is large.
 
     Args:
-        model_or_builder: a built model, deferred or real, that knows its inputs (functional or sequential), or a
-            function without arguments that returns one.
-        device_mesh: the mesh. Batches are taken to be sharded over its other axes.
+        model_or_builder: a built functional or sequential model, deferred or not, or a function without arguments that
+            returns one.
+        device_mesh: the mesh. Batches are assumed to be sharded over its other axes.
         axis: the axis to shard weights over.
-        sequence_parallel: whether activations between the sharded layers are sharded over dim 1, the sequence, too:
-            what is all-reduced then is gathered and scattered, and norms and dropouts hold and compute their part.
+        sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
+            all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
 
     Returns:
         A map that can be printed, edited and merged: `print(layout_map.to_source())`.
 
     Raises:
-        ValueError: an axis that the mesh does not have, a model that is not built, or one that does not know its
-            inputs.
-        TypeError: no model and no function.
+        ValueError: the mesh has no such axis, or the model is not built, does not know its inputs, or cannot be traced.
+        TypeError: neither a model nor a function that returns one.
 
     Example:
 
@@ -76,35 +74,36 @@ def tensor_parallel_layout_map(
     mesh = as_mesh_of_layers(device_mesh)
     if axis not in mesh.axis_sizes:
         raise ValueError(
-            f"Weights are sharded over an axis of the mesh. Received: axis={axis!r}, but the mesh has the axes "
-            f"{list(mesh.axis_sizes)}. Name one of them."
+            f"Cannot shard weights over axis {axis!r}: the mesh has the axes {list(mesh.axis_sizes)}. Pass one of them."
         )
     with built(model_or_builder) as model:
-        choice = _choice(model, mesh, axis)
-    wanted: dict[str, Axes] = {weight.path: choice.axes_of(weight.dims) for weight in choice.weights}
-    wanted |= choice.of_addends(sequence_parallel)
-    wanted |= choice.of_activations(sequence_parallel)
-    _warn_of_whole(choice, wanted)
+        solution = _solve(model, mesh, axis)
+    rules = {weight.path: solution.axes_of(weight.dims) for weight in solution.weights}
+    rules |= solution.table_rules(sequence_parallel)
+    rules |= solution.activation_rules(sequence_parallel)
+    _warn_of_large_replicas(solution, rules)
     layout_map = LayoutMap(mesh)
-    for pattern, axes in _as_patterns(wanted):
+    for pattern, axes in _merged(rules):
         layout_map[pattern] = axes
     return layout_map
 
 
 class _Weight(NamedTuple):
+    """A variable of the model; `is_head`: an embedding that may be called as the output head, too."""
+
     path: str
     shape: tuple[int, ...]
     bytes: int
     dims: Dims
-    is_factor: bool  # of a matrix product or a convolution
-    is_head: bool  # an embedding that may be called as a head elsewhere
+    is_matmul_operand: bool
+    is_head: bool
 
 
-class _Choice(NamedTuple):
-    """What is sharded.
+class _Solution(NamedTuple):
+    """Which dims are sharded.
 
     Attributes:
-        flow: the dims of the model's program.
+        graph: the dims of the model's program.
         weights: the model's variables.
         sharded: the nodes that are sharded.
         axis: the axis that they are sharded over.
@@ -112,7 +111,7 @@ class _Choice(NamedTuple):
         batch: the node of dim 0 of the model's inputs.
     """
 
-    flow: Flow
+    graph: DimGraph
     weights: list[_Weight]
     sharded: set[int]
     axis: str
@@ -120,173 +119,144 @@ class _Choice(NamedTuple):
     batch: int | None
 
     def axes_of(self, dims: Dims) -> Axes:
-        return tuple(self.axis if node in self.sharded else None for node in self.flow.nodes(dims))
+        """Returns the axes of a tensor.
 
-    def of_addends(self, sequence_parallel: bool) -> dict[str, Axes]:
-        """The axes of large weights that are looked up or added, as embeddings are, by their paths.
-
-        They are sharded along the sequence if activations are, else along their last dim if they can be: to gather what
-        they give is cheapest.
+        Where two dims have one node, only the last is sharded: the recurrent kernel of a `SimpleRNN` maps a state onto
+        the next one, so its rows and columns are sharded together, but an axis can shard only one of them.
         """
-        lengths = {node for each in self.flow.tagged for node in self.flow.nodes(each.dims[1:2]) if len(each.dims) == 3}
-        found: dict[str, Axes] = {}
-        for weight in self.weights:
-            if weight.is_factor or weight.bytes <= SMALL or any(self.axes_of(weight.dims)):
-                continue
-            dims = [
-                dim for dim, node in enumerate(self.flow.nodes(weight.dims)) if node is not None and node in lengths
-            ]
-            dims = dims if sequence_parallel else []
-            dims += [dim for dim in [len(weight.shape) - 1] if weight.shape[dim] % self.flow.parts == 0]
-            dim = free_dim(weight.shape, [False] * len(weight.shape), self.flow.parts) if not dims else dims[0]
-            if dim is not None:
-                found[weight.path] = tuple(self.axis if at == dim else None for at in range(len(weight.shape)))
-        return found
+        return self._only(
+            [dim for dim, node in enumerate(self.graph.find(dims)) if node in self.sharded][-1:], len(dims)
+        )
 
-    def of_activations(self, sequence_parallel: bool) -> dict[str, Axes]:
-        """The axes of what layers take and return, by the path of the layer with `/input` or `/output` behind it."""
-        found: defaultdict[str, set[Axes]] = defaultdict(set)
-        sharded = {weight.path.rpartition("/")[0] for weight in self.weights if any(self.axes_of(weight.dims))}
-        addends = {path.rpartition("/")[0] for path in self.of_addends(sequence_parallel)}
-        # What an embedding returns when it is called as a head is another thing.
-        heads = {weight.path.rpartition("/")[0] for weight in self.weights if weight.is_head}
-        # What goes on to another such layer stays in its parts until all are added up.
-        goes_on = {each.source for each in self.flow.tagged if each.name.removesuffix("/input") in addends}
-        # Of what windows slide over XLA makes other numbers where the batch is not sharded, too (0.10 to 0.12).
-        slid_over = {(node, rank) for dim, rank in self.flow.slid_over for node in self.flow.nodes((dim,))}
-        for name, dims, shape, source in self.flow.tagged:
-            layer, _, end = name.rpartition("/")
-            if layer in addends and end == "output" and source in goes_on:
+    def _only(self, sharded_dims: Sequence[int], rank: int) -> Axes:
+        return tuple(self.axis if dim in sharded_dims else None for dim in range(rank))
+
+    def table_rules(self, sequence_parallel: bool) -> dict[str, Axes]:
+        """Returns axes for large weights that are looked up or added, such as embeddings, by path.
+
+        With sequence parallelism they are sharded along the sequence if they have it. Otherwise the last dim is best:
+        the lookup is local, and gathering its result is the cheapest collective.
+        """
+        lengths = {
+            node
+            for tensor in self.graph.named_tensors
+            if len(tensor.dims) == 3
+            for node in self.graph.find(tensor.dims[1:2])
+        }
+        rules: dict[str, Axes] = {}
+        for weight in self.weights:
+            if weight.is_matmul_operand or weight.bytes <= MIN_SHARD_BYTES or any(self.axes_of(weight.dims)):
                 continue
-            if layer in heads or self.flow.nodes(dims)[:1] != (self.batch,) or len(shape) < 2:
+            rank, nodes = len(weight.shape), self.graph.find(weight.dims)
+            dims = [dim for dim in range(rank) if nodes[dim] is not None and nodes[dim] in lengths]
+            dims = dims if sequence_parallel else []
+            dims += [dim for dim in [rank - 1] if weight.shape[dim] % self.graph.axis_size == 0]
+            dim = dims[0] if dims else best_dim(weight.shape, [False] * rank, self.graph.axis_size)
+            if dim is not None:
+                rules[weight.path] = self._only([dim], rank)
+        return rules
+
+    def activation_rules(self, sequence_parallel: bool) -> dict[str, Axes]:
+        """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended."""
+        found: defaultdict[str, set[Axes]] = defaultdict(set)
+        sharded = {_layer(weight.path) for weight in self.weights if any(self.axes_of(weight.dims))}
+        tables = {_layer(path) for path in self.table_rules(sequence_parallel)}
+        # An embedding that is also called as the head returns two different things under one path.
+        heads = {_layer(weight.path) for weight in self.weights if weight.is_head}
+        # The output of one table that is the input of another stays sharded until all of them are added up.
+        passed_on = {t.origin for t in self.graph.named_tensors if t.name.removesuffix("/input") in tables}
+        # XLA computes wrong numbers for convolutions over a sharded dim, if the batch is not sharded, too (JAX 0.10
+        # to 0.12).
+        window_dims = {(node, rank) for dim, rank in self.graph.window_dims for node in self.graph.find((dim,))}
+        for name, dims, shape, origin in self.graph.named_tensors:
+            layer, is_output = _layer(name), name.endswith("/output")
+            if layer in tables and is_output and origin in passed_on:
+                continue
+            if layer in heads or self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
                 continue
             axes = list(self.axes_of(dims))
-            is_between = not any(axes)  # neither columns nor rows
+            is_replicated = not any(axes)
             axes[0] = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
             if not sequence_parallel:
-                if layer in addends and end == "output" and is_between:
+                if layer in tables and is_output and is_replicated:
                     found[name].add(tuple(axes))
                 continue
-            if len(shape) < 3 or (end == "input" and layer not in sharded):
+            if len(shape) < 3 or (not is_output and layer not in sharded):
                 continue
-            length = self.flow.nodes(dims)[1]
-            if is_between and end == "output" and length is not None and (length, len(shape)) not in slid_over:
+            length = self.graph.find(dims)[1]
+            if is_replicated and is_output and length is not None and (length, len(shape)) not in window_dims:
                 axes[1] = self.axis
             found[name].add(tuple(axes))
         return {name: next(iter(axes)) for name, axes in found.items() if len(axes) == 1}
 
 
-def _choice(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Choice:
+def _layer(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
+    axis_size = mesh.axis_sizes[axis]
+    jaxpr, heads = trace_model(model, mesh, axis_size), internals.embeddings_for_heads(model)
+    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    jaxpr, heads = _traced(model, mesh, axis), internals.embeddings_for_heads(model)
-    flow = flow_of(jaxpr, mesh.axis_sizes[axis], len(model.trainable_variables))
     weights = [
-        _Weight(v.path, tuple(v.shape), _bytes(v), dims, variable in flow.factors or id(v) in heads, id(v) in heads)
-        for v, dims, variable in zip(variables, flow.inputs, jaxpr.jaxpr.invars, strict=False)
+        _Weight(
+            v.path, tuple(v.shape), _bytes(v), dims, invar in graph.matmul_operands or id(v) in heads, id(v) in heads
+        )
+        for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False)
     ]
-    inputs = [dims for dims in flow.inputs[len(variables) :] if dims]
-    batch = flow.nodes(inputs[0])[0] if inputs else None
-    others = tuple(name for name in mesh.axis_names if name != axis)
-    return _Choice(flow, weights, _sharded(flow, weights), axis, others, batch)
+    inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
+    batch = graph.find(inputs[0])[0] if inputs else None
+    batch_axes = tuple(name for name in mesh.axis_names if name != axis)
+    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, batch)
 
 
-def _sharded(flow: Flow, weights: Sequence[_Weight]) -> set[int]:
-    """The nodes to shard: each weight asks for its cheapest one, and those that most bytes ask for come first.
+def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
+    """Returns the nodes to shard: every weight votes for its cheapest node with its bytes, and most votes win.
 
-    What is gathered on its way to where it is summed is not sharded, small things aside.
+    A node that is gathered on its way to a sum is no candidate, unless little is gathered. A node that shares a tensor
+    with a chosen one is passed over.
     """
-    sums, moves, neighbours = flow.sums(), flow.moves(), flow.neighbours()
-    asked: defaultdict[int, int] = defaultdict(int)
+    all_reduced, gathered, conflicts = graph.all_reduce_bytes(), graph.gather_bytes(), graph.conflicts()
+    votes: defaultdict[int, int] = defaultdict(int)
     for weight in weights:
-        nodes = [node for node in flow.nodes(weight.dims) if node is not None and weight.is_factor]
-        nodes = [node for node in nodes if moves.get(node, 0) <= _MOST_MOVED * sums.get(node, 0)]
+        nodes = [node for node in graph.find(weight.dims) if node is not None and weight.is_matmul_operand]
+        nodes = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
         if nodes:
-            asked[min(nodes, key=lambda node: sums.get(node, 0))] += weight.bytes
+            votes[min(nodes, key=lambda node: all_reduced.get(node, 0))] += weight.bytes
     chosen: set[int] = set()
-    for node in sorted(asked, key=lambda node: (-asked[node], node)):
-        if not neighbours.get(node, set()) & chosen:
+    for node in sorted(votes, key=lambda node: (-votes[node], node)):
+        if not conflicts.get(node, set()) & chosen:
             chosen.add(node)
     return chosen
-
-
-class _Tagging(Distribution):
-    """Names what layers take and return in the program that is traced."""
-
-    def get_tensor_layout(self, path: str) -> Any:
-        return path
-
-    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) else leaf, outputs
-        )
-
-    def distribute_inputs(self, path: str, inputs: Any) -> Any:
-        return self.distribute_outputs(inputs, path)
-
-    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        return value
-
-
-def _traced(model: keras.Model, mesh: DeviceMesh, axis: str) -> Any:
-    """The jaxpr of the model's call, from its variables and its inputs."""
-    symbolic, parts = internals.symbolic_inputs(model), mesh.axis_sizes[axis]
-    if symbolic is None:
-        raise ValueError(
-            "Only of a functional or a sequential model the inputs are known. Received: "
-            f"{model.name!r} ({type(model).__name__}). Pass keras.Model(inputs, model(inputs)), with a keras.Input for "
-            "each input."
-        )
-
-    def traced_with(length):
-        def spec(tensor):
-            sizes = [size or (length if dim else parts) for dim, size in enumerate(tensor.shape)]
-            return jax.ShapeDtypeStruct(sizes, jax.dtypes.canonicalize_dtype(tensor.dtype))
-
-        weights, others = (
-            [jax.ShapeDtypeStruct(v.shape, internals.stored_dtype(v)) for v in variables]
-            for variables in (model.trainable_variables, model.non_trainable_variables)
-        )
-        with _Tagging(mesh).scope():
-            return jax.make_jaxpr(model.stateless_call)(weights, others, jax.tree.map(spec, symbolic))
-
-    error: Exception | None = None
-    for length in (2**power * parts for power in reversed(range(max(1, (_LENGTH // parts).bit_length())))):
-        try:
-            return traced_with(length)
-        except (TypeError, ValueError) as raised:  # more than the model takes, perhaps
-            error = error or raised
-    raise ValueError(
-        f"The model must be called on its inputs to be traced. Received: {model.name!r}, with which sizes of "
-        f"{parts} to {_LENGTH} for the dims that its inputs leave open raise {type(error).__name__}: "
-        f"{' '.join(str(error).split())[:400]}. Give its inputs their whole shapes."
-    ) from error
 
 
 def _bytes(variable: keras.Variable) -> int:
     return math.prod(variable.shape) * jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
 
 
-def _warn_of_whole(choice: _Choice, wanted: Mapping[str, Axes]) -> None:
-    whole = [weight for weight in choice.weights if weight.bytes > SMALL and not any(wanted[weight.path])]
-    if whole:
-        held, largest = sum(weight.bytes for weight in whole), sorted(whole, key=lambda weight: -weight.bytes)[:5]
+def _warn_of_large_replicas(solution: _Solution, rules: Mapping[str, Axes]) -> None:
+    replicas = [w for w in solution.weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path])]
+    if replicas:
+        largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
+        count = f"{len(replicas)} weight{'s' * (len(replicas) > 1)}"
         warnings.warn(
-            f"{len(whole)} weights ({bytes_text(held)}) stay whole on each device of axis {choice.axis!r} (size "
-            f"{choice.flow.parts}), which divides no dim of theirs that flows into the layers around them: "
-            f"{', '.join(f'{weight.path} {weight.shape}' for weight in largest)}{', ...' * (len(whole) > 5)}. "
-            "Add rules of your own for them, or shard them over another axis with FullyShardedDataParallel.",
+            f"{count} ({bytes_text(sum(weight.bytes for weight in replicas))}) will be replicated over axis "
+            f"{solution.axis!r} (size {solution.graph.axis_size}): no dim can be sharded together with the layers "
+            f"around it. Largest: {', '.join(f'{weight.path} {weight.shape}' for weight in largest)}. Add your own "
+            "rules for them, or shard them over another axis with FullyShardedDataParallel.",
             stacklevel=3,
         )
 
 
-def _as_patterns(wanted: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
-    """Rules for paths as few regexes: those that differ by numbers only are one where they are sharded alike."""
+def _merged(rules: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
+    """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes."""
     groups: defaultdict[str, dict[str, Axes]] = defaultdict(dict)
-    for path, axes in wanted.items():
+    for path, axes in rules.items():
         exact = re.escape(strip_model_names(path)).replace(r"\-", "-")
         groups[re.sub(r"\d+", "[0-9]+", exact)][exact] = axes
     for pattern, members in groups.items():
-        alike = len(members) > 1 and len(set(members.values())) == 1
-        for exact, axes in [(pattern, next(iter(members.values())))] if alike else members.items():
-            if any(axes) or len(axes) > 1:  # of kernels also which stay whole
+        is_one_rule = len(members) > 1 and len(set(members.values())) == 1
+        for exact, axes in [(pattern, next(iter(members.values())))] if is_one_rule else members.items():
+            if any(axes) or len(axes) > 1:  # a replicated kernel has a rule, too: it shows that this is intended
                 yield exact, axes

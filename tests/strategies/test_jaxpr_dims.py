@@ -1,4 +1,4 @@
-"""Which dims of a program must be sharded alike, and what is communicated where they are: known answers."""
+"""Which dims of small programs are sharded together, and how many bytes each choice communicates."""
 
 import jax
 import jax.numpy as jnp
@@ -7,131 +7,132 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from keras_dist.strategies.jaxpr_dims import flow_of
+from keras_dist.strategies.jaxpr_dims import read_dims
 
-PARTS = 2
+AXIS_SIZE = 2
 
 
-class Read:
-    """A program as `flow_of` reads it, with the nodes of its inputs and of what it returns.
+class Program:
+    """A program with the nodes of the dims of its inputs and outputs.
 
     Args:
-        function: the program. All its inputs are differentiated by, unless `trained` says how many.
+        function: the program. All its inputs have gradients, unless `num_trained` is passed.
         shapes: the shapes of its inputs.
-        trained: how many of them, the first ones, it is differentiated by.
-        dtypes: the dtypes of the inputs that are not float32, by number.
+        num_trained: how many of the inputs, counted from the first, have gradients.
+        dtypes: the dtypes of inputs that are not float32, by number.
     """
 
-    def __init__(self, function, *shapes, trained=None, dtypes=None):
+    def __init__(self, function, *shapes, num_trained=None, dtypes=None):
         dtypes = dtypes or {}
         specs = [jax.ShapeDtypeStruct(shape, dtypes.get(n, "float32")) for n, shape in enumerate(shapes)]
 
-        def tagged(*inputs):
+        def with_named_outputs(*inputs):
             return jax.tree.map(lambda leaf: checkpoint_name(leaf, "output"), function(*inputs))
 
-        self.flow = flow_of(jax.make_jaxpr(tagged)(*specs), PARTS, len(shapes) if trained is None else trained)
-        self.inputs = [self.flow.nodes(dims) for dims in self.flow.inputs]
-        self.outputs = [self.flow.nodes(each.dims) for each in self.flow.tagged]
+        num_trained = len(shapes) if num_trained is None else num_trained
+        self.graph = read_dims(jax.make_jaxpr(with_named_outputs)(*specs), AXIS_SIZE, num_trained)
+        self.inputs = [self.graph.find(dims) for dims in self.graph.inputs]
+        self.outputs = [self.graph.find(tensor.dims) for tensor in self.graph.named_tensors]
 
-    def sums(self, node):
-        """Bytes that are all-reduced where a node is sharded."""
-        return self.flow.sums().get(node, 0)
+    def all_reduced(self, node):
+        """Bytes that are all-reduced if a node is sharded."""
+        return self.graph.all_reduce_bytes().get(node, 0)
 
-    def moves(self, node):
-        """Bytes that are gathered where a node is sharded."""
-        return self.flow.moves().get(node, 0)
+    def gathered(self, node):
+        """Bytes that are all-gathered if a node is sharded."""
+        return self.graph.gather_bytes().get(node, 0)
 
 
-def test_dims_that_cannot_be_cut_have_no_node():
-    read = Read(lambda x: x, (4, 3, 1, 0))
-    assert read.inputs[0][1:] == (None, None, None)
-    assert read.inputs[0][0] is not None
+def test_dims_that_the_axis_does_not_divide_have_no_node():
+    program = Program(lambda x: x, (4, 3, 1, 0))
+    assert program.inputs[0][1:] == (None, None, None)
+    assert program.inputs[0][0] is not None
 
 
 def test_columns_of_one_kernel_are_rows_of_the_next():
-    read = Read(lambda x, up, down: jax.nn.relu(x @ up) @ down, (6, 4), (4, 8), (8, 4))
-    (batch, width), (rows, columns), (rows2, out) = read.inputs
+    program = Program(lambda x, up, down: jax.nn.relu(x @ up) @ down, (6, 4), (4, 8), (8, 4))
+    (batch, width), (rows, columns), (rows2, out) = program.inputs
     assert rows == width
     assert columns == rows2
-    assert read.outputs == [(batch, out)]
+    assert program.outputs == [(batch, out)]
     assert len({batch, width, columns, out}) == 4
-    # Forward the output is summed, backward the gradient of the input: 6 x 4 float32 each.
-    assert read.sums(columns) == 2 * 6 * 4 * 4
-    assert read.sums(batch) == 2 * 4 * 8 * 4  # the gradients of both kernels
-    assert read.flow.neighbours()[columns] == {rows, out, batch}
+    # The output forward, the gradient of the input backward: 6 x 4 float32 each.
+    assert program.all_reduced(columns) == 2 * 6 * 4 * 4
+    assert program.all_reduced(batch) == 2 * 4 * 8 * 4  # the gradients of both kernels
+    assert program.graph.conflicts()[columns] == {rows, out, batch}
 
 
-def test_the_gradient_of_what_is_not_trained_is_not_summed():
-    read = Read(lambda up, down, x: (x @ up) @ down, (4, 8), (8, 4), (6, 4), trained=2)
-    assert read.sums(read.inputs[0][1]) == 6 * 4 * 4
+def test_inputs_that_are_not_trained_have_no_gradient_to_all_reduce():
+    program = Program(lambda up, down, x: (x @ up) @ down, (4, 8), (8, 4), (6, 4), num_trained=2)
+    assert program.all_reduced(program.inputs[0][1]) == 6 * 4 * 4
 
 
-def test_gradients_of_copies_are_summed_once():
+def test_gradients_of_copies_are_all_reduced_once():
     def gated(x, gate, up, down):
         return ((x @ gate) * (x @ up)) @ down
 
-    read = Read(gated, (6, 4), (4, 8), (4, 8), (8, 4))
-    assert read.inputs[1] == read.inputs[2]
-    assert read.sums(read.inputs[1][1]) == 2 * 6 * 4 * 4
+    program = Program(gated, (6, 4), (4, 8), (4, 8), (8, 4))
+    assert program.inputs[1] == program.inputs[2]
+    assert program.all_reduced(program.inputs[1][1]) == 2 * 6 * 4 * 4
 
 
 def test_batched_matmul():
-    read = Read(lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k), (2, 4, 8, 16), (2, 6, 8, 16))
-    (batch, queries, heads, size), (batch2, keys, heads2, size2) = read.inputs
+    program = Program(lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k), (2, 4, 8, 16), (2, 6, 8, 16))
+    (batch, queries, heads, size), (batch2, keys, heads2, size2) = program.inputs
     assert (batch, heads, size) == (batch2, heads2, size2)
-    assert read.outputs == [(batch, heads, queries, keys)]
-    assert read.sums(heads) == 0
-    assert read.sums(size) == 2 * 8 * 4 * 6 * 4
+    assert program.outputs == [(batch, heads, queries, keys)]
+    assert program.all_reduced(heads) == 0
+    assert program.all_reduced(size) == 2 * 8 * 4 * 6 * 4
 
 
 def test_elementwise_and_broadcasting():
-    read = Read(lambda x, bias, scale: x * scale[None] + bias, (6, 8), (8,), (8,))
-    (batch, width), (of_bias,), (of_scale,) = read.inputs
+    program = Program(lambda x, bias, scale: x * scale[None] + bias, (6, 8), (8,), (8,))
+    (batch, width), (of_bias,), (of_scale,) = program.inputs
     assert width == of_bias == of_scale
-    assert read.sums(width) == 0
-    assert read.sums(batch) == 2 * 8 * 4  # the gradients of bias and scale
+    assert program.all_reduced(width) == 0
+    assert program.all_reduced(batch) == 2 * 8 * 4  # the gradients of bias and scale
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kept", "moved"),
+    ("before", "after", "kept", "gathered"),
     [
-        ((6, 8), (6, 2, 4), [(0, 0), (1, 1)], []),  # split: the outer one goes on
-        ((6, 2, 4), (6, 8), [(0, 0), (1, 1)], [2]),  # merged: the inner one is gathered
+        ((6, 8), (6, 2, 4), [(0, 0), (1, 1)], []),  # split: the outer dim keeps the node
+        ((6, 2, 4), (6, 8), [(0, 0), (1, 1)], [2]),  # merged: the inner dim is gathered
         ((6, 8), (48,), [(0, 0)], [1]),
         ((6, 8), (6, 1, 8), [(0, 0), (1, 2)], []),
         ((8,), (4, 2), [(0, 0)], []),
-        ((4, 6), (6, 4), [(0, 0)], [1]),  # the outermost of both
+        ((4, 6), (6, 4), [(0, 0)], [1]),  # the outermost dims
         ((2, 6), (4, 3), [(0, 0)], [1]),
-        ((6, 8), (3, 16), [], [0, 1]),  # 2 does not divide 3, and so no part of 6 goes on
+        ((6, 8), (3, 16), [], [0, 1]),  # 2 does not divide 3, so 6 is gathered
     ],
 )
-def test_reshape(before, after, kept, moved):
-    read = Read(lambda x: x.reshape(after), before)
-    [dims], [out] = read.inputs, read.outputs
+def test_reshape(before, after, kept, gathered):
+    program = Program(lambda x: x.reshape(after), before)
+    [dims], [out] = program.inputs, program.outputs
     assert [(dim, out.index(node)) for dim, node in enumerate(dims) if node in out] == kept
-    assert [dim for dim, node in enumerate(dims) if read.moves(node)] == moved
+    assert [dim for dim, node in enumerate(dims) if program.gathered(node)] == gathered
 
 
 def test_transpose_and_squeeze():
-    read = Read(lambda x: jnp.squeeze(x.transpose(2, 0, 1)[None], 0), (2, 4, 6))
-    [(a, b, c)] = read.inputs
-    assert read.outputs == [(c, a, b)]
-    assert not read.flow.moves()
+    program = Program(lambda x: jnp.squeeze(x.transpose(2, 0, 1)[None], 0), (2, 4, 6))
+    [(a, b, c)] = program.inputs
+    assert program.outputs == [(c, a, b)]
+    assert not program.graph.gather_bytes()
 
 
 def test_repeated_heads():
-    read = Read(lambda k: jnp.repeat(k, 2, axis=2), (2, 4, 8, 16))
-    assert read.outputs == read.inputs
-    assert not any(read.moves(node) for node in read.inputs[0])
+    program = Program(lambda k: jnp.repeat(k, 2, axis=2), (2, 4, 8, 16))
+    assert program.outputs == program.inputs
+    assert not any(program.gathered(node) for node in program.inputs[0])
 
 
-def test_look_up():
-    read = Read(lambda table, tokens: table[tokens], (32, 16), (6, 4), dtypes={1: "int32"}, trained=1)
-    (vocabulary, width), (batch, length) = read.inputs
-    assert read.outputs == [(batch, length, width)]
-    assert read.sums(vocabulary) == 6 * 4 * 16 * 4
-    assert read.sums(width) == 0
-    assert read.sums(batch) == 32 * 16 * 4  # the gradient of the table
+def test_lookup():
+    program = Program(lambda table, tokens: table[tokens], (32, 16), (6, 4), dtypes={1: "int32"}, num_trained=1)
+    (vocabulary, width), (batch, length) = program.inputs
+    assert program.outputs == [(batch, length, width)]
+    assert program.all_reduced(vocabulary) == 6 * 4 * 16 * 4
+    assert program.all_reduced(width) == 0
+    assert program.all_reduced(batch) == 32 * 16 * 4  # the gradient of the table
 
 
 def convolution(x, kernel, groups=1, strides=(1, 1)):
@@ -141,65 +142,65 @@ def convolution(x, kernel, groups=1, strides=(1, 1)):
 
 
 def test_convolution():
-    read = Read(convolution, (2, 8, 8, 4), (3, 3, 4, 16))
-    (batch, height, _, channels), (*_, of_kernel, filters) = read.inputs
+    program = Program(convolution, (2, 8, 8, 4), (3, 3, 4, 16))
+    (batch, height, _, channels), (*_, of_kernel, filters) = program.inputs
     assert channels == of_kernel
-    assert (read.outputs[0][0], read.outputs[0][3]) == (batch, filters)
-    assert read.sums(channels) == 2 * 8 * 8 * 16 * 4
-    assert read.moves(height) > 0
-    assert (height, 4) in read.flow.slid_over
-    assert {read.outputs[0][1], read.outputs[0][2]} <= {node for node, _ in read.flow.slid_over}
+    assert (program.outputs[0][0], program.outputs[0][3]) == (batch, filters)
+    assert program.all_reduced(channels) == 2 * 8 * 8 * 16 * 4
+    assert program.gathered(height) > 0
+    assert (height, 4) in program.graph.window_dims
+    assert {program.outputs[0][1], program.outputs[0][2]} <= {node for node, _ in program.graph.window_dims}
 
 
-def test_a_window_of_one_does_not_slide():
-    assert not Read(convolution, (2, 8, 8, 4), (1, 1, 4, 16)).flow.slid_over
+def test_convolution_with_a_window_of_one():
+    assert not Program(convolution, (2, 8, 8, 4), (1, 1, 4, 16)).graph.window_dims
 
 
 def test_depthwise_convolution():
-    read = Read(lambda x, kernel: convolution(x, kernel, 8), (2, 8, 8, 8), (3, 3, 1, 8))
-    channels, filters = read.inputs[0][3], read.inputs[1][3]
-    assert channels == filters == read.outputs[0][3]
-    assert read.sums(channels) == 0
+    program = Program(lambda x, kernel: convolution(x, kernel, 8), (2, 8, 8, 8), (3, 3, 1, 8))
+    channels, filters = program.inputs[0][3], program.inputs[1][3]
+    assert channels == filters == program.outputs[0][3]
+    assert program.all_reduced(channels) == 0
 
 
 def test_concatenate_slice_and_split():
-    read = Read(lambda x, y: jnp.concatenate([x, y], 1)[:, 2:6], (6, 4), (6, 4))
-    (batch, left), (batch2, right) = read.inputs
-    assert batch == batch2 == read.outputs[0][0]
-    assert read.outputs[0][1] not in (left, right)
-    assert min(read.moves(left), read.moves(right)) > 0
-    read = Read(lambda x: tuple(jnp.split(x, 2, axis=1)), (6, 8))
-    assert [out[0] for out in read.outputs] == [read.inputs[0][0]] * 2
-    assert read.moves(read.inputs[0][1]) > 0
+    program = Program(lambda x, y: jnp.concatenate([x, y], 1)[:, 2:6], (6, 4), (6, 4))
+    (batch, left), (batch2, right) = program.inputs
+    assert batch == batch2 == program.outputs[0][0]
+    assert program.outputs[0][1] not in (left, right)
+    assert min(program.gathered(left), program.gathered(right)) > 0
+    program = Program(lambda x: tuple(jnp.split(x, 2, axis=1)), (6, 8))
+    assert [out[0] for out in program.outputs] == [program.inputs[0][0]] * 2
+    assert program.gathered(program.inputs[0][1]) > 0
 
 
-def test_softmax_sums_little_over_what_it_is_taken_of():
-    read = Read(lambda x: jax.nn.softmax(x, axis=-1), (6, 8))
-    [(batch, classes)] = read.inputs
-    assert read.outputs == [(batch, classes)]
-    assert 0 < read.sums(classes) <= 4 * 6 * 4  # maximum and sum, forward and backward
-    assert read.sums(batch) == 0
+def test_softmax_all_reduces_little():
+    program = Program(lambda x: jax.nn.softmax(x, axis=-1), (6, 8))
+    [(batch, classes)] = program.inputs
+    assert program.outputs == [(batch, classes)]
+    assert 0 < program.all_reduced(classes) <= 4 * 6 * 4  # maximum and sum, forward and backward
+    assert program.all_reduced(batch) == 0
 
 
 @pytest.mark.parametrize("function", [lambda x: lax.top_k(x, 2)[0], lambda x: jnp.sort(x, -1), lambda x: x.cumsum(-1)])
-def test_what_runs_along_a_dim_gathers_it(function):
-    read = Read(function, (6, 8))
-    [(batch, last)] = read.inputs
-    assert read.outputs[0][0] == batch
-    assert read.outputs[0][1] != last
-    assert read.moves(last) > 0
-    assert read.moves(batch) == 0
+def test_top_k_sort_and_cumsum_gather_their_dim(function):
+    program = Program(function, (6, 8))
+    [(batch, last)] = program.inputs
+    assert program.outputs[0][0] == batch
+    assert program.outputs[0][1] != last
+    assert program.gathered(last) > 0
+    assert program.gathered(batch) == 0
 
 
-def test_scan_joins_what_is_carried_and_counts_turns():
+def test_scan_unites_its_carry_and_counts_iterations():
     def recurrent(x, kernel, state):
         return lax.scan(lambda state, step: (jnp.tanh(step + state @ kernel), None), state, x)[0]
 
-    read = Read(recurrent, (5, 6, 8), (8, 8), (6, 8))
-    (_, batch, width), (rows, columns), (batch2, width2) = read.inputs
+    program = Program(recurrent, (5, 6, 8), (8, 8), (6, 8))
+    (_, batch, width), (rows, columns), (batch2, width2) = program.inputs
     assert width == width2 == rows == columns  # a state that is multiplied and carried on
     assert batch == batch2
-    assert read.sums(rows) >= 5 * 6 * 8 * 4
+    assert program.all_reduced(rows) >= 5 * 6 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -213,19 +214,19 @@ def test_scan_joins_what_is_carried_and_counts_turns():
         lambda x, y: jax.nn.gelu(x) + jax.nn.relu(y),  # custom_jvp
     ],
 )
-def test_branches_loops_and_calls_join_what_they_take(function):
-    read = Read(function, (6, 8), (6, 8))
-    assert read.inputs[0] == read.inputs[1] == read.outputs[0]
+def test_control_flow_and_calls_unite_their_operands(function):
+    program = Program(function, (6, 8), (6, 8))
+    assert program.inputs[0] == program.inputs[1] == program.outputs[0]
 
 
-def test_custom_vjp_is_read_through():
+def test_custom_vjp():
     @jax.custom_vjp
     def double(x):
         return 2 * x
 
     double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
-    read = Read(lambda x, kernel: double(x @ kernel), (6, 4), (4, 8))
-    assert read.outputs == [(read.inputs[0][0], read.inputs[1][1])]
+    program = Program(lambda x, kernel: double(x @ kernel), (6, 4), (4, 8))
+    assert program.outputs == [(program.inputs[0][0], program.inputs[1][1])]
 
 
 @pytest.mark.parametrize(
@@ -233,40 +234,64 @@ def test_custom_vjp_is_read_through():
     [jnp.linalg.cholesky, jnp.fft.fft2, lambda x: lax.linalg.triangular_solve(x, x), lambda x: jnp.linalg.eigh(x)[1]],
 )
 def test_linear_algebra_gathers_matrices(function):
-    read = Read(function, (2, 8, 8))
-    [(_, rows, columns)] = read.inputs
-    assert not {rows, columns} & {*read.outputs[0]}
-    assert read.moves(rows) > 0
-    assert read.moves(columns) > 0
+    program = Program(function, (2, 8, 8))
+    [(_, rows, columns)] = program.inputs
+    assert not {rows, columns} & {*program.outputs[0]}
+    assert program.gathered(rows) > 0
+    assert program.gathered(columns) > 0
 
 
-def test_pooling_slides_over_space_and_keeps_channels():
-    read = Read(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (2, 8, 8, 4))
-    [(batch, height, width, channels)] = read.inputs
-    assert (read.outputs[0][0], read.outputs[0][3]) == (batch, channels)
-    assert read.moves(channels) == read.moves(batch) == 0
-    assert min(read.moves(height), read.moves(width)) > 0
-    assert (height, 4) in read.flow.slid_over
+def test_pooling_gathers_space_and_keeps_channels():
+    program = Program(
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), (2, 8, 8, 4)
+    )
+    [(batch, height, width, channels)] = program.inputs
+    assert (program.outputs[0][0], program.outputs[0][3]) == (batch, channels)
+    assert program.gathered(channels) == program.gathered(batch) == 0
+    assert min(program.gathered(height), program.gathered(width)) > 0
+    assert (height, 4) in program.graph.window_dims
 
 
-def test_one_expert_after_the_other_is_a_dim_of_its_own():
+def test_experts_have_a_node_of_their_own():
     def experts(x, up, down, chosen):
         return jnp.einsum("teh,ehd,te->td", jax.nn.gelu(jnp.einsum("td,edh->teh", x, up)), down, chosen)
 
-    read = Read(experts, (6, 4), (8, 4, 16), (8, 16, 4), (6, 8))
-    (tokens, width), (expert, width2, hidden), (expert2, hidden2, out), (_, chosen) = read.inputs
+    program = Program(experts, (6, 4), (8, 4, 16), (8, 16, 4), (6, 8))
+    (tokens, width), (expert, width2, hidden), (expert2, hidden2, out), (_, chosen) = program.inputs
     assert (expert, hidden) == (expert2, hidden2)
     assert expert == chosen
     assert width == width2
-    assert read.outputs == [(tokens, out)]
-    assert read.sums(expert) == pytest.approx(2 * 6 * 4 * 4, rel=0.5)
+    assert program.outputs == [(tokens, out)]
+    assert program.all_reduced(expert) == pytest.approx(2 * 6 * 4 * 4, rel=0.5)
 
 
-def test_factors_are_what_is_multiplied_as_a_matrix():
+def test_operands_of_matrix_products():
     def function(x, kernel, bias, table):
         return x @ kernel.T + bias + table[np.arange(6)]
 
     specs = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((6, 4), (8, 4), (8,), (6, 8))]
     jaxpr = jax.make_jaxpr(function)(*specs)
-    flow = flow_of(jaxpr, PARTS, 4)
-    assert [variable in flow.factors for variable in jaxpr.jaxpr.invars] == [True, True, False, False]
+    graph = read_dims(jaxpr, AXIS_SIZE, 4)
+    assert [variable in graph.matmul_operands for variable in jaxpr.jaxpr.invars] == [True, True, False, False]
+
+
+def test_a_scan_with_a_scalar_carry():
+    def count(x):
+        def step(carry, row):
+            total, number = carry
+            return (total + row, number + 1), row * number
+
+        return lax.scan(step, (x[0], 0), x)[1]
+
+    program = Program(count, (5, 6, 8))
+    assert program.outputs[0][1:] == program.inputs[0][1:]
+
+
+def test_random_numbers_from_a_seed():
+    """A scalar output of an input with dims (a key of a seed) is not elementwise."""
+
+    def noisy(seed, x):
+        return x + jax.random.normal(jax.random.wrap_key_data(seed), x.shape)
+
+    program = Program(noisy, (2,), (6, 8), dtypes={0: "uint32"})
+    assert program.outputs == [program.inputs[1]]

@@ -13,7 +13,7 @@ from keras import layers
 from support.strategy_models import MODELS, ROWS, STRATEGIES, fsdp, tensor_parallel, transformer
 
 import keras_dist as kd
-from keras_dist.strategies.shard_dim import sharded_further
+from keras_dist.strategies.shard_dim import shard_one_more_dim
 
 STEPS, TOLERANCE = 20, 1e-4
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small_slots_too")
 def small_slots_too(monkeypatch):
     """ZeRO-1 shards what belongs to small weights, too."""
     module = vars(kd.DataParallel)["get_update_layout"].__globals__
-    monkeypatch.setitem(module, "sharded_further", functools.partial(sharded_further, small=0))
+    monkeypatch.setitem(module, "shard_one_more_dim", functools.partial(shard_one_more_dim, min_shard_bytes=0))
 
 
 def start_anew():

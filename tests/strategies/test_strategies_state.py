@@ -12,7 +12,7 @@ from keras import layers, ops
 from support.strategy_models import MODELS, STRATEGIES, fsdp, only_rules, tensor_parallel
 
 import keras_dist as kd
-from keras_dist.strategies.shard_dim import sharded_further
+from keras_dist.strategies.shard_dim import shard_one_more_dim
 
 ROWS = 16
 X = np.random.default_rng(0).normal(size=(ROWS, 16)).astype("float32")
@@ -23,7 +23,7 @@ Y = np.random.default_rng(1).normal(size=(ROWS, 8)).astype("float32")
 def small_slots_too(monkeypatch):
     """ZeRO-1 shards what belongs to small weights, too."""
     module = vars(kd.DataParallel)["get_update_layout"].__globals__
-    monkeypatch.setitem(module, "sharded_further", functools.partial(sharded_further, small=0))
+    monkeypatch.setitem(module, "shard_one_more_dim", functools.partial(shard_one_more_dim, min_shard_bytes=0))
 
 
 def perceptron(optimizer="adam", dropout=0.0):

@@ -1,4 +1,4 @@
-"""Rules for tensor parallelism that a model's program gives: which axes, whatever the names, and what they match."""
+"""Rules for tensor parallelism, derived from what a model computes: their axes, their patterns, and their errors."""
 
 import random
 import re
@@ -12,24 +12,24 @@ from support.strategy_models import LENGTH, WIDTH, Experts, block, convnet, tran
 
 import keras_dist as kd
 
-COLUMNS, ROWS, WHOLE = (None, "model"), ("model", None), (None, None)
+COLUMNS, ROWS, REPLICATED = (None, "model"), ("model", None), (None, None)
 
 
-def rules_for(build, parts=2, sequence_parallel=False):
-    """The rules over an axis of so many parts."""
-    mesh = kd.create_device_mesh(f"data:{8 // parts},model:{parts}")
+def rules_for(build, axis_size=2, sequence_parallel=False):
+    """The rules of a model for an axis of a given size."""
+    mesh = kd.create_device_mesh(f"data:{8 // axis_size},model:{axis_size}")
     return kd.tensor_parallel_layout_map(build, mesh, "model", sequence_parallel)
 
 
-def axes_of(build, parts=2):
-    """The axes of each weight of a model by its path, () where no rule matches."""
-    layout_map = rules_for(build, parts)
+def axes_of(build, axis_size=2):
+    """The axes of each weight of a model by its path, () if no rule matches."""
+    layout_map = rules_for(build, axis_size)
     return {v.path: () if (layout := layout_map[v.path]) is None else layout.axes for v in build().weights}
 
 
-def kernels(build, parts=2):
+def kernels(build, axis_size=2):
     """The axes of the kernels by the names of their layers, in the order of the model."""
-    found = axes_of(build, parts)
+    found = axes_of(build, axis_size)
     return {path.split("/")[-2]: axes for path, axes in found.items() if path.endswith("kernel")}
 
 
@@ -64,7 +64,7 @@ class TestKnownModels:
 
     @pytest.mark.parametrize(("heads", "axes"), [(2, (None, "model", None)), (1, (None, None, None))])
     def test_grouped_query_attention(self, heads, axes):
-        """Heads of keys and values that the axis does not divide stay whole; those of queries do not care."""
+        """Key and value heads that the axis does not divide are replicated; query heads are sharded all the same."""
         found = axes_of(attention(lambda name: layers.GroupQueryAttention(4, 4, heads, name=name)))
         assert found["attention/query/kernel"] == (None, "model", None)
         assert found["attention/key/kernel"] == found["attention/value/kernel"] == axes
@@ -113,19 +113,19 @@ class TestKnownModels:
         assert kernels(build) == {"wide": (None, None, None, "model"), "narrow": (None, None, "model", None)}
 
     def test_mixture_of_experts(self):
-        """Whole experts, and not a part of each."""
-        found = axes_of(sequence(lambda x: x + Experts(8, 32, name="experts")(x)), parts=4)
+        """Each device has some of the experts, not a shard of each."""
+        found = axes_of(sequence(lambda x: x + Experts(8, 32, name="experts")(x)), axis_size=4)
         assert found["experts/up"] == found["experts/down"] == ("model", None, None)
-        assert found["experts/router"] in ((), WHOLE)
+        assert found["experts/router"] in ((), REPLICATED)
 
     def test_experts_that_the_axis_does_not_divide(self):
-        found = axes_of(sequence(lambda x: x + Experts(6, 32, name="experts")(x)), parts=4)
+        found = axes_of(sequence(lambda x: x + Experts(6, 32, name="experts")(x)), axis_size=4)
         assert found["experts/up"] == (None, None, "model")
         assert found["experts/down"] == (None, "model", None)
 
 
 def renamed(build, seed):
-    """The model with layers of random names, and its new names by the old ones."""
+    """A function that builds the model with random names of layers, and the new names by the old ones."""
     model, letters = build(), random.Random(seed)
     names = {layer.name: "".join(letters.choices("abcdefgh", k=12)) for layer in model.layers}
 
@@ -136,7 +136,7 @@ def renamed(build, seed):
 
 
 @pytest.mark.parametrize("build", [transformer, convnet])
-def test_names_play_no_part(build):
+def test_names_of_layers_do_not_matter(build):
     named, (other, names) = axes_of(build), renamed(build, seed=1)
     found = axes_of(other)
     assert found == {path.replace(first := path.split("/")[0], names[first], 1): axes for path, axes in named.items()}
@@ -145,21 +145,21 @@ def test_names_play_no_part(build):
 
 class TestPatterns:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
-    def test_each_path_is_matched_by_one_rule_and_each_rule_matches_one(self, sequence_parallel):
+    def test_each_rule_matches_and_no_path_matches_two(self, sequence_parallel):
         def build():
             tokens = keras.Input((LENGTH,), dtype="int32")
-            x = layers.Embedding(32, WIDTH, name="table.1")(tokens)  # a name with what means more in a regex
+            x = layers.Embedding(32, WIDTH, name="table.1")(tokens)  # a name with special characters of regexes
             for number in range(11):
                 x = block(x, f"block{number}")
             return keras.Model(tokens, layers.Dense(32, name="block+(1)")(x))
 
         layout_map, model = rules_for(build, sequence_parallel=sequence_parallel), build()
-        wanted = {path: axes for path, axes in axes_of(build).items() if axes}
+        expected = {path: axes for path, axes in axes_of(build).items() if axes}
         for pattern, layout in layout_map.items():
-            matched = [path for path in wanted if re.fullmatch(pattern, path)]
+            matched = [path for path in expected if re.fullmatch(pattern, path)]
             if not pattern.endswith(("/input", "/output")):
                 assert matched
-            assert {wanted[path] for path in matched} <= {layout.axes}
+            assert {expected[path] for path in matched} <= {layout.axes}
         assert len([p for p in layout_map if "block[0-9]+_up/kernel" in p]) == 1
         assert len(layout_map) < 60
         with kd.ModelParallel(layout_map=layout_map).scope(), warnings.catch_warnings():
@@ -168,7 +168,7 @@ class TestPatterns:
             kept.compile("sgd", "mse")
         assert [v.path for v in kept.weights] == [v.path for v in model.weights]
 
-    def test_layers_that_differ_by_number_and_lie_otherwise_have_rules_of_their_own(self):
+    def test_numbered_layers_with_different_axes_have_their_own_rules(self):
         def build():
             x = inputs = keras.Input((WIDTH,))
             for number, units in enumerate((64, WIDTH, 64, WIDTH)):
@@ -177,13 +177,13 @@ class TestPatterns:
 
         assert list(kernels(build).values()) == [COLUMNS, ROWS, COLUMNS, ROWS]
 
-    def test_names_that_keras_gives_are_left_out(self):
+    def test_automatic_names_are_left_out(self):
         def build():
             return keras.Sequential([keras.Input((WIDTH,)), layers.Dense(64, name="up"), layers.Dense(8, name="down")])
 
         assert list(rules_for(build)) == ["up/kernel", "up/bias", "down/kernel"]
 
-    def test_the_source_of_a_map_makes_it_again(self):
+    def test_the_source_of_a_map_recreates_it(self):
         layout_map = rules_for(transformer)
         names = {"kd": kd, "keras_dist": kd, "device_mesh": layout_map.device_mesh, **vars(kd)}
         exec(source := layout_map.to_source(), names)
@@ -191,7 +191,7 @@ class TestPatterns:
 
 
 class TestSequenceParallel:
-    def test_between_the_layers_the_sequence_is_sharded(self):
+    def test_the_sequence_is_sharded_between_the_layers(self):
         found = {name: layout.axes for name, layout in rules_for(transformer, sequence_parallel=True).items()}
         for name in ("block_norm[0-9]+", "block_add[0-9]+", "block_down", "block_attention/attention_output", "norm"):
             assert found[f"{name}/output"] == ("data", "model", None), name
@@ -200,10 +200,10 @@ class TestSequenceParallel:
         assert found["block_up/output"] == found["block_down/input"] == ("data", None, "model")
         assert found["block_attention/query/output"] == ("data", None, "model", None)
 
-    def test_without_it_no_activation_has_a_rule(self):
+    def test_without_sequence_parallelism_no_activation_has_a_rule(self):
         assert not [name for name in rules_for(transformer) if name.endswith(("/input", "/output"))]
 
-    def test_a_sequence_that_the_axis_does_not_divide_stays_whole(self):
+    def test_a_sequence_that_the_axis_does_not_divide_is_not_sharded(self):
         def build():
             inputs = keras.Input((7, WIDTH))
             return keras.Model(inputs, layers.Dense(WIDTH, name="down")(layers.Dense(64, name="up")(inputs)))
@@ -212,8 +212,8 @@ class TestSequenceParallel:
         assert found["down/output"] == ("data", None, None)
         assert found["up/output"] == ("data", None, "model")
 
-    def test_what_windows_slide_over_stays_whole(self):
-        """XLA computes such convolutions wrongly where the batch is not sharded, too."""
+    def test_dims_that_windows_slide_over_are_not_sharded(self):
+        """XLA computes wrong numbers for such convolutions if the batch is not sharded, too."""
         found = rules_for(convnet, sequence_parallel=True)
         assert not [name for name, layout in found.items() if "model" in layout.axes[1:2] and name.endswith("put")]
 
@@ -227,33 +227,122 @@ class TestSequenceParallel:
         assert found["flat/output"] == ("data", "model", None)
 
 
-class TestMessages:
-    def test_large_weights_that_stay_whole_are_named(self):
+def recurrent():
+    inputs = keras.Input((LENGTH, WIDTH))
+    x = layers.SimpleRNN(32, return_sequences=True, name="recurrent")(inputs)
+    return keras.Model(inputs, layers.Dense(4, name="head")(x))
+
+
+def residual():
+    inputs = keras.Input((LENGTH, WIDTH))
+    x = layers.Add()([inputs, layers.Dense(WIDTH, name="dense")(inputs)])
+    return keras.Model(inputs, layers.Dense(4, name="head")(x))
+
+
+class TestModelsThatUsedToFail:
+    def test_a_square_recurrent_kernel_is_sharded_over_one_dim(self):
+        """Its rows and columns are both the state: sharded together, but an axis can shard only one dim of a tensor."""
+        found = axes_of(recurrent)
+        assert found["recurrent/simple_rnn_cell/recurrent_kernel"] == COLUMNS
+
+    def test_a_dense_layer_whose_output_is_added_to_its_input(self):
+        assert kernels(residual) == {"dense": COLUMNS, "head": ROWS}
+
+    @pytest.mark.parametrize("build", [recurrent, residual])
+    def test_their_rules_give_the_numbers_of_one_device(self, build):
+        x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
+
+        def losses():
+            keras.utils.clear_session(free_memory=False)
+            keras.utils.set_random_seed(0)
+            model = build()
+            model.compile("adam", "mse")
+            return [float(model.train_on_batch(x, x[:, :, :4])) for _ in range(3)]
+
+        expected = losses()
+        with kd.ModelParallel(layout_map=rules_for(build)).scope():
+            np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+
+    @pytest.mark.parametrize("augmentation", ["RandomFlip", "RandomRotation", "RandomZoom", "RandomTranslation"])
+    def test_random_augmentation(self, augmentation):
+        def build():
+            arguments = {"RandomFlip": [], "RandomTranslation": [0.1, 0.1]}.get(augmentation, [0.1])
+            images = keras.Input((8, 8, 3))
+            x = layers.Conv2D(16, 3, name="wide")(getattr(layers, augmentation)(*arguments)(images))
+            return keras.Model(images, layers.Conv2D(8, 1, name="narrow")(x))
+
+        assert kernels(build) == {"wide": (None, None, None, "model"), "narrow": (None, None, "model", None)}
+
+    @pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU, layers.SimpleRNN])
+    def test_recurrent_layers_with_masks(self, layer):
+        def build():
+            tokens = keras.Input((6,), dtype="int32")
+            x = layers.Embedding(32, 8, mask_zero=True)(tokens)
+            x = layers.Bidirectional(layer(8, dropout=0.1, recurrent_dropout=0.1, return_sequences=True))(x)
+            return keras.Model(tokens, layers.Dense(4)(layer(8)(x)))
+
+        found = axes_of(build)
+        assert all(axes.count("model") <= 1 for axes in found.values())
+        assert any(map(any, found.values()))
+
+    def test_an_input_that_needs_many_elements(self):
+        """Audio, for example: a convolution whose strides leave nothing of 128 samples."""
+
+        def build():
+            x = inputs = keras.Input((None, 1))
+            for name in ("wide", "narrow"):
+                x = layers.Conv1D(16, 127, strides=4, use_bias=False, name=name)(x)
+            return keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
+
+        assert kernels(build) == {"wide": (None, None, "model"), "narrow": (None, "model", None)}
+
+    @pytest.mark.parametrize("elements", [0, 1])
+    def test_an_input_of_one_or_no_element(self, elements):
+        """One image for all tokens, or no mask: a size that differs from those of the other inputs."""
+
+        class Exactly(keras.Layer):
+            def call(self, tokens, images):
+                assert images.shape[1] == elements
+                return tokens
+
+            def compute_output_shape(self, tokens_shape, images_shape):
+                return tokens_shape
+
+        def build():
+            tokens, images = keras.Input((None, WIDTH)), keras.Input((None, 4, 4, 3))
+            x = layers.Dense(64, name="up")(Exactly()(tokens, images))
+            return keras.Model([tokens, images], layers.Dense(WIDTH, name="down")(x))
+
+        assert kernels(build) == {"up": COLUMNS, "down": ROWS}
+
+
+class TestErrors:
+    def test_large_replicated_weights_are_reported(self):
         def build():
             inputs = keras.Input((129,))
             return keras.Model(inputs, layers.Dense(131, name="odd")(inputs))
 
-        with pytest.warns(UserWarning, match=r"1 weights.*stay whole.*'model' \(size 2\).*odd/kernel \(129, 131\)"):
+        with pytest.warns(UserWarning, match=r"1 weight .*'model' \(size 2\).*odd/kernel \(129, 131\)"):
             rules_for(build)
 
-    def test_small_ones_are_not(self, recwarn):
+    def test_small_replicated_weights_are_not_reported(self, recwarn):
         rules_for(lambda: keras.Sequential([keras.Input((7,)), layers.Dense(5)]))
-        assert not [each for each in recwarn if "stay whole" in str(each.message)]
+        assert not [each for each in recwarn if "replicated" in str(each.message)]
 
     @pytest.mark.parametrize(
-        ("what", "axis", "error", "says"),
+        ("model", "axis", "error", "values"),
         [
-            (transformer, "tensor", ValueError, r"axis='tensor'.*\['data', 'model'\]"),
-            (keras.Sequential([layers.Dense(4)]), "model", ValueError, "not built"),
-            (3, "model", TypeError, "Received: 3"),
-            (lambda: 3, "model", TypeError, "returns a model. Received: 3"),
+            (transformer, "tensor", ValueError, r"'tensor'.*\['data', 'model'\]"),
+            (keras.Sequential([layers.Dense(4)]), "model", ValueError, "sequential"),
+            (3, "model", TypeError, "3"),
+            (lambda: 3, "model", TypeError, "3"),
         ],
     )
-    def test_what_is_refused(self, what, axis, error, says):
-        with pytest.raises(error, match=says):
-            kd.tensor_parallel_layout_map(what, kd.create_device_mesh("data:4,model:2"), axis)
+    def test_wrong_arguments(self, model, axis, error, values):
+        with pytest.raises(error, match=values):
+            kd.tensor_parallel_layout_map(model, kd.create_device_mesh("data:4,model:2"), axis)
 
-    def test_a_subclassed_model_does_not_know_its_inputs(self):
+    def test_a_subclassed_model_must_be_wrapped(self):
         class Own(keras.Model):
             def __init__(self):
                 super().__init__()
@@ -264,12 +353,30 @@ class TestMessages:
 
         model = Own()
         model(np.ones((2, 8)))
-        with pytest.raises(ValueError, match=r"the inputs are known.*Pass keras.Model\(inputs, model\(inputs\)\)"):
+        with pytest.raises(ValueError, match=r"'own'.*Own.*keras.Model\(inputs, model\(inputs\)\)"):
             rules_for(lambda: model)
         inputs = keras.Input((8,))
         assert any(any(axes) for axes in axes_of(lambda: keras.Model(inputs, model(inputs))).values())
 
-    def test_nothing_is_left_behind(self):
+    def test_a_model_that_takes_no_size_that_is_tried(self):
+        class Exactly(keras.Layer):
+            def call(self, x):
+                if x.shape[1] != 7:
+                    raise IndexError(f"{x.shape[1]} is not 7")
+                return x
+
+            def compute_output_shape(self, shape):
+                return shape
+
+        def build(length=None):
+            inputs = keras.Input((length, WIDTH), name="tokens")
+            return keras.Model(inputs, layers.Dense(64, name="up")(Exactly()(inputs)), name="picky")
+
+        with pytest.raises(ValueError, match=r"'picky'.*'tokens': \(None, None, 16\).*IndexError: .*128 is not 7"):
+            rules_for(build)
+        assert kernels(lambda: build(7)) == {"up": COLUMNS}
+
+    def test_the_installed_distribution_and_automatic_names_are_unchanged(self):
         rules_for(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.Dense(8)]))
         assert kd.distribution() is None
         assert layers.Dense(1).name == "dense"

@@ -1,0 +1,122 @@
+"""Traces a model's call without values, with sizes for the dims that its inputs leave unknown."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.ad_checkpoint import checkpoint_name
+
+from keras_dist._keras import internals
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.strategies.base import Distribution
+
+# Sizes to try for an unknown dim: this or less, then a few more, such as samples of audio.
+_LENGTH, _LONG_LENGTHS = 128, (256, 1024, 4096)
+
+Shape = tuple[int | None, ...]
+
+
+def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> Any:
+    """Returns the jaxpr of a model's call, in which layers name their inputs and outputs.
+
+    Args:
+        model: a functional or sequential model.
+        device_mesh: the mesh that the model is traced for.
+        axis_size: the size of the axis to shard over, which divides the sizes of unknown dims where possible.
+
+    Returns:
+        The closed jaxpr of a function of the trainable variables, the other variables and the inputs. Each input and
+        output of a layer is named by the layer's path, with `/input` or `/output` appended.
+
+    Raises:
+        ValueError: the model does not know its inputs, or cannot be called on any of the sizes that are tried.
+    """
+    inputs = internals.symbolic_inputs(model)
+    if inputs is None:
+        raise ValueError(
+            f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
+            f"{type(model).__name__}. Wrap it: inputs = keras.Input(shape of one example), then "
+            "keras.Model(inputs, model(inputs))."
+        )
+    tensors, structure = jax.tree.flatten(inputs)
+    weights, others = (
+        [jax.ShapeDtypeStruct(variable.shape, internals.stored_dtype(variable)) for variable in variables]
+        for variables in (model.trainable_variables, model.non_trainable_variables)
+    )
+    first_error: Exception | None = None
+    for shapes in _candidate_shapes([tuple(tensor.shape) for tensor in tensors], axis_size):
+        batch = [
+            jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(tensor.dtype))
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        ]
+        try:
+            with _LayerNames(device_mesh).scope():
+                return jax.make_jaxpr(model.stateless_call)(weights, others, jax.tree.unflatten(structure, batch))
+        except Exception as error:  # whatever a layer raises for a size that it does not take
+            first_error = first_error or error
+    unknown = {tensor.name: tuple(tensor.shape) for tensor in tensors if None in tensor.shape[1:]}
+    tried = f" with sizes from 0 to {_LONG_LENGTHS[-1]} for the unknown dims of its inputs {unknown}" if unknown else ""
+    raise ValueError(
+        f"Cannot trace {model.name!r}: calling it{tried} raises {type(first_error).__name__}: "
+        f"{' '.join(str(first_error).split())[:400]}. Pass keras.Model(inputs, model(inputs)), with a keras.Input of "
+        "a full shape for each input."
+    ) from first_error
+
+
+def _candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[tuple[int, ...]]]:
+    """Yields shapes without unknown dims.
+
+    Dim 0, the batch, has the axis's size. At first all other unknown dims have one size, since inputs that belong
+    together (tokens and their mask) must agree. Then one input of rank 4 or more has a single element in dim 1 (one
+    image for all tokens), or none (no mask to start from), whatever the others have.
+
+    Example:
+
+    >>> for shapes in _candidate_shapes([(None, None), (None, 3)], axis_size=64):
+    ...     print(shapes)
+    [(64, 128), (64, 3)]
+    [(64, 64), (64, 3)]
+    [(64, 256), (64, 3)]
+    [(64, 1024), (64, 3)]
+    [(64, 4096), (64, 3)]
+    """
+
+    def filled(size: int, special: int | None = None, elements: int = 0) -> list[tuple[int, ...]]:
+        def size_of(number: int, dim: int) -> int:
+            return axis_size if dim == 0 else elements if (number, dim) == (special, 1) else size
+
+        return [
+            tuple(size_of(number, dim) if known is None else known for dim, known in enumerate(shape))
+            for number, shape in enumerate(shapes)
+        ]
+
+    if not any(None in shape[1:] for shape in shapes):
+        yield filled(0)
+        return
+    multiples = [2**power * axis_size for power in reversed(range(max(1, (_LENGTH // axis_size).bit_length())))]
+    yield from map(filled, multiples)
+    special = [number for number, shape in enumerate(shapes) if len(shape) >= 4 and shape[1] is None]
+    for size in [*multiples, *(2**power for power in range(8, -1, -1))]:
+        for elements in (1, 0):
+            yield from (filled(size, number, elements) for number in special)
+    yield from map(filled, _LONG_LENGTHS)
+
+
+class _LayerNames(Distribution):
+    """Names what layers take and return in the traced program, and leaves all layouts alone."""
+
+    def get_tensor_layout(self, path: str) -> Any:
+        return path
+
+    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        def named(leaf: Any) -> Any:
+            return checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) else leaf
+
+        return jax.tree.map(named, outputs)
+
+    def distribute_inputs(self, path: str, inputs: Any) -> Any:
+        return self.distribute_outputs(inputs, path)
+
+    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
+        return value
