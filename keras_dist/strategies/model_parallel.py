@@ -62,9 +62,9 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
             raise ValueError(
+                "`num_processes` must be divisible by `num_model_replicas` if it is larger, but "
                 f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
-                f"{self._placer.batch_axes}) evenly. Choose a mesh in which the number of batch shards divides the "
-                "number of processes, or is larger."
+                f"{self._placer.batch_axes}) evenly. Choose batch axes whose product divides {self._num_processes}."
             )
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:

@@ -28,20 +28,20 @@ def mesh_2x4(api, names=("data", "model")):
 def test_data_parallel_over_a_mesh_of_two_axes_warns_and_takes_the_first():
     with pytest.raises(TypeError, match="category must be a Warning subclass"):
         KERAS.DataParallel(mesh_2x4(KERAS))
-    with pytest.warns(UserWarning, match="1D.*'data'"):
+    with pytest.warns(UserWarning, match="1D mesh.*'data'"):
         distribution = kd.DataParallel(mesh_2x4(kd))
     assert distribution.batch_dim_name == "data"
     assert distribution.num_model_replicas == 2
 
 
-@pytest.mark.filterwarnings("ignore:Expect the input mesh to be 1D")
+@pytest.mark.filterwarnings("ignore:DataParallel expects a 1D mesh")
 def test_data_parallel_over_a_mesh_of_two_axes_trains():
     check_as_on_one_device(fit, distribution=lambda api: api.DataParallel(mesh_2x4(api)))
 
 
 def test_data_parallel_over_no_devices():
     assert KERAS.DataParallel(devices=[]).device_mesh.shape == (8,)  # all of them
-    with pytest.raises(ValueError, match=r"at least one device.*devices=\[\]"):
+    with pytest.raises(ValueError, match=r"devices=\[\]"):
         kd.DataParallel(devices=[])
 
 

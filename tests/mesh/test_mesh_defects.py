@@ -173,11 +173,11 @@ def test_13_lowering_looks_at_each_device_once(monkeypatch):
 
 class Test14Keras:
     def test_a_mesh_of_two_axes_warns(self):
-        with pytest.warns(UserWarning, match="Expect the input mesh to be 1D"):
+        with pytest.warns(UserWarning, match="1D mesh.*'data'"):
             assert kd.DataParallel(kd.DeviceMesh("data:2,model:4")).batch_dim_name == "data"
 
     def test_no_devices_are_not_all(self):
-        with pytest.raises(ValueError, match="at least one device"):
+        with pytest.raises(ValueError, match=r"devices=\[\]"):
             kd.DataParallel(devices=[])
         with pytest.raises(ValueError, match="none are given"):
             kd.DeviceMesh((8,), ["data"], [])

@@ -41,7 +41,7 @@ class TestDataParallel:
         assert kd.DataParallel(plain).device_mesh == plain
 
     def test_of_a_mesh_with_several_axes_warns_and_uses_the_first(self, mesh):
-        with pytest.warns(UserWarning, match="Expect the input mesh to be 1D.*'data'"):
+        with pytest.warns(UserWarning, match="1D mesh.*'data'"):
             distribution = kd.DataParallel(mesh)
         assert distribution.get_data_layout((4, 3)) == kd.TensorLayout(("data", None), mesh)
         assert distribution.num_model_replicas == 2
@@ -49,7 +49,7 @@ class TestDataParallel:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ({"devices": []}, r"needs at least one device. Received: devices=\[\]"),
+            ({"devices": []}, r"devices=\[\]"),
             ({"device_mesh": "mesh"}, r"instance of `DeviceMesh`.*'mesh'"),
             ({"devices": ["cpu:0", "cpu:0"]}, "'cpu:0' is given twice"),
         ],
@@ -59,7 +59,7 @@ class TestDataParallel:
             kd.DataParallel(**arguments)
 
     def test_a_mesh_and_devices_are_one_too_many(self, mesh):
-        with pytest.raises(ValueError, match="a mesh or devices, not both"):
+        with pytest.raises(ValueError, match=r"devices=\['cpu:0'\]"):
             kd.DataParallel(mesh, devices=["cpu:0"])
 
 
@@ -107,7 +107,7 @@ class TestModelParallel:
             kd.ModelParallel(layout_map=kd.LayoutMap(None))
 
     def test_arguments_are_named_and_known(self, layout_map):
-        with pytest.raises(ValueError, match="must specify a layout_map"):
+        with pytest.raises(ValueError, match="layout_map"):
             kd.ModelParallel()
         with pytest.raises(TypeError, match="unexpected keyword argument 'bacth_dim_name'"):
             kd.ModelParallel(layout_map=layout_map, bacth_dim_name="data")

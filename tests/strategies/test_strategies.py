@@ -251,9 +251,9 @@ class TestPlaces:
         assert kd.FullyShardedDataParallel(layout_map=rules).batch_dim_name == ("data", "fsdp")
         assert kd.FullyShardedDataParallel(three, shard_axis=("b", "c")).batch_dim_name == ("b", "c")
         for arguments, says in [
-            ({"device_mesh": three}, "Pass shard_axis"),
+            ({"device_mesh": three}, r"3 axes are free.*'a': 2, 'b': 2, 'c': 2"),
             ({"layout_map": rules, "shard_axis": "model"}, r"rules use \['model'\]"),
-            ({"layout_map": rules, "shard_axis": "fsdp", "replica_axis": "fsdp"}, "different ones"),
+            ({"layout_map": rules, "shard_axis": "fsdp", "replica_axis": "fsdp"}, "replica_axis='fsdp'"),
             ({"device_mesh": three, "shard_axis": "d"}, "shard_axis='d'"),
         ]:
             with pytest.raises(ValueError, match=says):
