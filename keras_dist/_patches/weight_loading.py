@@ -39,7 +39,7 @@ def _convert_to_tensor(original, self, value, dtype=None):
     ):
         return original(self, value, dtype)
     if self._shape is None and not is_deferring():  # the variable is being created, and gets its layout later
-        return host_to_device.on_host(value, dtype and internals.standardize_dtype(dtype))
+        return host_to_device.to_numpy(value, dtype and internals.standardize_dtype(dtype))
     sharding = as_sharding(self._layout)
     if not isinstance(sharding, jax.sharding.Sharding) or not is_on_attached_devices(self):
         return original(self, value, dtype)
@@ -61,7 +61,7 @@ def _distribute_tensor(original, distribution, tensor, layout):
         or internals.is_in_jax_tracing_scope(tensor)
     ):
         return original(tensor, layout)
-    return original(host_to_device.move(tensor, sharding), layout)
+    return original(host_to_device.reshard(tensor, sharding), layout)
 
 
 # --------------------------------------------------------------------------------------------------------- from files
@@ -72,9 +72,9 @@ _WHOLE_TENSORS = "every process reads whole tensors, where it needs only its sha
 @INSTALLED.patch(saving_lib.H5IOStore, "__getitem__", reason=_WHOLE_TENSORS)
 def _get_tensor(original, distribution, self, key):
     if self.mode == "r" and _is_asked_for_by_keras():
-        tensor = lazy_hdf5.stored_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
+        tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
         if tensor is not None:
-            vars(self).setdefault("handed", lazy_hdf5.Handed()).add(tensor)
+            vars(self).setdefault("live_tensors", lazy_hdf5.LiveTensors()).add(tensor)
             return tensor
     return original(self, key)
 
@@ -91,8 +91,8 @@ def _is_asked_for_by_keras() -> bool:
 def _patch_close(store: type) -> None:
     @VARIABLES.patch(store, "close", reason="tensors may be read after their file is closed")
     def close(original, self):
-        if "handed" in vars(self):
-            self.handed.settle()
+        if "live_tensors" in vars(self):
+            self.live_tensors.load()
         return original(self)
 
 
@@ -104,7 +104,7 @@ _patch_close(saving_lib.ShardedH5IOStore)
 def _load_subset(original, distribution, group):
     names = legacy_h5_format.load_attributes_from_hdf5_group(group, "weight_names")
     datasets = [saving_lib.safe_get_h5_dataset(group, name) for name in names]
-    return [np.asarray(d) if (tensor := lazy_hdf5.stored_tensor(d)) is None else tensor for d in datasets]
+    return [np.asarray(d) if (tensor := lazy_hdf5.lazy_tensor(d)) is None else tensor for d in datasets]
 
 
 # ---------------------------------------------------------------------------------------------- from `.keras` archives
@@ -117,7 +117,7 @@ def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, co
     before = getattr(_this_thread, "in_place", False)
     try:
         with zipfile.ZipFile(fileobj, "r") as archive:
-            _this_thread.in_place = lazy_hdf5.lies_plain(archive, saving_lib._VARS_FNAME_H5)
+            _this_thread.in_place = lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5)
         return original(fileobj, custom_objects, compile, safe_mode)
     finally:
         _this_thread.in_place = before
@@ -140,7 +140,7 @@ def _is_memory_sufficient(original, distribution, model):
 def _get_h5_file(original, distribution, self, path_or_io, mode=None):
     name = str(path_or_io)
     is_read = (mode or self.mode) == "r" and self.archive
-    if not is_read or not lazy_hdf5.lies_plain(self.archive, name):
+    if not is_read or not lazy_hdf5.is_seekable(self.archive, name):
         return original(self, path_or_io, mode)
     self.io_file = lazy_hdf5.open_member(self.archive, name)
     return saving_lib.h5py.File(self.io_file, mode="r")

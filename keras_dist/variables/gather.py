@@ -1,6 +1,7 @@
-"""A global array becomes a host array, in pieces: no device and no process holds more than one piece beside it."""
+"""Gathers a global array to the host in pieces, of which no device and no process holds more than one at a time."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,111 +13,100 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.variables import host_to_device
 
-PIECE = 2**26  # bytes of a gathered piece, on every device
+_PIECE_BYTES = 2**26  # of a gathered piece, on every device
 
 
-def gather(array: Any, keep: bool = True, piece: int = PIECE) -> np.ndarray | None:
-    """Returns an array that is sharded over several processes as an array of the host.
+def gather(array: Any, keep: bool = True, piece_bytes: int = _PIECE_BYTES) -> np.ndarray | None:
+    """Gathers an array that is sharded over several processes into a NumPy array.
 
-    All processes call it for the same arrays in the same order. Where this process holds all of an array, nothing is
-    sent.
+    All processes must call it for the same arrays in the same order. Nothing is sent if this process holds all shards.
 
     Args:
         array: a `jax.Array`.
-        keep: whether this process wants the values. The others lend their shards and allocate nothing on the host.
-        piece: bytes that each device holds at a time, beside its shard.
+        keep: whether this process needs the values. The others send their shards and allocate nothing on the host.
+        piece_bytes: bytes that each device holds at a time, in addition to its shard.
 
     Returns:
-        The values, in memory that they share with nobody; None where `keep` is False.
+        A new array; None if `keep` is False.
     """
-    if host_to_device.has_all_here(array):
-        return np.array(host_to_device.held_here(array)) if keep else None
-    if not isinstance(array.sharding, NamedSharding):  # nothing of ours
-        whole: Any = multihost_utils.process_allgather(array, tiled=True)
-        return np.array(whole) if keep else None
-    return gather_pieces(array, keep, piece)
+    if host_to_device.is_fully_local(array):
+        return np.array(host_to_device.local_numpy(array)) if keep else None
+    if not isinstance(array.sharding, NamedSharding):  # not made by this library
+        gathered: Any = multihost_utils.process_allgather(array, tiled=True)
+        return np.array(gathered) if keep else None
+    return gather_pieces(array, keep, piece_bytes)
 
 
-def gather_pieces(array: jax.Array, keep: bool, piece: int) -> np.ndarray | None:
-    """As `gather`, of an array over a mesh, in the way that is needed where processes hold different shards.
-
-    Args:
-        array: of any shape, laid out over a mesh.
-        keep: whether this process wants the value; it takes part either way.
-        piece: bytes that each device holds at a time, beside its shard.
-
-    Returns:
-        The whole array, None where it is not kept.
-    """
-    steps = _Steps.of(array.sharding, array.shape, piece // array.dtype.itemsize)
+def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int) -> np.ndarray | None:
+    """Gathers an array on a mesh piece by piece, as `gather` does where processes hold different shards."""
+    pieces = _Pieces(array.sharding, array.shape, piece_bytes // array.dtype.itemsize)
     result = np.empty(array.shape, array.dtype) if keep else None
     if not array.size:
         return result
-    program = _program(array.sharding, array.dtype, steps.dim, steps.rows)
-    for start in steps.starts():
+    program = _gather_program(array.sharding, array.dtype, pieces.dim, pieces.rows)
+    for start in pieces.starts():
         gathered = program(array, np.int32(start)).addressable_data(0)
         if result is None:
             gathered.block_until_ready()  # before the next piece takes memory
         else:
-            for index, part in zip(steps.places(start), np.asarray(gathered), strict=True):
-                result[index] = _as_it_was(part, result.dtype)
+            for index, rows in zip(pieces.indices(start), np.asarray(gathered), strict=True):
+                result[index] = _from_bits(rows, result.dtype)
     return result
 
 
-class _Steps:
-    """How the shards of an array are cut: rows of their largest dim at a time, as many at each step.
+class _Pieces:
+    """Splits every shard along its largest dim into pieces of equal size.
+
+    Example: shards of shape (2, 37, 3) on 2 devices, at most 60 elements for each piece of both. A row of dim 1 has
+    2 x 3 elements on each device, so that 5 rows fit. They start at 0, 5, ..., 30 and 32: the last piece overlaps the
+    one before it, so that one compiled program serves all.
 
     Attributes:
-        dim: the dim that is cut.
-        rows: how many of its rows are sent at a step.
+        dim: the dim that is split.
+        rows: rows of that dim in each piece.
     """
 
-    def __init__(self, axes: tuple[tuple[str, ...], ...], sizes: dict[str, int], shard: tuple[int, ...], elements: int):
-        self._axes, self._sizes, self._shard = axes, sizes, shard
-        self.dim = max(range(len(shard)), key=lambda dim: shard[dim])
-        shards = math.prod(sizes[name] for entry in axes for name in entry)
-        length = shard[self.dim]
-        row = max(1, math.prod(shard) // max(1, length)) * shards
-        count = math.ceil(length / max(1, elements // row))
+    def __init__(self, sharding: Any, shape: tuple[int, ...], max_elements: int):
+        axes = _axes_of_dims(sharding.spec, len(shape))
+        self._shards = [math.prod(sharding.mesh.shape[name] for name in names) for names in axes]  # along each dim
+        self._shard_shape = sharding.shard_shape(shape)
+        self.dim = max(range(len(shape)), key=lambda dim: self._shard_shape[dim])
+        length = self._shard_shape[self.dim]
+        row_elements = max(1, math.prod(self._shard_shape) // max(1, length)) * math.prod(self._shards)
+        count = math.ceil(length / max(1, max_elements // row_elements))
         self.rows = math.ceil(length / max(1, count))
 
-    @classmethod
-    def of(cls, sharding: Any, shape: tuple[int, ...], elements: int) -> "_Steps":
-        axes = _axes(sharding.spec, len(shape))
-        return cls(axes, dict(sharding.mesh.shape), sharding.shard_shape(shape), elements)
-
     def starts(self) -> Iterator[int]:
-        """Yields where each step begins; the last one takes rows again, so that all are of one size."""
-        length = self._shard[self.dim]
+        """Yields the first row of each piece within its shard."""
+        length = self._shard_shape[self.dim]
         for start in range(0, length, self.rows):
             yield min(start, length - self.rows)
 
-    def places(self, start: int) -> Iterator[tuple[slice, ...]]:
-        """Yields where in the array the part of each shard belongs, in the order in which they are gathered."""
-        counts = [math.prod(self._sizes[name] for name in entry) for entry in self._axes]
-        for position in np.ndindex(*counts):
-            index = [slice(at * size, (at + 1) * size) for at, size in zip(position, self._shard, strict=True)]
+    def indices(self, start: int) -> Iterator[tuple[slice, ...]]:
+        """Yields where in the array the piece of each shard belongs, in the order in which they are gathered."""
+        for position in np.ndindex(*self._shards):
+            index = [slice(at * size, (at + 1) * size) for at, size in zip(position, self._shard_shape, strict=True)]
             first = index[self.dim].start + start
             index[self.dim] = slice(first, first + self.rows)
             yield tuple(index)
 
 
-def _axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dim, outermost first."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return tuple(entries) + ((),) * (rank - len(entries))
+def _axes_of_dims(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that each dim is sharded over, outermost first."""
+    return (*map(axis_tuple, spec), *[()] * (rank - len(spec)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(sharding: NamedSharding, dtype: Any, dim: int, rows: int) -> Any:
-    """Compiles once for each layout and shape: the rows of all shards from a number on, on every device."""
-    names = tuple(name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ()))
+def _gather_program(sharding: NamedSharding, dtype: Any, dim: int, rows: int) -> Any:
+    """Compiles once per layout and shape: gathers some rows of all shards, from a given row on, to every device."""
+    names = tuple(itertools.chain.from_iterable(_axes_of_dims(sharding.spec, 0)))
 
     def take(shard, start):
-        rows_of_shard = lax.dynamic_slice_in_dim(shard, start, rows, dim)
-        return lax.all_gather(_as_bytes(rows_of_shard), names)
+        piece = lax.dynamic_slice_in_dim(shard, start, rows, dim)
+        return lax.all_gather(_as_bits(piece), names)
 
     gathered = jax.shard_map(
         take, mesh=sharding.mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
@@ -124,22 +114,20 @@ def _program(sharding: NamedSharding, dtype: Any, dim: int, rows: int) -> Any:
     return jax.jit(gathered)
 
 
-def _as_bytes(array: jax.Array) -> jax.Array:
-    """Numbers as unsigned integers, since not every backend sends every dtype."""
-    if array.dtype == jnp.bool_ or jnp.iinfo(jnp.int8).bits > _bits(array.dtype):
+def _as_bits(array: jax.Array) -> jax.Array:
+    """Reinterprets an array as unsigned integers, because not every backend can send every dtype."""
+    if array.dtype == jnp.bool_ or _bits(array.dtype) < 8:
         return array.astype(jnp.int8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array
     return lax.bitcast_convert_type(array, f"uint{_bits(array.dtype)}")
 
 
-def _as_it_was(part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _from_bits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype == np.bool_ or _bits(dtype) < 8:
-        return part.astype(dtype)
-    return part.view(dtype)
+        return array.astype(dtype)
+    return array.view(dtype)
 
 
 def _bits(dtype: Any) -> int:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    return 8 * np.dtype(dtype).itemsize
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * np.dtype(dtype).itemsize

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist.variables import process_zero
 from keras_dist.variables.gather import gather
-from keras_dist.variables.host_to_device import has_all_here
+from keras_dist.variables.host_to_device import is_fully_local
 
 _this_thread = threading.local()  # agreed: whether all processes read the same here; own_shards: see `own_shards_only`
 
@@ -22,7 +22,7 @@ _this_thread = threading.local()  # agreed: whether all processes read the same 
 def is_held_by_others(value: Any) -> bool:
     """Whether a value is a concrete array of which other processes hold parts that this one does not."""
     is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return is_array and not has_all_here(value)
+    return is_array and not is_fully_local(value)
 
 
 def read(variable: keras.Variable) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""A value becomes the shards of a variable: each device is sent its own part, and none the whole.
+"""Turns host values into sharded arrays: each device receives only its own shard.
 
-Processes do not speak to one another for it. Each is given the same value, and takes what its devices hold.
+Processes do not communicate. Each is given the same value and takes what its devices hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from keras_dist.variables.lazy_hdf5 import Bounds, StoredTensor, stored_tensor
+from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
 
 
 def is_host_tensor(value: Any) -> bool:
-    """Whether a value is an array of numbers in the memory of the host, or in a file.
+    """Whether a value is an array of numbers in host memory or in a file.
 
-    Args:
-        value: anything. Python numbers and lists are no arrays, arrays of other frameworks are none of the host.
+    Python numbers and lists are not, nor are arrays of other frameworks.
     """
-    if isinstance(value, (np.ndarray, StoredTensor)):
+    if isinstance(value, (np.ndarray, LazyTensor)):
         return jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_
     if isinstance(value, (jax.Array, Tracer)) or not all(hasattr(value, name) for name in ("__array__", "shape")):
         return False
@@ -29,26 +28,26 @@ def is_host_tensor(value: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "biufc" and isinstance(value.shape, tuple)
 
 
-def on_host(value: Any, dtype: Any = None) -> np.ndarray:
-    """Returns a host tensor as an array of its own that holds what JAX would convert it to.
+def to_numpy(value: Any, dtype: Any = None) -> np.ndarray:
+    """Returns a host tensor as a new NumPy array with the values and the dtype that JAX would convert it to.
 
     Args:
-        value: a value of which `is_host_tensor` holds.
-        dtype: the dtype to convert it to; by default its own, as far as JAX is told to keep 64 bits.
+        value: a host tensor, see `is_host_tensor`.
+        dtype: dtype to convert to; by default its own, in 32 bits unless JAX has 64 bits enabled.
     """
-    return _converted(np.asarray(value), _dtype_in_jax(value.dtype if dtype is None else dtype), is_own=False)
+    return _converted(np.asarray(value), _jax_dtype(value.dtype if dtype is None else dtype), is_own=False)
 
 
 def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
-    """Lays a host tensor out, part by part.
+    """Places a host tensor on devices, shard by shard.
 
     Args:
-        value: a value of which `is_host_tensor` holds; the same on all processes.
-        sharding: where its parts belong.
-        dtype: the dtype to convert it to; by default its own, as far as JAX is told to keep 64 bits.
+        value: a host tensor, see `is_host_tensor`; the same on all processes.
+        sharding: the sharding of the result.
+        dtype: dtype to convert to; by default its own, in 32 bits unless JAX has 64 bits enabled.
 
     Returns:
-        The array.
+        The sharded array.
 
     Raises:
         ValueError: the sharding does not divide the shape.
@@ -61,26 +60,26 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
     >>> array.dtype, array.addressable_data(3)
     (dtype('float32'), Array([[6., 7.]], dtype=float32))
     """
-    shape, dtype = tuple(value.shape), _dtype_in_jax(value.dtype if dtype is None else dtype)
-    holders: dict[Bounds, list] = {}
+    shape, dtype = tuple(value.shape), _jax_dtype(value.dtype if dtype is None else dtype)
+    holders: dict[Bounds, list] = {}  # replicas of a shard are read once
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        part = tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
-        holders.setdefault(part, []).append(device)
+        bounds = tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
+        holders.setdefault(bounds, []).append(device)
     arrays: list[jax.Array] = []
-    for devices, piece in _cut(value, holders, dtype):
-        arrays.extend(jax.device_put(piece, device) for device in devices)
+    for bounds, shard in _read_shards(value, list(holders), dtype):
+        arrays.extend(jax.device_put(shard, device) for device in holders[bounds])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
-def move(value: Any, sharding: Any) -> Any:
-    """Lays an array out anew; across processes only where its parts do not lie whole on this one.
+def reshard(value: Any, sharding: Any) -> Any:
+    """Places an array with another sharding; processes communicate only if they lack shards that they need.
 
     Args:
-        value: an array of JAX or of the host; of several processes, the same on all.
-        sharding: where its parts belong.
+        value: a `jax.Array` or a host tensor; a host tensor is the same on all processes.
+        sharding: a sharding or a device.
 
     Returns:
-        The array; the same one where it lies so already.
+        The array; the same object if it has that sharding on several processes already.
     """
     if not isinstance(sharding, Sharding):
         return jax.device_put(value, sharding)
@@ -89,41 +88,39 @@ def move(value: Any, sharding: Any) -> Any:
     if isinstance(value, jax.Array) and not sharding.is_fully_addressable:
         if value.sharding.is_equivalent_to(sharding, value.ndim):
             return value
-        if has_all_here(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            return place(held_here(value), sharding)
+        if is_fully_local(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return place(local_numpy(value), sharding)
     return jax.device_put(value, sharding)
 
 
-def has_all_here(value: jax.Array) -> bool:
-    """Whether the devices of this process hold all of an array."""
+def is_fully_local(value: jax.Array) -> bool:
+    """Whether the devices of this process together hold the full array."""
     return value.is_fully_addressable or (value.is_fully_replicated and bool(value.addressable_shards))
 
 
-def held_here(value: jax.Array) -> np.ndarray:
-    """Returns an array of which `has_all_here` holds as one of the host, without asking other processes."""
+def local_numpy(value: jax.Array) -> np.ndarray:
+    """Returns the full array, for which `is_fully_local` holds, without communication."""
     return np.asarray(value if value.is_fully_addressable else value.addressable_data(0))
 
 
-def _dtype_in_jax(dtype: Any) -> np.dtype:
+def _jax_dtype(dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
-def _cut(value: Any, holders: dict[Bounds, list], dtype: np.dtype) -> Iterator[tuple[list, np.ndarray]]:
-    """Yields the devices of each part, and the part."""
-    parts: Sequence[Bounds] = list(holders)
-    if not isinstance(value, (np.ndarray, StoredTensor)):
-        value = (stored_tensor(value) if hasattr(value, "read_direct") else None) or np.asarray(value)
-    if isinstance(value, StoredTensor):
-        for number, piece in value.read_parts(parts):
-            yield holders[parts[number]], _converted(piece, dtype, is_own=True)
+def _read_shards(value: Any, shards: Sequence[Bounds], dtype: np.dtype) -> Iterator[tuple[Bounds, np.ndarray]]:
+    if not isinstance(value, (np.ndarray, LazyTensor)):
+        value = (lazy_tensor(value) if hasattr(value, "read_direct") else None) or np.asarray(value)
+    if isinstance(value, LazyTensor):
+        for bounds, shard in value.read_shards(shards):
+            yield bounds, _converted(shard, dtype, is_own=True)
     else:
-        for part in parts:
-            piece = value[tuple(slice(start, end) for start, end in part)]
-            yield holders[part], _converted(np.asarray(piece), dtype, is_own=False)
+        for bounds in shards:
+            shard = np.asarray(value[tuple(slice(*bound) for bound in bounds)])
+            yield bounds, _converted(shard, dtype, is_own=False)
 
 
-def _converted(piece: np.ndarray, dtype: np.dtype, is_own: bool) -> np.ndarray:
-    """A part in another dtype, as JAX converts it; in memory of its own, which devices of the host may keep."""
-    if dtype == jnp.bfloat16:  # from 64 bits by way of 32, as in Keras
-        piece = piece.astype(_dtype_in_jax(piece.dtype), copy=False)
-    return np.array(piece, dtype=dtype, order="C", copy=None if is_own else True)
+def _converted(array: np.ndarray, dtype: np.dtype, is_own: bool) -> np.ndarray:
+    """Converts as JAX does, to memory that nobody else writes to: CPU devices may keep it without a copy."""
+    if dtype == jnp.bfloat16:  # from 64 bits via 32 bits, as Keras does
+        array = array.astype(_jax_dtype(array.dtype), copy=False)
+    return np.array(array, dtype=dtype, order="C", copy=None if is_own else True)

@@ -1,4 +1,4 @@
-"""A tensor in an h5 file that is read where and when it is used, so that a process reads the parts that it holds."""
+"""Tensors in HDF5 files that are read when they are used, so that a process reads only the shards that it holds."""
 
 import io
 import os
@@ -13,20 +13,18 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-Bounds = tuple[tuple[int, int], ...]  # where a part begins and ends in each dim
+Bounds = tuple[tuple[int, int], ...]  # first index and end of a shard in each dim
 
-_SMALL = 2**20  # bytes up to which a tensor is read at once: it costs less than to read it later
-_BAND = 2**24  # bytes that are read at a time where parts do not lie in one piece
+_MIN_LAZY_BYTES = 2**20  # tensors up to this size are read at once, which costs less than to defer it
+_BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the file
 
 
-class StoredTensor(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for the array that a dataset holds. What is done with it is done with the array, which is read for it.
-
-    Only `read_parts` reads less than all.
+class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for the array in an HDF5 dataset, and reads it on first use; `read_shards` reads less than all of it.
 
     Args:
         dataset: an `h5py.Dataset`.
-        dtype: the dtype of the array, where the file cannot tell.
+        dtype: dtype of the array, if it is not the one that the file records.
     """
 
     __slots__ = ("__weakref__", "_array", "_dataset", "dtype", "shape")
@@ -47,156 +45,160 @@ class StoredTensor(np.lib.mixins.NDArrayOperatorsMixin):
         """The size of the array in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    def settle(self) -> np.ndarray:
-        """Reads the array, and needs the file no longer."""
+    def load(self) -> np.ndarray:
+        """Reads the full array into memory; the file is not needed afterwards."""
         if self._array is None:
-            self._array, self._dataset = self._read(tuple((0, size) for size in self.shape)), None
+            self._array, self._dataset = self._read_all(), None
         return self._array
 
-    def read_parts(self, parts: Sequence[Bounds]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields parts of the array, of all dims each.
+    def read_shards(self, shards: Sequence[Bounds]) -> Iterator[tuple[Bounds, np.ndarray]]:
+        """Yields shards of the array, each with its bounds, as new arrays.
 
-        Parts that lie in one piece in the file are read one after the other. Others are read together, in rows that
-        lie in one piece, since a file is slow at many small pieces.
+        Shards that are contiguous in the file are read one by one. Others are read together, in bands of full rows,
+        because many small reads are slow.
 
         Args:
-            parts: where each of them begins and ends.
-
-        Yields:
-            The number of a part, and a new array.
+            shards: bounds of each shard in all dims.
         """
         if self._array is not None:
-            yield from ((number, self._array[_slices(part)].copy()) for number, part in enumerate(parts))
-        elif self._dataset.chunks is None and all(map(self._is_in_one_piece, parts)):
-            yield from ((number, self._read(part)) for number, part in enumerate(parts))
+            yield from ((shard, self._array[_slices(shard)].copy()) for shard in shards)
+        elif self._dataset.chunks is None and all(map(self._is_contiguous, shards)):
+            yield from ((shard, self._read(shard)) for shard in shards)
         else:
-            together = self._read_together(parts)
-            yield from ((number, together.popleft()) for number in range(len(parts)))  # which keeps none for longer
+            arrays = self._read_in_bands(shards)
+            yield from ((shard, arrays.popleft()) for shard in shards)  # frees each as soon as the caller does
 
-    def _is_in_one_piece(self, part: Bounds) -> bool:
-        sizes = [end - start for start, end in part]
-        cut = [dim for dim, size in enumerate(sizes) if size != self.shape[dim]]
-        return not cut or all(size == 1 for size in sizes[: cut[-1]])
+    def _is_contiguous(self, shard: Bounds) -> bool:
+        sizes = _sizes(shard)
+        split = [dim for dim, size in enumerate(sizes) if size != self.shape[dim]]
+        return not split or all(size == 1 for size in sizes[: split[-1]])
 
-    def _read_together(self, parts: Sequence[Bounds]) -> deque[np.ndarray]:
-        results = [np.empty([end - start for start, end in part], self.dtype) for part in parts]
-        around = [(min(start for start, _ in dim), max(end for _, end in dim)) for dim in zip(*parts, strict=True)]
-        row = max(1, self.nbytes // max(1, self.shape[0]))
-        step = max(1, _BAND // row)
-        if self._dataset.chunks is not None:  # whole chunks, which may be compressed
-            step = -(-step // self._dataset.chunks[0]) * self._dataset.chunks[0]
-        for first in range(around[0][0] // step * step, around[0][1], step):
-            rows = max(first, around[0][0]), min(first + step, around[0][1])
-            band = self._read((rows, *around[1:]))
-            for part, result in zip(parts, results, strict=True):
-                start, end = max(rows[0], part[0][0]), min(rows[1], part[0][1])
+    def _read_in_bands(self, shards: Sequence[Bounds]) -> deque[np.ndarray]:
+        arrays = [np.empty(_sizes(shard), self.dtype) for shard in shards]
+        box = [(min(start for start, _ in dim), max(end for _, end in dim)) for dim in zip(*shards, strict=True)]
+        rows = max(1, _BAND_BYTES // max(1, self.nbytes // max(1, self.shape[0])))
+        if self._dataset.chunks is not None:  # full chunks, which may be compressed
+            rows = -(-rows // self._dataset.chunks[0]) * self._dataset.chunks[0]
+        for first in range(box[0][0] // rows * rows, box[0][1], rows):
+            band_bounds = ((max(first, box[0][0]), min(first + rows, box[0][1])), *box[1:])
+            band = self._read(band_bounds)
+            for shard, array in zip(shards, arrays, strict=True):
+                start, end = max(band_bounds[0][0], shard[0][0]), min(band_bounds[0][1], shard[0][1])
                 if start < end:
-                    inner = [slice(s - a[0], e - a[0]) for (s, e), a in zip(part[1:], around[1:], strict=True)]
-                    result[start - part[0][0] : end - part[0][0]] = band[
-                        (slice(start - rows[0], end - rows[0]), *inner)
+                    array[start - shard[0][0] : end - shard[0][0]] = band[
+                        _slices(_relative(((start, end), *shard[1:]), band_bounds))
                     ]
-        return deque(results)
+        return deque(arrays)
 
-    def _read(self, part: Bounds) -> np.ndarray:
-        result = np.empty([end - start for start, end in part], self.dtype)
+    def _read(self, bounds: Bounds) -> np.ndarray:
+        result = np.empty(_sizes(bounds), self.dtype)
         if result.size:
-            self._dataset.read_direct(result, _slices(part))
+            self._dataset.read_direct(result, _slices(bounds))
         return result
 
+    def _read_all(self) -> np.ndarray:
+        return self._read(tuple((0, size) for size in self.shape))
+
     def __array__(self, dtype=None, copy=None):
-        array = self._array
-        if array is None:
-            array, copy = self._read(tuple((0, size) for size in self.shape)), None
-        return np.array(array, dtype=dtype, copy=copy)
+        if self._array is None:
+            return np.array(self._read_all(), dtype=dtype, copy=None)
+        return np.array(self._array, dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **options):
         if "out" in options:
-            options["out"] = tuple(map(_settled, options["out"]))
-        return getattr(ufunc, method)(*map(_settled, inputs), **options)
+            options["out"] = tuple(map(_loaded, options["out"]))
+        return getattr(ufunc, method)(*map(_loaded, inputs), **options)
 
     def __jax_array__(self):
-        return jnp.asarray(self.settle())
+        return jnp.asarray(self.load())
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.settle(), name)
+        return getattr(self.load(), name)
 
     def __getitem__(self, key):
-        return self.settle()[key]
+        return self.load()[key]
 
     def __setitem__(self, key, value):
-        self.settle()[key] = value
+        self.load()[key] = value
 
     def __len__(self) -> int:
-        return len(self.settle())
+        return len(self.load())
 
     def __iter__(self):
-        return iter(self.settle())
+        return iter(self.load())
 
     def __contains__(self, value) -> bool:
-        return value in self.settle()
+        return value in self.load()
 
     def __bool__(self) -> bool:
-        return bool(self.settle())
+        return bool(self.load())
 
     def __repr__(self) -> str:
-        return repr(self.settle())
+        return repr(self.load())
 
     def __reduce__(self):
-        return np.asarray, (self.settle(),)
+        return np.asarray, (self.load(),)
 
 
-def _settled(value):
-    return value.settle() if isinstance(value, StoredTensor) else value
+def _loaded(value):
+    return value.load() if isinstance(value, LazyTensor) else value
 
 
-def _slices(part: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in part)
+def _slices(bounds: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(start, end) for start, end in bounds)
 
 
-def stored_tensor(dataset: Any) -> StoredTensor | None:
-    """Returns a dataset as a tensor that is read later; None where it is small, or not of numbers.
+def _sizes(bounds: Bounds) -> list[int]:
+    return [end - start for start, end in bounds]
+
+
+def _relative(bounds: Bounds, origin: Bounds) -> Bounds:
+    return tuple((start - first, end - first) for (start, end), (first, _) in zip(bounds, origin, strict=True))
+
+
+def lazy_tensor(dataset: Any) -> LazyTensor | None:
+    """Returns a dataset as a lazy tensor; None if it is small or does not hold numbers.
 
     Args:
-        dataset: an `h5py.Dataset`. That it holds bfloat16 stands in its attributes, as Keras writes it.
+        dataset: an `h5py.Dataset`. Keras records bfloat16, which HDF5 lacks, in its attributes.
     """
     is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"
     if dataset.shape is None or (dataset.dtype.kind not in "biufc" and not is_bfloat16):
         return None
-    tensor = StoredTensor(dataset, ml_dtypes.bfloat16 if is_bfloat16 else None)
-    return tensor if tensor.ndim and tensor.nbytes > _SMALL else None
+    tensor = LazyTensor(dataset, ml_dtypes.bfloat16 if is_bfloat16 else None)
+    return tensor if tensor.ndim and tensor.nbytes > _MIN_LAZY_BYTES else None
 
 
-class Handed:
-    """The tensors that a file has handed out and that live: they are read before it is closed."""
+class LiveTensors:
+    """The lazy tensors of a file that are still referenced, to be loaded before it is closed."""
 
     def __init__(self):
-        self._tensors: list[weakref.ref[StoredTensor]] = []
+        # By id, since a WeakSet would compare tensors, which reads them.
+        self._tensors: weakref.WeakValueDictionary[int, LazyTensor] = weakref.WeakValueDictionary()
 
-    def add(self, tensor: StoredTensor) -> None:
-        """Takes a tensor down."""
-        self._tensors = [reference for reference in self._tensors if reference() is not None]
-        self._tensors.append(weakref.ref(tensor))
+    def add(self, tensor: LazyTensor) -> None:
+        """Adds a tensor, without keeping it alive."""
+        self._tensors[id(tensor)] = tensor
 
-    def settle(self) -> None:
-        """Reads all that somebody still holds."""
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None:
-                tensor.settle()
-        self._tensors = []
+    def load(self) -> None:
+        """Loads all tensors that are still referenced."""
+        for tensor in list(self._tensors.values()):
+            tensor.load()
+        self._tensors.clear()
 
 
 # ----------------------------------------------------------------------------------------------- a file in an archive
 
 
 class _Section(io.RawIOBase):
-    """A part of a file, to be read as a file."""
+    """Bytes of a file, as a file. `zipfile` before Python 3.12 seeks backwards by reading again from the start."""
 
     def __init__(self, path: str, start: int, size: int):
         super().__init__()
-        self._file, self._start, self._size, self._at = open(path, "rb"), start, size, 0  # noqa: SIM115
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._start, self._size, self._at = start, size, 0
 
     def readable(self) -> bool:
         return True
@@ -223,8 +225,8 @@ class _Section(io.RawIOBase):
         super().close()
 
 
-def lies_plain(archive: zipfile.ZipFile, name: str) -> bool:
-    """Whether a member of an archive on disk is neither compressed nor encrypted, so that parts of it can be read."""
+def is_seekable(archive: zipfile.ZipFile, name: str) -> bool:
+    """Whether a member of an archive on disk is neither compressed nor encrypted, so that any part can be read."""
     if name not in archive.NameToInfo or not isinstance(archive.filename, str) or not os.path.isfile(archive.filename):
         return False
     info = archive.getinfo(name)
@@ -232,15 +234,7 @@ def lies_plain(archive: zipfile.ZipFile, name: str) -> bool:
 
 
 def open_member(archive: zipfile.ZipFile, name: str) -> io.RawIOBase:
-    """Opens a member of an archive of which `lies_plain` holds: any part of it is read as fast as of a file.
-
-    Args:
-        archive: the archive.
-        name: the name of the member.
-
-    Returns:
-        A file to read from.
-    """
+    """Opens a member of an archive, for which `is_seekable` holds, as a file with fast random access."""
     info, path = archive.getinfo(name), archive.filename
     assert path is not None
     with open(path, "rb") as file:
@@ -250,4 +244,5 @@ def open_member(archive: zipfile.ZipFile, name: str) -> io.RawIOBase:
     return _Section(path, info.header_offset + _HEADER.size + name_length + extra_length, info.file_size)
 
 
-_HEADER = struct.Struct("<4s5H3L2H")  # of a member, as it stands before its name
+# Local file header, which precedes a member's name. Source: PKWARE, ".ZIP File Format Specification", 4.3.7.
+_HEADER = struct.Struct("<4s5H3L2H")

@@ -9,7 +9,7 @@ from keras_dist._keras import internals, training_state
 from keras_dist._keras.active_distribution import is_of_this_package, record_distribution
 from keras_dist._keras.internals import as_sharding
 from keras_dist.variables.gather import gather
-from keras_dist.variables.host_to_device import move
+from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.variable_layouts import VariableSpec, all_variables, layouts_of
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
@@ -71,4 +71,4 @@ def _moved(value: Any, layout: Any) -> Any:
     if layout is None:
         # Not tied to a device, like the value of a variable that was made without a distribution.
         return jax.device_put(gather(value))
-    return move(value, as_sharding(layout))
+    return reshard(value, as_sharding(layout))

@@ -218,11 +218,11 @@ def test_what_is_no_model_and_no_distribution():
         kd.explain(blocks)
     with pytest.raises(TypeError, match=r"explain takes a distribution of keras_dist\. Received: .*'data:8'"):
         kd.explain(blocks, "data:8")
-    with pytest.raises(TypeError, match=r"A built model is needed.*Received: 3 \(int\)"):
+    with pytest.raises(TypeError, match=r"\b3 \(int\)"):
         kd.explain(3, kd.DataParallel())
     with pytest.raises(TypeError, match=r"Received: None \(NoneType\).*Return the model"):
         kd.explain(lambda: None, kd.DataParallel())
-    with pytest.raises(ValueError, match=r"Only a built model.*'unbuilt', which is not built"):
+    with pytest.raises(ValueError, match="'unbuilt'"):
         kd.explain(keras.Sequential([layers.Dense(2)], name="unbuilt"), kd.DataParallel())
 
 

@@ -1,4 +1,4 @@
-"""Models made without values: they have shapes, dtypes and layouts, whatever their layers do while they are built."""
+"""`deferred`: models with shapes, dtypes and layouts but without values, whatever their layers do in `build`."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ import keras_dist as kd
 from keras_dist._keras.internals import variable_layout, variable_value
 
 
-def made(build):
+def build_deferred(build):
     with kd.deferred():
         return build()
 
@@ -24,24 +24,24 @@ def has_no_values(model):
 
 
 @pytest.mark.parametrize("name", ["gpt", "perceptron", "convnet", "two branches"])
-def test_models_have_shapes_and_no_values(name):
+def test_deferred_models_have_shapes_and_no_values(name):
     build, _ = MODELS[name]
-    model, normal = made(build), build()
+    model, normal = build_deferred(build), build()
     assert has_no_values(model)
     assert [(v.shape, v.dtype) for v in model.variables] == [(v.shape, v.dtype) for v in normal.variables]
     assert model.count_params() == normal.count_params()
 
 
-def test_layouts_are_those_of_the_installed_distribution():
+def test_layouts_come_from_the_active_distribution():
     distribution = rules(kd.create_device_mesh("data:2,model:4"), {".*up/kernel": (None, "model")})
     with distribution.scope():
-        model = made(gpt)
+        model = build_deferred(gpt)
     layouts = {v.path: variable_layout(v).axes for v in model.variables}
     assert layouts["block0_up/kernel"] == (None, "model")
     assert layouts["block0_down/kernel"] == (None, None)
 
 
-def test_optimizers_and_metrics_made_inside_have_no_values():
+def test_deferred_optimizers_and_metrics_have_no_values():
     with kd.deferred():
         weight = keras.Variable("zeros", shape=(3, 4))
         optimizer = keras.optimizers.Adam(0.5)
@@ -59,24 +59,24 @@ def test_a_model_of_any_size_takes_no_memory():
         return model
 
     before = sum(array.nbytes for array in jax.live_arrays())
-    model = made(build)
+    model = build_deferred(build)
     assert model.count_params() == 2**40 + 2**20
     assert sum(array.nbytes for array in jax.live_arrays()) - before < 2**10
 
 
-def test_using_a_value_says_what_to_do():
-    model = made(gpt)
+def test_using_a_deferred_value_names_the_variable():
+    model = build_deferred(gpt)
     for use in (
         lambda: model.get_weights(),
         lambda: model(np.zeros((1, 16), "int32")),
         lambda: model.weights[0].numpy(),
         lambda: model.fit(*MODELS["gpt"][1], verbose=0),
     ):
-        with pytest.raises(ValueError, match=r"'embedding/embeddings' has no value"):
+        with pytest.raises(ValueError, match="'embedding/embeddings'"):
             use()
 
 
-def test_other_threads_make_values_meanwhile():
+def test_other_threads_are_not_deferred():
     made_there = []
 
     def make():
@@ -89,7 +89,7 @@ def test_other_threads_make_values_meanwhile():
     np.testing.assert_array_equal(made_there[0].value, [1, 1])
 
 
-def test_blocks_may_be_nested_and_end_with_an_error():
+def test_nested_blocks_and_errors_inside_them_end_deferral():
     def fail():
         with kd.deferred():
             with kd.deferred():
@@ -102,7 +102,7 @@ def test_blocks_may_be_nested_and_end_with_an_error():
     assert keras.Variable("ones", shape=(2,)).value.shape == (2,)
 
 
-def test_variables_that_have_values_are_assigned_as_ever():
+def test_variables_with_values_can_be_assigned_inside_deferred():
     with kd.DataParallel().scope():
         variable = keras.Variable("zeros", shape=(8,))
         with kd.deferred():
@@ -111,18 +111,18 @@ def test_variables_that_have_values_are_assigned_as_ever():
     np.testing.assert_array_equal(variable.value, np.ones(8))
 
 
-def test_keras_is_as_before_after_the_block():
+def test_keras_is_unpatched_after_the_block():
     names = ("_initialize", "_initialize_with_initializer", "_deferred_initialize", "_direct_assign")
     before = [getattr(keras.Variable, name) for name in names]
-    made(gpt)
+    build_deferred(gpt)
     assert [getattr(keras.Variable, name) for name in names] == before
 
 
-# ------------------------------------------------------------------------------------------ what layers may do
+# ------------------------------------------------------------------------------------------ unusual layers
 
 
-class MadeInCall(layers.Layer):
-    """Has no `build`: its sublayer is built when it is first called, inside Keras's own scope for symbolic calls."""
+class CreatedInCall(layers.Layer):
+    """Has no `build`: its sublayer is built at the first call, inside Keras's scope for symbolic calls."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -132,19 +132,19 @@ class MadeInCall(layers.Layer):
         return self.inner(x)
 
 
-def test_layers_that_are_made_inside_a_call():
+def test_layers_created_inside_a_call():
     def build():
         x = keras.Input((8,))
-        return keras.Model(x, MadeInCall()(x))
+        return keras.Model(x, CreatedInCall()(x))
 
-    model = made(build)
+    model = build_deferred(build)
     assert [tuple(v.shape) for v in model.variables] == [(8, 4), (4,)]
     assert has_no_values(model)
     assert kd.materialize(model).get_weights()[0].std() > 0
 
 
 class FloatInitializer(layers.Layer):
-    """Starts a scalar with a function that returns a Python float, as CLIP's logit scale does."""
+    """Initializes a scalar with a function that returns a Python float, as CLIP's logit scale does."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(), initializer=lambda *args, **kwargs: 2.5)
@@ -153,14 +153,14 @@ class FloatInitializer(layers.Layer):
         return x * self.scale
 
 
-def test_an_initializer_may_return_a_python_float():
-    model = made(lambda: keras.Sequential([keras.Input((3,)), FloatInitializer()]))
+def test_initializer_that_returns_a_python_float():
+    model = build_deferred(lambda: keras.Sequential([keras.Input((3,)), FloatInitializer()]))
     value = kd.materialize(model).weights[0].value
     assert (value.shape, value.dtype, float(value)) == ((), np.float32, 2.5)
 
 
-class ReadsWhileBuilt(layers.Layer):
-    """Derives a constant from one variable and assigns another, while it is built."""
+class ReadsVariablesInBuild(layers.Layer):
+    """Derives a constant from one variable and assigns another in `build`."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(4, 4), initializer="glorot_uniform", name="table")
@@ -175,12 +175,12 @@ class ReadsWhileBuilt(layers.Layer):
         return x @ self.doubled + self.total
 
 
-def test_what_is_assigned_while_a_layer_is_built_is_its_value():
+def test_values_assigned_during_build_are_kept():
     def build():
-        return keras.Sequential([keras.Input((4,)), ReadsWhileBuilt(name="reads")])
+        return keras.Sequential([keras.Input((4,)), ReadsVariablesInBuild(name="reads")])
 
     keras.utils.set_random_seed(3)
-    model = kd.materialize(made(build))
+    model = kd.materialize(build_deferred(build))
     keras.utils.set_random_seed(3)
     normal = build()
     layer = model.get_layer("reads")
@@ -192,7 +192,7 @@ def test_what_is_assigned_while_a_layer_is_built_is_its_value():
 
 
 class CompilesItself(keras.Model):
-    """Compiles itself when it is made, as KerasHub's tasks do: the optimizer's scalars are given as values."""
+    """Compiles itself in its constructor, as KerasHub's tasks do: the optimizer's scalars are given as values."""
 
     def __init__(self):
         super().__init__()
@@ -203,11 +203,11 @@ class CompilesItself(keras.Model):
         return self.dense(x)
 
 
-def test_values_that_are_given_stay_on_the_host_under_a_mesh_of_described_devices():
+def test_given_values_stay_on_the_host_under_a_mesh_of_mock_devices():
     mesh = kd.DeviceMesh((4, 4), ["data", "model"], kd.mock_tpus("v5e:4x4"))
 
     class Replicated(kd.Distribution):
-        def get_variable_layout(self, variable):  # a described device has no lowering
+        def get_variable_layout(self, variable):  # a mock device has no lowering
             return jax.sharding.SingleDeviceSharding(jax.devices()[3])
 
     with Replicated(mesh, "data").scope(), kd.deferred():
@@ -217,7 +217,7 @@ def test_values_that_are_given_stay_on_the_host_under_a_mesh_of_described_device
     assert int(model.optimizer.iterations.value) == 0
 
 
-def test_two_variables_may_share_a_path():
+def test_variables_with_the_same_path():
     class Twins(layers.Layer):
         def build(self, shape):
             self.first = self.add_weight(shape=(2, 8), name="kernel", initializer="ones")
@@ -228,7 +228,7 @@ def test_two_variables_may_share_a_path():
 
     distribution = rules(kd.create_device_mesh("data:2,model:4"), {"other": ("model",)})
     with distribution.scope():
-        model = made(lambda: keras.Sequential([keras.Input((2,)), Twins()]))
+        model = build_deferred(lambda: keras.Sequential([keras.Input((2,)), Twins()]))
         model.compile("adam", "mse")
         kd.materialize(model)
     assert [w.mean() for w in model.get_weights()] == [1, 0]
@@ -237,15 +237,15 @@ def test_two_variables_may_share_a_path():
     assert planned.memory.optimizer == 2 * planned.memory.weights + 8
 
 
-def test_a_generator_that_is_made_inside_serves_afterwards():
+def test_global_seed_generator_created_inside_works_afterwards():
     keras.utils.clear_session(free_memory=False)
     with kd.deferred():
         keras.random.normal((2,))
     assert keras.random.normal((2,)).shape == (2,)
 
 
-def test_random_seeds_go_on_as_in_a_normal_build():
-    for build in (gpt, lambda: made(gpt)):
+def test_pythons_random_state_advances_as_in_a_normal_build():
+    for build in (gpt, lambda: build_deferred(gpt)):
         random.seed(5)
         build()
         after = random.random()
@@ -254,19 +254,19 @@ def test_random_seeds_go_on_as_in_a_normal_build():
         assert random.random() == after
 
 
-def test_one_error_of_a_build_is_not_hidden():
+def test_errors_in_build_are_not_hidden():
     class Fails(layers.Layer):
         def build(self, shape):
             raise RuntimeError("no tokenizer here")
 
     with pytest.raises(RuntimeError, match="no tokenizer here"):
-        made(lambda: keras.Sequential([keras.Input((2,)), Fails()]))
+        build_deferred(lambda: keras.Sequential([keras.Input((2,)), Fails()]))
 
 
-def test_loaded_weights_are_values(tmp_path):
+def test_loaded_weights_replace_deferred_values(tmp_path):
     model = gpt()
     model.save_weights(tmp_path / "w.weights.h5")
-    later = made(gpt)
+    later = build_deferred(gpt)
     later.load_weights(tmp_path / "w.weights.h5")
     kd.materialize(later)
     for value, expected in zip(later.get_weights(), model.get_weights(), strict=True):

@@ -1,4 +1,4 @@
-"""A global array becomes a host array: the same numbers, in bounded pieces, with few programs."""
+"""`gather`: the values of the array, in bounded pieces, with few compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from keras_dist.variables.gather import gather, gather_pieces
 MESH = ((2, 2, 2), ["a", "b", "c"])
 
 
-def laid_out(array, spec):
+def on_mesh(array, spec):
     sharding = jax.sharding.NamedSharding(kd.DeviceMesh(*MESH).backend_mesh, jax.sharding.PartitionSpec(*spec))
     return jax.device_put(array, sharding)
 
@@ -30,10 +30,10 @@ SPECS = [
 
 @pytest.mark.parametrize("piece", [4, 2**10, 2**26])
 @pytest.mark.parametrize("spec", SPECS)
-def test_values_are_those_of_the_array(spec, piece):
+def test_gathered_values_equal_the_array(spec, piece):
     array = np.random.default_rng(0).normal(size=(16, 24, 40)).astype("float32")
-    np.testing.assert_array_equal(gather_pieces(laid_out(array, spec), True, piece), array)
-    assert gather_pieces(laid_out(array, spec), False, piece) is None
+    np.testing.assert_array_equal(gather_pieces(on_mesh(array, spec), True, piece), array)
+    assert gather_pieces(on_mesh(array, spec), False, piece) is None
 
 
 @pytest.mark.parametrize(
@@ -41,36 +41,36 @@ def test_values_are_those_of_the_array(spec, piece):
 )
 def test_every_dtype_is_gathered(dtype):
     array = np.arange(-64, 64).reshape(16, 8).astype("float32").astype(jnp.dtype(dtype))
-    result = gather_pieces(laid_out(array, ("a", "b")), True, 64)
+    result = gather_pieces(on_mesh(array, ("a", "b")), True, 64)
     assert result.dtype == array.dtype
     np.testing.assert_array_equal(result.astype("complex64"), array.astype("complex64"))
 
 
-def test_odd_sizes_need_one_program(monkeypatch):
-    gathering._program.cache_clear()
-    array = laid_out(np.arange(2 * 37 * 3, dtype="float32").reshape(2, 37, 3), ("a",))
+def test_sizes_that_pieces_do_not_divide_need_one_program(monkeypatch):
+    gathering._gather_program.cache_clear()
+    array = on_mesh(np.arange(2 * 37 * 3, dtype="float32").reshape(2, 37, 3), ("a",))
     np.testing.assert_array_equal(gather_pieces(array, True, 240), array)
-    program = gathering._program(array.sharding, array.dtype, 1, 10)
-    assert (gathering._program.cache_info().misses, program._cache_size()) == (1, 1)
+    program = gathering._gather_program(array.sharding, array.dtype, 1, 10)
+    assert (gathering._gather_program.cache_info().misses, program._cache_size()) == (1, 1)
 
 
-def test_no_device_holds_more_than_a_piece():
-    array = laid_out(np.zeros((64, 1024, 256), "float32"), (("a", "b"), None, "c"))
+def test_devices_hold_at_most_one_piece():
+    array = on_mesh(np.zeros((64, 1024, 256), "float32"), (("a", "b"), None, "c"))
     piece = 2**20
-    steps = gathering._Steps.of(array.sharding, array.shape, piece // 4)
-    program = gathering._program(array.sharding, array.dtype, steps.dim, steps.rows)
+    pieces = gathering._Pieces(array.sharding, array.shape, piece // 4)
+    program = gathering._gather_program(array.sharding, array.dtype, pieces.dim, pieces.rows)
     memory = program.lower(array, np.int32(0)).compile().memory_analysis()
     shard = array.addressable_data(0).nbytes
     assert memory.output_size_in_bytes <= piece
     assert memory.temp_size_in_bytes <= 2 * piece < shard
 
 
-def test_what_is_here_is_handed_out_without_a_program():
-    gathering._program.cache_clear()
+def test_fully_local_arrays_need_no_program():
+    gathering._gather_program.cache_clear()
     for value, spec in ((np.float32(3), ()), (np.zeros((0, 8)), (None, "a")), (np.ones((4, 2)), ()), (np.ones(8), "a")):
-        result = gather(laid_out(value, spec))
+        result = gather(on_mesh(value, spec))
         np.testing.assert_array_equal(result, value)
         result[...] = 2  # its own memory
-    assert gather(laid_out(np.ones(8), "a"), keep=False) is None
-    assert gather_pieces(laid_out(np.zeros((0, 8), "f4"), (None, "a")), True, 64).shape == (0, 8)
-    assert gathering._program.cache_info().misses == 0
+    assert gather(on_mesh(np.ones(8), "a"), keep=False) is None
+    assert gather_pieces(on_mesh(np.zeros((0, 8), "f4"), (None, "a")), True, 64).shape == (0, 8)
+    assert gathering._gather_program.cache_info().misses == 0

@@ -1,4 +1,4 @@
-"""Values given later are those of a normal build, laid out from the start, by few programs."""
+"""`materialize`: the values of a normal build, sharded from the start, with few compiled programs."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ import keras_dist as kd
 from keras_dist.variables.fused_threefry import fused_key
 
 
-def built(build, distribution, deferred):
+def build_model(build, distribution, deferred):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(11)
     with distribution.scope():
@@ -27,10 +27,10 @@ def built(build, distribution, deferred):
 
 @pytest.mark.parametrize("layout", ["tensor parallel", "fully sharded", "data parallel"])
 @pytest.mark.parametrize("name", ["gpt", "convnet", "two branches"])
-def test_values_and_layouts_are_those_of_a_normal_build(name, layout):
+def test_values_and_layouts_equal_a_normal_build(name, layout):
     build, (x, y) = MODELS[name]
     distribution = LAYOUTS[layout]()
-    normal, model = built(build, distribution, False), built(build, distribution, True)
+    normal, model = build_model(build, distribution, False), build_model(build, distribution, True)
     assert len(normal.variables) == len(model.variables)
     for expected, variable in zip(normal.variables, model.variables, strict=True):
         np.testing.assert_allclose(variable.value, expected.value, rtol=1e-6, atol=1e-7, err_msg=variable.path)
@@ -42,7 +42,7 @@ def test_values_and_layouts_are_those_of_a_normal_build(name, layout):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_without_a_distribution_values_lie_on_one_device():
+def test_without_a_distribution_values_are_on_one_device():
     with kd.deferred():
         model = gpt()
     kd.materialize(model)
@@ -69,7 +69,7 @@ def layer_of_one_weight(shape, initializer, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda each: type(each).__name__)
-def test_every_initializer_gives_its_values(initializer, dtype):
+def test_every_initializer_gives_the_values_of_keras(initializer, dtype):
     def build():
         return layer_of_one_weight((16, 16), initializer, dtype)
 
@@ -77,18 +77,18 @@ def test_every_initializer_gives_its_values(initializer, dtype):
         expected = build().weights[0].value
     except (NotImplementedError, TypeError):
         pytest.skip(f"Keras cannot draw {type(initializer).__name__} in {dtype}")
-    variable = built(build, LAYOUTS["fully sharded"](), True).weights[0]
+    variable = build_model(build, LAYOUTS["fully sharded"](), True).weights[0]
     assert variable.value.dtype == dtype
     tolerance = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}[dtype]
-    values, wanted = np.asarray(variable.value, "float32"), np.asarray(expected, "float32")
-    np.testing.assert_allclose(values, wanted, rtol=tolerance, atol=tolerance * abs(wanted).max())
+    values, expected_values = np.asarray(variable.value, "float32"), np.asarray(expected, "float32")
+    np.testing.assert_allclose(values, expected_values, rtol=tolerance, atol=tolerance * abs(expected_values).max())
     assert len(variable.value.sharding.device_set) == 8
 
 
 @pytest.mark.parametrize("initializer", [keras.initializers.Zeros(), keras.initializers.Constant(0.25)])
-@pytest.mark.parametrize("shape", [(256, 256), (256, 512)], ids=["sent", "filled on the devices"])
+@pytest.mark.parametrize("shape", [(256, 256), (256, 512)], ids=["sent from the host", "filled on the devices"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-def test_arrays_of_one_number_of_any_size(initializer, shape, dtype):
+def test_constant_arrays_of_any_size(initializer, shape, dtype):
     for distribution in (None, LAYOUTS["fully sharded"]()):
         with distribution.scope() if distribution else contextlib.nullcontext():
             with kd.deferred():
@@ -125,14 +125,14 @@ def test_each_distinct_initializer_shape_and_layout_compiles_once():
 
 def test_the_optimizer_is_built_with_the_model():
     distribution = LAYOUTS["tensor parallel"]()
-    model = built(gpt, distribution, True)
+    model = build_model(gpt, distribution, True)
     kernel = model.get_layer("block0_up").kernel
     momentum = next(v for v in model.optimizer.variables if v.path.endswith("block0_up_kernel_momentum"))
     assert momentum.value.sharding.is_equivalent_to(kernel.value.sharding, 2)
     assert momentum.value.addressable_shards[0].data.shape == (32, 32)
 
 
-def test_a_deferred_model_moves_to_other_devices_before_it_has_values():
+def test_deferred_model_can_be_redistributed_before_materialize():
     with LAYOUTS["data parallel"]().scope(), kd.deferred():
         model = gpt()
     there = LAYOUTS["tensor parallel"]()
@@ -140,7 +140,7 @@ def test_a_deferred_model_moves_to_other_devices_before_it_has_values():
     assert model.get_layer("block0_up").kernel.value.sharding.shard_shape((32, 128)) == (32, 32)
 
 
-def test_metric_objects_get_their_values_too():
+def test_metrics_are_materialized():
     distribution = LAYOUTS["tensor parallel"]()
     with distribution.scope():
         with kd.deferred():
@@ -153,7 +153,7 @@ def test_metric_objects_get_their_values_too():
 
 
 @pytest.mark.parametrize("call", [False, True])
-def test_subclassed_models_are_trained_after_they_got_values(call):
+def test_subclassed_models_train_after_materialize(call):
     build, (x, y) = MODELS["subclassed"]
     with kd.DataParallel().scope():
         with kd.deferred():
@@ -165,7 +165,7 @@ def test_subclassed_models_are_trained_after_they_got_values(call):
         model.fit(x, y, verbose=0)
 
 
-def test_a_task_of_keras_hub_is_trained_after_it_got_values():
+def test_keras_hub_task_trains_after_materialize():
     keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
     distribution = LAYOUTS["fully sharded"]()
     tokens = np.ones((8, 16), "int32")
@@ -178,7 +178,7 @@ def test_a_task_of_keras_hub_is_trained_after_it_got_values():
         assert np.isfinite(task.fit(x, tokens, verbose=0).history["loss"]).all()
 
 
-def test_values_that_are_there_stay():
+def test_existing_values_are_kept():
     model = gpt()
     before = model.get_weights()
     kd.materialize(model)
@@ -186,7 +186,7 @@ def test_values_that_are_there_stay():
         np.testing.assert_array_equal(value, expected)
 
 
-def test_an_initializer_with_a_generator_draws_from_it():
+def test_initializer_with_a_seed_generator_advances_it():
     generator = keras.random.SeedGenerator(3)
 
     def build():
@@ -201,7 +201,7 @@ def test_an_initializer_with_a_generator_draws_from_it():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (16, 3), (5, 0), (128, 129)])
-def test_random_bits_are_those_of_jax(shape):
+def test_random_bits_equal_those_of_jax(shape):
     seed = jax.numpy.array([123456789, 987654321], "uint32")
     key = jax.random.wrap_key_data(seed, impl=threefry_prng_impl)
     for width in ("uint8", "uint16", "uint32"):
@@ -209,16 +209,24 @@ def test_random_bits_are_those_of_jax(shape):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_another_default_generator_of_jax_is_kept():
+def test_other_generators_of_jax_are_not_replaced():
     seed = jax.numpy.array([1, 2], "uint32")
     with jax.threefry_partitionable(False):
         assert fused_key(seed) is seed
 
 
-def test_what_is_no_model_or_not_built_is_refused():
-    with pytest.raises(TypeError, match=r"materialize takes a Keras model or layer. Received: 3 \(int\)"):
+def test_only_built_models_are_materialized():
+    with pytest.raises(TypeError, match=r"\b3 \(int\)"):
         kd.materialize(3)
     with kd.deferred():
         model = keras.Sequential([layers.Dense(3)], name="unbuilt")
-    with pytest.raises(ValueError, match=r"Only a built model has variables.*'unbuilt'.*keras.KerasTensor"):
+    with pytest.raises(ValueError, match="'unbuilt'"):
+        kd.materialize(model)
+
+
+def test_only_attached_devices_get_values():
+    mesh = kd.DeviceMesh((8,), ["data"], kd.mock_tpus("v5e:2x4"))
+    with kd.DataParallel(mesh).scope(), kd.deferred():
+        model = gpt()
+    with pytest.raises(ValueError, match=r"'embedding/embeddings'.* 8 devices \(TPU v5 lite\)"):
         kd.materialize(model)

@@ -1,4 +1,4 @@
-"""Values go straight into the shards of variables: from memory, and from every kind of file that Keras reads."""
+"""Values from memory and from every file format of Keras are placed on devices shard by shard."""
 
 import io
 import pickle
@@ -39,7 +39,7 @@ def new_model(dtype="float32", width=WIDTH):
 
 
 @pytest.fixture
-def puts(monkeypatch):
+def largest_transfer(monkeypatch):
     """The largest array, in elements, that is put on one device while a test runs."""
     largest = [0]
     device_put, asarray = jax.device_put, jax.numpy.asarray
@@ -64,19 +64,19 @@ def puts(monkeypatch):
 
 
 @pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model"), (("data", "model"), None)])
-def test_no_device_is_sent_more_than_its_shard(spec, puts):
+def test_assign_sends_each_device_only_its_shard(spec, largest_transfer):
     with sharded(*spec).scope():
         model = new_model()
         kernel = model.layers[0].kernel
-        wanted = np.random.default_rng(0).normal(size=kernel.shape).astype("float32")
-        puts[0] = 0
-        kernel.assign(wanted)
-    assert puts[0] == kernel.value.addressable_data(0).size
+        expected_value = np.random.default_rng(0).normal(size=kernel.shape).astype("float32")
+        largest_transfer[0] = 0
+        kernel.assign(expected_value)
+    assert largest_transfer[0] == kernel.value.addressable_data(0).size
     assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(*spec)
-    np.testing.assert_array_equal(np.asarray(kernel.value), wanted)
+    np.testing.assert_array_equal(np.asarray(kernel.value), expected_value)
 
 
-def test_what_is_assigned_is_copied():
+def test_assigned_arrays_are_copied():
     with sharded().scope():
         for variable in (keras.Variable(np.zeros((64, 64), "float32")), new_model().layers[0].kernel):
             value = np.zeros(variable.shape, "float32")
@@ -88,7 +88,7 @@ def test_what_is_assigned_is_copied():
 @pytest.mark.parametrize("to", ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool", "float8_e4m3fn"])
 @pytest.mark.parametrize("of", ["float64", "float32", "bfloat16", "int64", "int8", "bool", "uint32"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast", "ignore:overflow encountered in cast")
-def test_values_are_converted_as_by_keras(of, to):
+def test_dtype_conversion_equals_that_of_keras(of, to):
     value = (np.random.default_rng(0).normal(size=(8, 512)) * 200).astype("float64").astype(np.dtype(of))
     expected = keras.Variable(np.zeros(value.shape), dtype=to)
     expected.assign(value)
@@ -103,7 +103,7 @@ def test_values_are_converted_as_by_keras(of, to):
         np.testing.assert_array_equal(np.asarray(got.value).astype("f8"), np.asarray(expected.value).astype("f8"))
 
 
-def test_errors_are_those_of_keras():
+def test_assign_raises_the_errors_of_keras():
     with sharded().scope():
         kernel = new_model(width=8).layers[0].kernel
         with pytest.raises(ValueError, match=r"variable.shape=\(8, 8\), Received: value.shape=\(8, 4\)"):
@@ -112,7 +112,7 @@ def test_errors_are_those_of_keras():
             kernel.assign(np.full((8, 8), "a"))
 
 
-def test_numbers_lists_and_arrays_of_jax_are_assigned():
+def test_assign_numbers_lists_and_jax_arrays():
     with sharded().scope():
         variable = keras.Variable(np.zeros((4,), "float32"))
         variable.assign([1, 2, 3, 4])
@@ -126,17 +126,17 @@ def test_numbers_lists_and_arrays_of_jax_are_assigned():
         assert len(number.value.sharding.device_set) == 8
 
 
-def test_weights_and_optimizer_state_are_set():
+def test_set_weights_and_optimizer_state():
     expected = new_model()
     state = [np.asarray(v.value) + number for number, v in enumerate(expected.optimizer.variables)]
     with sharded().scope():
         model = new_model()
         model.set_weights(expected.get_weights())
         model.optimizer.set_weights(state)
-    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    for variable, wanted in zip(model.optimizer.variables, state, strict=True):
-        np.testing.assert_array_equal(np.asarray(variable.value), wanted)
+    for got, expected_value in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected_value)
+    for variable, expected_value in zip(model.optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(np.asarray(variable.value), expected_value)
 
 
 # -------------------------------------------------------------------------------------------------------- from files
@@ -167,30 +167,30 @@ FILES = ["w.weights.h5", "w.weights.json", "m.keras", "m.h5", "directory"]
 
 @pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model")])
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_is_read_by_shards(name, spec, tmp_path, puts, monkeypatch):
+def test_every_file_format_is_read_by_shards(name, spec, tmp_path, largest_transfer, monkeypatch):
     expected = new_model()
     expected.optimizer.variables[2].assign(np.full(expected.optimizer.variables[2].shape, 3.0))
     path = save(expected, tmp_path / name)
-    settled = []
+    loaded = []
     monkeypatch.setattr(
-        lazy_hdf5.StoredTensor,
-        "settle",
-        lambda self, settle=lazy_hdf5.StoredTensor.settle: settled.append(self.shape) or settle(self),
+        lazy_hdf5.LazyTensor,
+        "load",
+        lambda self, load=lazy_hdf5.LazyTensor.load: loaded.append(self.shape) or load(self),
     )
     with sharded(*spec).scope():
-        puts[0] = 0
+        largest_transfer[0] = 0
         model = load(path)
-        assert puts[0] < WIDTH * WIDTH
-    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+        assert largest_transfer[0] < WIDTH * WIDTH
+    for got, expected_value in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected_value)
     if name != "m.h5":  # of which Keras reads no optimizer here
-        for got, wanted in zip(model.optimizer.variables, expected.optimizer.variables, strict=True):
-            np.testing.assert_array_equal(np.asarray(got.value), np.asarray(wanted.value))
+        for got, expected_value in zip(model.optimizer.variables, expected.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.asarray(got.value), np.asarray(expected_value.value))
     assert model.layers[0].kernel.value.sharding.spec == jax.sharding.PartitionSpec(*spec)
-    assert not settled or name == "w.weights.json"  # a group in two files
+    assert not loaded or name == "w.weights.json"  # a group in two files
 
 
-def test_an_archive_is_not_read_into_memory(tmp_path, monkeypatch):
+def test_archives_are_not_read_into_memory(tmp_path, monkeypatch):
     path = save(new_model(), tmp_path / "m.keras")
     monkeypatch.setattr(saving_lib.tempfile, "TemporaryDirectory", None)  # nor extracted
     whole = []
@@ -202,7 +202,7 @@ def test_an_archive_is_not_read_into_memory(tmp_path, monkeypatch):
     assert {name for name, _ in whole} == {"config.json"}
 
 
-def test_a_compressed_archive_is_read_as_by_keras(tmp_path):
+def test_compressed_archives_are_read_as_by_keras(tmp_path):
     expected = new_model()
     path = save(expected, tmp_path / "m.keras")
     packed = tmp_path / "packed.keras"
@@ -214,7 +214,7 @@ def test_a_compressed_archive_is_read_as_by_keras(tmp_path):
     np.testing.assert_array_equal(model.get_weights()[0], expected.get_weights()[0])
 
 
-def test_an_open_file_is_read(tmp_path):
+def test_load_from_an_open_file(tmp_path):
     expected = new_model()
     path = save(expected, tmp_path / "m.keras")
     with sharded().scope():
@@ -224,7 +224,7 @@ def test_an_open_file_is_read(tmp_path):
             np.testing.assert_array_equal(model.get_weights()[0], expected.get_weights()[0])
 
 
-def test_bfloat16_is_read(tmp_path):
+def test_load_bfloat16(tmp_path):
     expected = new_model("bfloat16")
     path = save(expected, tmp_path / "w.weights.h5")
     with sharded().scope():
@@ -238,19 +238,19 @@ def test_bfloat16_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-def test_quantized_weights_are_read(mode, tmp_path):
+def test_load_quantized_weights(mode, tmp_path):
     expected = keras.Sequential([keras.Input((2 * WIDTH,)), keras.layers.Dense(2 * WIDTH)])
     expected.quantize(mode)
     path = tmp_path / "m.keras"
     expected.save(path)
     with sharded().scope():
         model = keras.models.load_model(path)
-    for got, wanted in zip(model.variables, expected.variables, strict=True):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_array_equal(np.asarray(got.value), np.asarray(wanted.value))
+    for got, expected_value in zip(model.variables, expected.variables, strict=True):
+        assert got.dtype == expected_value.dtype
+        np.testing.assert_array_equal(np.asarray(got.value), np.asarray(expected_value.value))
 
 
-def test_lora_is_saved_merged_and_read(tmp_path):
+def test_lora_weights_are_saved_merged(tmp_path):
     with sharded().scope():
         model = new_model()
         model.layers[0].enable_lora(4)
@@ -262,7 +262,7 @@ def test_lora_is_saved_merged_and_read(tmp_path):
         assert not np.asarray(model.layers[0].lora_kernel_b.value).any()
 
 
-def test_a_deferred_model_is_filled_from_a_file(tmp_path):
+def test_load_into_a_deferred_model(tmp_path):
     expected = new_model()
     path = save(expected, tmp_path / "w.weights.h5")
     with sharded().scope():
@@ -271,20 +271,20 @@ def test_a_deferred_model_is_filled_from_a_file(tmp_path):
         model.load_weights(path)
         kd.materialize(model)
         model.predict(np.ones((8, WIDTH)), verbose=0)
-    for got, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for got, expected_value in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected_value)
 
 
-def test_a_mismatch_is_told_as_by_keras(tmp_path):
+def test_shape_mismatch_raises_or_is_skipped_as_by_keras(tmp_path):
     path = save(new_model(), tmp_path / "w.weights.h5")
     with sharded().scope():
         model = new_model(width=WIDTH // 2)
         with pytest.raises(ValueError, match=r"value.shape=\(1024, 1024\)"):
             model.load_weights(path)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.load_weights(path, skip_mismatch=True)
-        assert any("could not be loaded" in str(warning.message) for warning in said)
+        assert any("could not be loaded" in str(warning.message) for warning in caught)
 
 
 @keras.saving.register_keras_serializable("test_loading")
@@ -302,7 +302,7 @@ class Halves(keras.layers.Layer):
         self.kernel.assign(np.transpose(store["0"]) / 2 + store["0"][0, 0] + 0 * jax.numpy.sqrt(store["0"] ** 2))
 
 
-def test_layers_may_compute_with_what_they_find_and_keep_it(tmp_path):
+def test_layers_may_compute_with_stored_tensors_and_keep_them(tmp_path):
     expected = keras.Sequential([keras.Input((WIDTH,)), Halves()])
     expected.save(tmp_path / "m.keras")
     before = expected.get_weights()[0]
@@ -312,7 +312,7 @@ def test_layers_may_compute_with_what_they_find_and_keep_it(tmp_path):
     np.testing.assert_array_equal(model.layers[0].found, before)
 
 
-# ----------------------------------------------------------------------------------------------------- stored tensors
+# ----------------------------------------------------------------------------------------------------- lazy tensors
 
 
 @pytest.fixture(params=["plain", "chunked", "bfloat16"])
@@ -328,21 +328,21 @@ def on_disk(request, tmp_path):
             file["a"].attrs["dtype"] = "bfloat16"
     with h5py.File(tmp_path / "a.h5") as file:
         dataset = file["a"]
-        yield lazy_hdf5.StoredTensor(dataset, array.dtype), array
+        yield lazy_hdf5.LazyTensor(dataset, array.dtype), array
 
 
 @pytest.mark.parametrize(
     "spec", [("data",), (None, "data"), (None, None, "data"), ("model", "data"), ("model", None, "data"), ()]
 )
 @pytest.mark.parametrize("band", [1, 2**12, 2**24])
-def test_parts_are_those_of_the_array(on_disk, spec, band, monkeypatch):
-    monkeypatch.setattr(lazy_hdf5, "_BAND", band)
+def test_placed_shards_equal_the_array(on_disk, spec, band, monkeypatch):
+    monkeypatch.setattr(lazy_hdf5, "_BAND_BYTES", band)
     tensor, array = on_disk
     sharding = kd.TensorLayout(spec + (None,) * (3 - len(spec)), kd.DeviceMesh((2, 4), ["data", "model"]))
     np.testing.assert_array_equal(np.asarray(host_to_device.place(tensor, sharding.backend_layout)), array)
 
 
-def test_a_stored_tensor_is_used_as_an_array(on_disk):
+def test_lazy_tensor_behaves_like_an_array(on_disk):
     tensor, array = on_disk
     assert (tensor.shape, tensor.dtype, tensor.ndim, tensor.size, len(tensor)) == (
         (array.shape, array.dtype, 3, array.size, 96)
@@ -369,16 +369,16 @@ def test_a_stored_tensor_is_used_as_an_array(on_disk):
     assert repr(tensor) == repr(np.asarray(tensor))
 
 
-def test_a_preset_of_keras_hub_is_read_by_shards(tmp_path, puts):
+def test_keras_hub_preset_is_read_by_shards(tmp_path, largest_transfer):
     keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
     keras.utils.set_random_seed(0)
     sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512, "max_sequence_length": 64}
     saved = keras_hub.models.GPT2Backbone(vocabulary_size=4096, **sizes)
     saved.save_to_preset(str(tmp_path))
-    puts[0] = 0
+    largest_transfer[0] = 0
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
         loaded = keras_hub.models.GPT2Backbone.from_preset(str(tmp_path))
-    most = puts[0]
+    most = largest_transfer[0]
     for variable, expected in zip(loaded.weights, saved.weights, strict=True):
         np.testing.assert_array_equal(variable.numpy(), expected.numpy())
     table = loaded.token_embedding.embeddings
