@@ -220,7 +220,7 @@ def test_what_is_no_model_and_no_distribution():
         kd.explain(blocks, "data:8")
     with pytest.raises(TypeError, match=r"\b3 \(int\)"):
         kd.explain(3, kd.DataParallel())
-    with pytest.raises(TypeError, match=r"Received: None \(NoneType\).*Return the model"):
+    with pytest.raises(TypeError, match=r"None \(NoneType\)"):
         kd.explain(lambda: None, kd.DataParallel())
     with pytest.raises(ValueError, match="'unbuilt'"):
         kd.explain(keras.Sequential([layers.Dense(2)], name="unbuilt"), kd.DataParallel())
