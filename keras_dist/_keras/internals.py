@@ -197,6 +197,11 @@ def owners_of_weights(model) -> dict[int, str]:
     return paths
 
 
+def seed_generator_states(model) -> list:
+    """Returns the variables that hold the states of a model's random generators."""
+    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
 def automatic_names(model) -> set[str]:
     """The names that Keras gives to a model and the layers in it where the user gives none, without numbers."""
     return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}

@@ -23,6 +23,7 @@ from keras_dist._keras.training_state import put_values_back, state_variables, s
 from keras_dist._patches.epoch_iterator import announce
 from keras_dist.data.input_pipeline import Feed, own_rows_of
 from keras_dist.diagnostics.layout_warning import check_rules
+from keras_dist.variables.redistribute import place_new_seed_generators
 
 
 @INSTALLED.patch(
@@ -125,7 +126,9 @@ def _patch_make_function(step: str) -> None:
         announce(step)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
-            distribution.check_placement(self, variables)
+            seeds = {id(state) for state in internals.seed_generator_states(self)}
+            distribution.check_placement(self, [variable for variable in variables if id(variable) not in seeds])
+            place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
             original(self, force=True)

@@ -28,8 +28,8 @@ from keras_dist.variables.variable_layouts import (
     VariableSpec,
     all_variables,
     layout_under,
-    owners_of_slots,
-    slot_layout,
+    optimizer_state_layout,
+    optimizer_state_owners,
 )
 
 
@@ -159,7 +159,7 @@ def _itemsize(dtype: str) -> int:
 
 def _answers(model: keras.Layer, variables: Iterable[keras.Variable], distribution: Distribution) -> dict[int, _Answer]:
     """Returns how each variable is laid out, by its `id`: an optimizer slot as the update of its weight is."""
-    owners = owners_of_slots(model, variables)
+    owners = optimizer_state_owners(model, variables)
     answers = {id(variable): _answer(variable, distribution) for variable in variables if id(variable) not in owners}
     of_slots: dict[int, _Answer] = {}
     for slot, owner in owners.items():
@@ -167,7 +167,7 @@ def _answers(model: keras.Layer, variables: Iterable[keras.Variable], distributi
         if key not in of_slots:
             given = of_slots[key] = answers[key]
             if given.layout is not None:
-                layout = slot_layout(owner, given.layout, distribution)
+                layout = optimizer_state_layout(owner, given.layout, distribution)
                 if layout != given.layout:
                     why = f"follows {owner.path!r}, changed by {type(distribution).__name__}"
                     of_slots[key] = _Answer(layout, given.rule, why)

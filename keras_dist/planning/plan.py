@@ -18,7 +18,7 @@ from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.hardware import Hardware, hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
-from keras_dist.variables.variable_layouts import owners_of_slots
+from keras_dist.variables.variable_layouts import optimizer_state_owners
 
 
 def plan(
@@ -168,7 +168,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     weights = {id(variable) for variable in step.model.weights}
     slots = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
     variables = [variable for part in step.variables for variable in part]
-    owners = owners_of_slots(step.model, variables)
+    owners = optimizer_state_owners(step.model, variables)
     planned = []
     for variable in variables:
         layout, shape = step.layouts[id(variable)], tuple(variable.shape)

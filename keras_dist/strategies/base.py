@@ -1,4 +1,4 @@
-"""`Distribution`, the base of all: what lies where, and what Keras asks about it."""
+"""`Distribution`, the base class of all distributions."""
 
 import contextlib
 import math
@@ -25,30 +25,31 @@ from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.variables.variable_layouts import (
     VariableSpec,
     check_placement,
-    describe,
+    describe_variable,
+    is_on_mesh,
     layout_under,
-    lies_on,
-    slot_layout,
+    optimizer_state_layout,
 )
 
 BatchDimName = str | Sequence[str] | None
 
 
 class Distribution(DistributionHooks, internals.KerasDistribution):
-    """Says where variables, batches and layer outputs lie. The base of all distributions here.
+    """Chooses the layouts of variables, batches, and inputs and outputs of layers. Base class of all distributions.
 
-    As it is, it replicates variables and leaves the outputs of layers to the compiler; a subclass may answer
-    `get_variable_layout`, `get_data_layout` and `get_tensor_layout` otherwise. A distribution decides; it holds no
-    model.
+    This class replicates variables and leaves the inputs and outputs of layers to the compiler. Subclasses override
+    `get_variable_layout`, `get_data_layout` and `get_tensor_layout`, which have no side effects. A distribution holds
+    no model.
 
     Args:
-        device_mesh: the mesh that everything lies on.
+        device_mesh: the mesh of devices.
         batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
-        auto_shard_dataset: with several processes, whether each is passed the whole dataset, of which its devices take
-            their rows. `False` means that each is passed a part of its own, of any size; a global batch is their union.
+        auto_shard_dataset: with several processes, whether every process passes the same whole dataset, of which its
+            devices take their rows. With `False` every process passes rows of its own, any number of them, and the
+            global batch is their union.
 
     Raises:
-        ValueError: no mesh, one with axes that are not of type `Auto`, or a batch axis that the mesh does not have.
+        ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch axis that the mesh does not have.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         for name in batch_axes:
             if name not in self._device_mesh.axis_sizes or batch_axes.count(name) > 1:
                 raise ValueError(
-                    f"batch_dim_name must name axes of the mesh, each once. Received: {batch_dim_name!r}, but the mesh "
-                    f"has the axes {list(self._device_mesh.axis_sizes)}. Use one of them, or a tuple of several."
+                    f"batch_dim_name={batch_dim_name!r} must name axes of the mesh, each once. The mesh has the axes "
+                    f"{list(self._device_mesh.axis_sizes)}."
                 )
         self._batch_dim_name = batch_dim_name
         self._auto_shard_dataset = auto_shard_dataset
@@ -78,7 +79,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh that everything lies on."""
+        """The mesh of devices."""
         return self._device_mesh
 
     @property
@@ -88,110 +89,104 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     @property
     def num_model_replicas(self) -> int:
-        """Into how many parts a global batch is cut: the product of the batch axes' sizes."""
+        """The number of shards of a global batch: the product of the sizes of the batch axes."""
         return math.prod(self._device_mesh.axis_sizes[name] for name in self._placer.batch_axes)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         """Returns the layout of a batch: dim 0 over the batch axes.
 
-        A batch whose rows the axes do not divide has this layout too; when it is placed, it is sharded over the
-        largest part of the axes that divides it.
+        A batch whose rows the axes do not divide has this layout too. When it is placed, it is sharded over the largest
+        part of the axes that divides it.
 
         Args:
             data_shape: the shape of one array of the batch. A 0-d array is replicated.
-
-        Returns:
-            The layout.
         """
         batch = [self._placer.batch_axes] if len(data_shape) else []
         return TensorLayout(batch + [None] * (len(data_shape) - 1), self._device_mesh)
 
     def get_variable_layout(self, variable) -> TensorLayout:
-        """Returns the layout that a variable brings, else that of the rule for its path, else one that replicates it.
+        """Returns the layout in which a variable is stored.
 
         Args:
             variable: a `keras.Variable`.
 
         Returns:
-            The layout.
+            The layout that the variable was created with, else that of the rule for its path, else a replicated one.
 
         Raises:
             ValueError: several rules match the path, or the rule does not fit the variable's shape.
         """
         layout = internals.variable_layout(variable)
-        return self._stored(variable) if layout is None else layout
+        return self._stored_layout(variable) if layout is None else layout
 
     def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable: it is brought there as they read it.
+        """Returns the layout in which layers compute with a variable. It is resharded to it when a layer reads it.
 
         Args:
             variable: a `keras.Variable`.
 
         Returns:
-            The layout in which the variable lies; a subclass may answer otherwise.
+            By default, the layout in which the variable is stored.
         """
         return self.get_variable_layout(variable)
 
     def get_update_layout(self, variable) -> TensorLayout:
-        """Returns the layout of a variable's gradient, and of what an optimizer keeps for the variable.
+        """Returns the layout of a variable's gradient and of its optimizer state.
 
         Args:
             variable: a `keras.Variable`.
 
         Returns:
-            The layout in which the variable lies; a subclass may answer otherwise.
+            By default, the layout in which the variable is stored.
         """
         return self.get_variable_layout(variable)
 
-    def _stored(self, variable) -> TensorLayout:
-        """The layout in which a variable lies that brings none."""
-        return self._by_rule(variable)
+    def _stored_layout(self, variable) -> TensorLayout:
+        """Returns the layout in which a variable is stored that was created without a layout."""
+        return self._layout_by_rule(variable)
 
-    def _by_rule(self, variable) -> TensorLayout:
+    def _layout_by_rule(self, variable) -> TensorLayout:
         shape, rule, weight = tuple(variable.shape), self.rule(variable.path), base_weight_of(variable.path)
-        of_weight = None if weight is None else self.rule(weight.path)
-        if weight and of_weight and (rule is None or rule == of_weight):  # a rule that is for both is for the weight
-            layout = of_weight.layout
-            sizes = (layout.device_mesh or self._device_mesh).axis_sizes
-            return TensorLayout(
-                derived_axes(layout.axes, weight, shape, sizes), layout.device_mesh or self._device_mesh
-            )
+        weight_rule = None if weight is None else self.rule(weight.path)
+        if weight_rule and (rule is None or rule == weight_rule):  # a rule that matches both is meant for the weight
+            mesh = weight_rule.layout.device_mesh or self._device_mesh
+            return TensorLayout(derived_axes(weight_rule.layout.axes, weight, shape, mesh.axis_sizes), mesh)
         if rule is None:
             return TensorLayout([None] * len(shape), self._device_mesh)
-        layout = rule.layout
+        layout, mesh = rule.layout, rule.layout.device_mesh or self._device_mesh
         if 1 < len(shape) < len(layout.axes) and "int" in str(variable.dtype):
-            layout = TensorLayout(packed_axes(layout.axes, len(shape)), layout.device_mesh or self._device_mesh)
-        problem = layout_error(layout.axes, shape, (layout.device_mesh or self._device_mesh).axis_sizes)
-        if problem and 0 not in shape:  # nothing of an empty tensor lies anywhere
+            layout = TensorLayout(packed_axes(layout.axes, len(shape)), mesh)
+        problem = layout_error(layout.axes, shape, mesh.axis_sizes)
+        if problem and 0 not in shape:  # an empty tensor has no shards
             raise ValueError(
                 f"Cannot shard '{variable.path}' (shape {shape}) by the rule {rule.pattern!r}, {layout.axes}: {problem}"
             )
         return layout
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Returns the layout that a layer's inputs or outputs are given, None to leave them to the compiler.
+        """Returns the layout of a layer's inputs or outputs.
 
         Args:
-            path: the path of the layer with `/input` or `/output` behind it.
+            path: the path of the layer, followed by `/input` or `/output`.
 
         Returns:
-            None; a subclass may answer otherwise.
+            None by default, which leaves the layout to the compiler.
         """
         return None
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Installs this distribution for a block of code, in this thread."""
+        """Makes this distribution the active one in this thread for a block of code."""
         with installed_in_this_thread(self):
             yield
 
     def distribute_batch(self, batch: Any) -> Any:
-        """Lays a host batch over the mesh, as `fit` does; for training loops of one's own.
+        """Places a host batch on the mesh, as `fit` does, for custom training loops.
 
         Args:
             batch: nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
-                scalars; `None` stays `None`. With several processes, the whole batch or the part of this one, as
-                `auto_shard_dataset` says; all of them call it.
+                scalars; `None` stays `None`. With several processes, all of them call this, each with the whole batch
+                or with its own rows, depending on `auto_shard_dataset`.
 
         Returns:
             The same structure of `jax.Array`: dim 0 sharded over the batch axes, or over the largest part of them
@@ -209,7 +204,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return self.place_single_batch(batch)[0]
 
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
-        """Returns how an array of a batch is sharded when it is placed.
+        """Returns the sharding with which an array of a batch is placed.
 
         Args:
             shape: the shape of the array.
@@ -230,13 +225,15 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """
         return None
 
-    # What follows is asked by the patches.
+    # `DistributionHooks`, which patches call.
 
     def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
         """Returns the outputs of a layer, constrained to a layout."""
         path = internals.path_of_open_scope()
-        taken = self.get_tensor_layout(f"{path}/input") if path else None
-        return distribute_tensors(outputs, layout, self._placer.batch_axes, gradient_layout=_inside(taken, layout))
+        inputs = self.get_tensor_layout(f"{path}/input") if path else None
+        return distribute_tensors(
+            outputs, layout, self._placer.batch_axes, gradient_layout=_gradient_layout(inputs, layout)
+        )
 
     def distribute_inputs(self, path: str, inputs: Any) -> Any:
         """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
@@ -250,7 +247,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         spec = VariableSpec.of(variable)
         stored = layout_under(variable, self)
         if stored != self.get_variable_layout(spec):
-            return value  # it brought its layout with it
+            return value  # the user passed its layout
         used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
         return to_compute_layout(value, stored, used, update, self._placer.batch_axes)
 
@@ -260,12 +257,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     def optimizer_state_layout(self, variable: keras.Variable) -> Any:
         """Returns the layout of the optimizer state of a variable."""
-        return slot_layout(variable, layout_under(variable, self), self)
+        return optimizer_state_layout(variable, layout_under(variable, self), self)
 
     def distribute_call(self, model: keras.Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Returns the arguments of an eager `model(...)` with its arrays sharded like a batch."""
         weights = model.weights if model.built else []
-        if not weights or not lies_on(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
+        if not weights or not is_on_mesh(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
             return args, kwargs
         leaves, structure = jax.tree.flatten((args, kwargs))
         return jax.tree.unflatten(structure, [self._distribute_argument(leaf) for leaf in leaves])
@@ -312,7 +309,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """Raises ValueError where processes are about to run a step of different models."""
         if self.is_multi_process:
             facts = {"random seed": internals.random_seed(), "distribution": repr(self)}
-            agree_on_model(step, model.name, [(v.path, describe(v)) for v in variables], facts)
+            agree_on_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
 
     def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where variables that a step uses are not placed as this distribution places them."""
@@ -323,14 +320,18 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return None
 
 
-def _inside(taken: Any, returned: Any) -> TensorLayout | None:
-    """The layout of what a layer returns while it computes that, where rules say what it takes and returns.
+def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
+    """Returns the layout of a layer's outputs before they are resharded to that of their rule; None if it is the same.
 
-    An axis that shards one dim of what it takes and another dim of what it returns is summed over in it.
+    An axis that shards one dim of the inputs and another dim of the outputs is one that the layer sums over.
+
+    Args:
+        inputs: the layout of the rule for the inputs of the layer.
+        outputs: the layout of the rule for its outputs.
     """
-    if not isinstance(taken, TensorLayout) or not isinstance(returned, TensorLayout):
+    if not isinstance(inputs, TensorLayout) or not isinstance(outputs, TensorLayout):
         return None
-    inputs = {name: dim for dim, entry in enumerate(taken.axes) for name in axis_tuple(entry)}
-    entries = [tuple(n for n in axis_tuple(e) if inputs.get(n, dim) == dim) for dim, e in enumerate(returned.axes)]
-    computed = TensorLayout(entries, returned.device_mesh)
-    return None if computed.axes == returned.axes else computed
+    dims = {name: dim for dim, entry in enumerate(inputs.axes) for name in axis_tuple(entry)}
+    entries = [tuple(n for n in axis_tuple(e) if dims.get(n, dim) == dim) for dim, e in enumerate(outputs.axes)]
+    computed = TensorLayout(entries, outputs.device_mesh)
+    return None if computed.axes == outputs.axes else computed

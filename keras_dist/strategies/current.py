@@ -1,4 +1,4 @@
-"""The distribution that is installed, and tensors laid out under it."""
+"""The active distribution, and tensors that are distributed under it."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from keras_dist.strategies.base import Distribution
 
 
 def distribution() -> Any:
-    """Returns the installed distribution, or None; the same object as `keras.distribution.distribution()`."""
+    """Returns the active distribution, or None; the same object as `keras.distribution.distribution()`."""
     return internals.current_distribution()
 
 
 def set_distribution(value: Any) -> None:
-    """Installs a distribution, in Keras's own global.
+    """Makes a distribution the active one, for Keras too.
 
-    A distribution of this package is seen by all threads that have installed none of their own, and stays through
+    A distribution of this package is active in all threads that have set none of their own, and stays active after
     `keras.utils.clear_session()`.
 
     Args:
-        value: a distribution of this package or of Keras; None for none.
+        value: a distribution of this package or of Keras, or None.
 
     Raises:
-        TypeError: anything else.
+        TypeError: the value is neither a distribution nor None.
 
     Example:
 
@@ -36,25 +36,25 @@ def set_distribution(value: Any) -> None:
     """
     if value is not None and not isinstance(value, internals.KerasDistribution):
         raise TypeError(
-            f"set_distribution takes a distribution or None. Received: {value!r} (of type {type(value).__name__}). "
+            f"set_distribution takes a distribution or None, not {value!r} (of type {type(value).__name__}). "
             "Pass, for example, keras_dist.DataParallel()."
         )
     active_distribution.install(value)
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:
-    """Lays a tensor out: a move outside of a compiled function, a sharding constraint inside.
+    """Places a tensor in a layout. Inside a compiled function, this is a sharding constraint.
 
     Args:
-        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors come back as they are.
-        layout: a `TensorLayout`, a tuple or list of axes of the installed distribution's mesh, or a sharding of JAX.
+        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors are returned unchanged.
+        layout: a `TensorLayout`, a tuple or list of axes of the active distribution's mesh, or a JAX sharding.
 
     Returns:
-        The same structure, laid out. While a distribution of this package is installed, a dim over its batch axes
-        that they do not divide is sharded over the largest part of them that does.
+        The same structure of arrays in the layout. While a distribution of this package is active, a dim over its batch
+        axes that they do not divide is sharded over the largest part of them that divides it.
 
     Raises:
-        ValueError: the layout does not fit the tensor's shape, or brings axes where no distribution is installed.
+        ValueError: the layout does not fit the tensor's shape, or is a tuple of axes and no distribution is active.
 
     Example:
 
@@ -68,8 +68,8 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     if isinstance(layout, (tuple, list)):
         if installed is None:
             raise ValueError(
-                f"Axes need a mesh, and no distribution is installed. Received: layout={layout!r}. "
-                "Pass TensorLayout(axes, device_mesh)."
+                f"layout={layout!r} names axes of the active distribution's mesh, but no distribution is active. "
+                "Pass keras_dist.TensorLayout(axes, device_mesh), or call keras_dist.set_distribution(...) before."
             )
         layout = TensorLayout(layout, installed.device_mesh)
     batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()

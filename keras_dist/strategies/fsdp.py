@@ -94,17 +94,17 @@ class FullyShardedDataParallel(ModelParallel):
         Returns:
             The layout.
         """
-        return self._by_rule(variable)
+        return self._layout_by_rule(variable)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         if not self.reshard_after_forward:
             return False
         specs = map(VariableSpec.of, internals.own_variables(layer))
-        return any(self._stored(spec) != self.get_compute_layout(spec) for spec in specs)
+        return any(self._stored_layout(spec) != self.get_compute_layout(spec) for spec in specs)
 
-    def _stored(self, variable) -> TensorLayout:
-        layout = self._by_rule(variable)
+    def _stored_layout(self, variable) -> TensorLayout:
+        layout = self._layout_by_rule(variable)
         return shard_one_more_dim(layout, variable, self._shard_axes, self._device_mesh, self._min_shard_bytes)
 
 

@@ -1,4 +1,4 @@
-"""`redistribute`: moves the variables of a built model onto a distribution."""
+"""`redistribute`: moves the variables of a built model to another distribution."""
 
 from typing import Any, TypeVar
 
@@ -10,28 +10,35 @@ from keras_dist._keras.active_distribution import is_of_this_package, record_dis
 from keras_dist._keras.internals import as_sharding
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import reshard
-from keras_dist.variables.variable_layouts import VariableSpec, all_variables, layouts_of
+from keras_dist.variables.variable_layouts import (
+    VariableSpec,
+    all_variables,
+    expected_layouts,
+    layouts_of,
+    placement_problem,
+)
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
 
 def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
-    """Moves a built model onto a distribution: weights, optimizer, metrics and the state of random generators.
+    """Moves a built model to a distribution: weights, optimizer and metric state, and states of random generators.
 
-    Every variable is laid out anew as the distribution says, as if the model had been made under it; optimizer slots
-    follow the variable that they belong to. What was compiled for the old layout is forgotten. Values stay the same.
-    A callback may call it in the middle of a run, which then goes on under the installed distribution.
+    Every variable gets the layout that it would have if the model had been created under the distribution. Values do
+    not change. Functions that were compiled for the old layouts are compiled again at their next use. A callback may
+    call this in the middle of `fit`, which then continues under the active distribution.
 
     Args:
-        model: a model, or a layer.
-        distribution: where to. By default the installed distribution; where none is installed, one device.
+        model: a model or layer.
+        distribution: the distribution to move to. By default the active one; if none is active, the model moves to one
+            device.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: no model, or no distribution.
-        ValueError: a rule that does not fit a variable; nothing has moved then.
+        TypeError: the arguments are not a model and a distribution.
+        ValueError: a rule does not fit a variable. No variable has moved then.
 
     Example:
 
@@ -44,31 +51,50 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
     8
     """
     if not isinstance(model, keras.Layer):
-        raise TypeError(f"redistribute takes a Keras model or layer. Received: {model!r} ({type(model).__name__}).")
+        what = f"variable {model.path!r}" if isinstance(model, keras.Variable) else f"{model!r}"
+        raise TypeError(f"redistribute takes a Keras model or layer, not {what} (of type {type(model).__name__}).")
     if distribution is not None and not isinstance(distribution, internals.KerasDistribution):
         raise TypeError(
-            f"redistribute takes a distribution or None. Received: {distribution!r} ({type(distribution).__name__}). "
+            f"redistribute takes a distribution or None, not {distribution!r} (of type {type(distribution).__name__}). "
             "Pass, for example, keras_dist.DataParallel()."
         )
     target = internals.current_distribution() if distribution is None else distribution
     training_state.put_values_back(model)
 
-    def wanted(variable):
+    def layout_of(variable):
         return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
 
-    layouts = layouts_of(model, target, wanted)  # of all, before one is moved
+    layouts = layouts_of(model, target, layout_of)  # of all variables, before one is moved
     for variable in all_variables(model):
-        layout = layouts[id(variable)]
-        internals.place_variable(variable, layout, _moved(internals.variable_value(variable), layout))
-        record_distribution(variable, target if is_of_this_package(target) else None)
+        _move_variable(variable, layouts[id(variable)], target)
     training_state.forget_compiled_functions(model)
     return model
 
 
-def _moved(value: Any, layout: Any) -> Any:
-    if value is None:
-        return None
-    if layout is None:
-        # Not tied to a device, like the value of a variable that was made without a distribution.
-        return jax.device_put(gather(value))
-    return reshard(value, as_sharding(layout))
+def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
+    """Moves the states of random generators to the active distribution, if they are not placed as it places them.
+
+    A layer that is added to a distributed model outside of the distribution's scope may have no weights, and thus
+    nothing that a user would think of redistributing, but a random generator (dropout).
+
+    Args:
+        model: a model whose other variables are placed as the distribution places them.
+        distribution: the active distribution.
+    """
+    states = internals.seed_generator_states(model)
+    layouts = expected_layouts(model, distribution) if states else {}
+    for variable in states:
+        layout = layouts.get(id(variable))
+        if layout is not None and placement_problem(variable, layout, distribution):
+            _move_variable(variable, layout, distribution)
+
+
+def _move_variable(variable: keras.Variable, layout: Any, distribution: Any) -> None:
+    value: Any = internals.variable_value(variable)
+    if value is not None and layout is None:
+        # Not committed to a device, like the value of a variable that was created without a distribution.
+        value = jax.device_put(gather(value))
+    elif value is not None:
+        value = reshard(value, as_sharding(layout))
+    internals.place_variable(variable, layout, value)
+    record_distribution(variable, distribution if is_of_this_package(distribution) else None)

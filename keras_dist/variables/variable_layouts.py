@@ -1,4 +1,4 @@
-"""The layouts of a built model's variables: which they have, and which a distribution gives them."""
+"""Layouts of a model's variables: the ones they have, and the ones that a distribution chooses."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from keras_dist.mesh.devices import is_described
 
 
 class VariableSpec(NamedTuple):
-    """What a distribution is told of a variable that it has not laid out: a variable without a value or a layout."""
+    """What a distribution needs to choose a variable's layout: the variable without its value and its layout."""
 
     path: str
     shape: tuple[int, ...]
@@ -31,45 +31,159 @@ class VariableSpec(NamedTuple):
         return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable)
 
 
-def check_placement(model: keras.Model, variables: Iterable[keras.Variable], distribution: Any) -> None:
-    """Says so where variables of a model do not lie where a distribution wants them.
+# ------------------------------------------------------------------------------------------- the variables of a model
+
+
+def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
+    """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
+    groups += [metric.variables for metric in internals.metrics_to_build(model)]
+    yield from {id(variable): variable for group in groups for variable in group}.values()
+
+
+def optimizer_state_owners(model: keras.Layer, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
+    """Returns the variable that each optimizer state belongs to.
 
     Args:
-        model: the model, for its name.
-        variables: those that a step is going to use.
-        distribution: the installed distribution.
+        model: the model.
+        variables: all variables of the model and its optimizer.
+
+    Returns:
+        The owner by the `id` of the optimizer's variable, without those that belong to no other variable.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    states = {id(variable): variable for variable in optimizer.variables} if optimizer else {}
+    # Keras names the state of 'a/kernel' 'a_kernel_momentum'. Of several weights that fit, the longest name is meant.
+    weights = {(v.path.replace("/", "_"), tuple(v.shape)): v for v in variables if id(v) not in states}
+    owners = {}
+    for key, state in states.items():
+        name = state.name
+        while "_" in name and key not in owners:
+            name = name[: name.rindex("_")]
+            if (name, tuple(state.shape)) in weights:
+                owners[key] = weights[name, tuple(state.shape)]
+    return owners
+
+
+# ------------------------------------------------------------------------------------------ layouts that are chosen
+
+
+def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
+    """Returns the layout of each variable of a model under a distribution, by the `id` of the variable.
+
+    Args:
+        model: the model.
+        distribution: chooses the layouts of the optimizer state of other variables.
+        layout_of: returns the layout of any other variable.
+    """
+    variables = list(all_variables(model))
+    owners = optimizer_state_owners(model, variables)
+    layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
+    states = {key: optimizer_state_layout(owner, layouts[id(owner)], distribution) for key, owner in owners.items()}
+    return layouts | states
+
+
+def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
+    """Returns the layout of the optimizer state of a variable.
+
+    Args:
+        variable: the variable.
+        layout: the variable's layout. If the distribution did not choose it, its optimizer state has the same one.
+        distribution: a distribution of this package or of Keras, or None.
+    """
+    if not is_of_this_package(distribution):
+        return layout
+    chooser: Any = distribution
+    spec = VariableSpec.of(variable)
+    return chooser.get_update_layout(spec) if layout == chooser.get_variable_layout(spec) else layout
+
+
+def layout_under(variable: keras.Variable, distribution: Any) -> Any:
+    """Returns the layout that a variable has under a distribution.
+
+    That is the layout that the variable was created with, if the user passed one, and else the distribution's.
+
+    Args:
+        variable: a variable under any distribution, or none.
+        distribution: a distribution of this package.
 
     Raises:
-        ValueError: a variable lies on other devices, or is laid out as another distribution said, or this one before
-            its rules were changed.
+        ValueError: several rules match the path, or the rule does not fit the variable's shape.
     """
+    layout, chosen_by = internals.variable_layout(variable), distribution_of(variable)
+    if layout is not None and chosen_by in (None, distribution):
+        devices = distribution.device_mesh.backend_mesh.devices.flat
+        if chosen_by is not None or as_sharding(layout).device_set == set(devices):
+            return layout
+    return distribution.get_variable_layout(VariableSpec.of(variable))
 
-    def wanted(variable):
-        layout, author = internals.variable_layout(variable), distribution_of(variable)
-        brought = layout is not None and author is None
-        return layout if brought else distribution.get_variable_layout(VariableSpec.of(variable))
 
-    variables, layouts = list(variables), layouts_of(model, distribution, wanted)
-    problems = [(v, problem) for v in variables if (problem := _misplacement(v, layouts[id(v)], distribution))]
+# --------------------------------------------------------------------------------------------- where variables are now
+
+
+def check_placement(model: keras.Model, variables: Iterable[keras.Variable], distribution: Any) -> None:
+    """Checks that variables of a model are placed as a distribution places them.
+
+    Args:
+        model: the model.
+        variables: those of its variables that a step uses.
+        distribution: the active distribution.
+
+    Raises:
+        ValueError: a variable is on other devices, or has a layout that another distribution chose, or this one before
+            its rules changed.
+    """
+    variables, layouts = list(variables), expected_layouts(model, distribution)
+    problems = [(v, problem) for v in variables if (problem := placement_problem(v, layouts[id(v)], distribution))]
     if problems:
         variable, problem = problems[0]
         raise ValueError(
-            f"The variables of {model.name!r} must lie where the installed distribution wants them. Received: "
-            f"{len(problems)} of {len(variables)} variables that lie elsewhere under {distribution}; the first, "
-            f"'{variable.path}', {problem}. Call keras_dist.redistribute(model) to move the model, or install the "
-            "distribution before the model and its optimizer are made."
+            f"{len(problems)} of {len(variables)} variables of {model.name!r} are not placed as {distribution} places "
+            f"them. The first, '{variable.path}', {problem}. Call keras_dist.redistribute(model) to move the model, or "
+            "set the distribution before you create the model and its optimizer."
         )
 
 
-def lies_on(value: Any, mesh: jax.sharding.Mesh) -> bool:
-    """Whether an array lies on the devices of a mesh, in its order where the array's sharding has one.
+def expected_layouts(model: keras.Layer, distribution: Any) -> dict[int, Any]:
+    """Returns the layouts that a model's variables must have under a distribution, by the `id` of the variable."""
+
+    def expected(variable):
+        layout = internals.variable_layout(variable)
+        was_passed = layout is not None and distribution_of(variable) is None
+        return layout if was_passed else distribution.get_variable_layout(VariableSpec.of(variable))
+
+    return layouts_of(model, distribution, expected)
+
+
+def placement_problem(variable: keras.Variable, expected: Any, distribution: Any) -> str | None:
+    """Returns how the placement of a variable differs from the layout it should have, None where it does not.
 
     Args:
-        value: anything; what is no concrete `jax.Array` lies nowhere.
-        mesh: the mesh.
+        variable: the variable.
+        expected: the layout it should have.
+        distribution: the distribution that it should have it under.
+    """
+    value = internals.variable_value(variable)
+    if isinstance(value, jax.Array) and not is_on_mesh(value, distribution.device_mesh.backend_mesh):
+        devices = sorted(value.sharding.device_set, key=lambda device: device.id)
+        names = [f"{device.platform}:{device.id}" for device in devices[:4]]
+        return f"is on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
+    chosen_by, layout = distribution_of(variable), internals.variable_layout(variable)
+    if chosen_by is None or not isinstance(layout, TensorLayout):
+        return None
+    if as_sharding(layout).is_equivalent_to(as_sharding(expected), len(variable.shape)):
+        return None
+    origin = "the rules before they changed" if chosen_by is distribution else str(chosen_by)
+    return f"has layout {layout.axes} from {origin}, instead of {expected.axes}"
 
-    Returns:
-        Whether it does.
+
+def is_on_mesh(value: Any, mesh: jax.sharding.Mesh) -> bool:
+    """Returns whether a value is a concrete array on the devices of a mesh.
+
+    Args:
+        value: anything.
+        mesh: the mesh. If the array's sharding orders its devices, the order must be the mesh's.
     """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
@@ -79,117 +193,16 @@ def lies_on(value: Any, mesh: jax.sharding.Mesh) -> bool:
     return sharding.device_set == set(mesh.devices.flat)
 
 
-def _misplacement(variable: keras.Variable, wanted: Any, distribution: Any) -> str | None:
-    value = internals.variable_value(variable)
-    if isinstance(value, jax.Array) and not lies_on(value, distribution.device_mesh.backend_mesh):
-        devices = sorted(value.sharding.device_set, key=lambda device: device.id)
-        names = [f"{device.platform}:{device.id}" for device in devices[:4]]
-        return f"lies on {', '.join(names)}{f' and {len(devices) - 4} more' if len(devices) > 4 else ''}"
-    author = distribution_of(variable)
-    if author is None:
-        return None
-    lies = internals.variable_layout(variable)
-    if not isinstance(lies, TensorLayout) or as_sharding(lies).is_equivalent_to(
-        as_sharding(wanted), len(variable.shape)
-    ):
-        return None
-    whose = "its rules as they were" if author is distribution else author
-    return f"is laid out as {lies.axes} by {whose}, and not as {wanted.axes}"
-
-
-def describe(variable: keras.Variable) -> str:
-    """Returns shape, dtype and layout of a variable in words, and a checksum of its value where all devices hold it."""
-    value, layout = internals.variable_value(variable), internals.variable_layout(variable)
-    words = f"{tuple(variable.shape)} {variable.dtype} {getattr(layout, 'axes', layout)}"
-    if isinstance(value, jax.Array) and value.is_fully_replicated and not isinstance(value, Tracer):
-        words += f" {zlib.crc32(np.asarray(value).tobytes()):08x}"
-    return words
-
-
-def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
-    """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
-    optimizer = getattr(model, "optimizer", None)
-    groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
-    groups += [metric.variables for metric in internals.metrics_to_build(model)]
-    seen = set()
-    for variable in (variable for group in groups for variable in group):
-        if id(variable) not in seen:
-            seen.add(id(variable))
-            yield variable
-
-
-def owners_of_slots(model: keras.Layer, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
-    """Returns the variable that each optimizer slot was made for.
-
-    Args:
-        model: the model.
-        variables: its variables, those of the optimizer among them.
-
-    Returns:
-        The owner by the `id` of the slot. A variable of the optimizer that belongs to no other one is not in it.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    slots = {id(variable): variable for variable in optimizer.variables} if optimizer else {}
-    # Keras names a slot after the path of its variable; of several that fit, the longest is meant.
-    weights = {(v.path.replace("/", "_"), tuple(v.shape)): v for v in variables if id(v) not in slots}
-    owners = {}
-    for key, slot in slots.items():
-        name = slot.name
-        while "_" in name and key not in owners:
-            name = name[: name.rindex("_")]
-            if (name, tuple(slot.shape)) in weights:
-                owners[key] = weights[name, tuple(slot.shape)]
-    return owners
-
-
-def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
-    """Returns the layout of each variable of a model under a distribution, by the `id` of the variable.
-
-    Args:
-        model: the model.
-        distribution: says where the variables of an optimizer lie that belong to another one.
-        layout_of: says the layout of all others.
-    """
-    variables = list(all_variables(model))
-    owners = owners_of_slots(model, variables)
-    layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
-    return layouts | {slot: slot_layout(owner, layouts[id(owner)], distribution) for slot, owner in owners.items()}
-
-
-def slot_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
-    """Returns the layout of what an optimizer keeps for a variable: that of the variable's update.
-
-    Args:
-        variable: the variable that it is kept for.
-        layout: where that lies. If it is not where the distribution would lay it, what is kept for it lies there too.
-        distribution: a distribution of ours or of Keras, or None.
-    """
-    if not is_of_this_package(distribution):
-        return layout
-    ours: Any = distribution
-    spec = VariableSpec.of(variable)
-    return ours.get_update_layout(spec) if layout == ours.get_variable_layout(spec) else layout
-
-
-def layout_under(variable: keras.Variable, distribution: Any) -> Any:
-    """Returns the layout that a variable has under a distribution: the one it brought with it, else the distribution's.
-
-    Args:
-        variable: the variable, laid out by any distribution or none.
-        distribution: a distribution of ours.
-
-    Raises:
-        ValueError: several rules match the path, or the rule does not fit the variable's shape.
-    """
-    layout, author = internals.variable_layout(variable), distribution_of(variable)
-    if layout is not None and author in (None, distribution):  # None: the variable brought it
-        devices = distribution.device_mesh.backend_mesh.devices.flat
-        if author is not None or as_sharding(layout).device_set == set(devices):
-            return layout
-    return distribution.get_variable_layout(VariableSpec.of(variable))
-
-
 def is_on_attached_devices(variable: keras.Variable) -> bool:
     """Returns whether all devices of a variable's layout are attached, and not only described."""
     sharding = as_sharding(internals.variable_layout(variable))
     return sharding is None or not any(map(is_described, sharding.device_set))
+
+
+def describe_variable(variable: keras.Variable) -> str:
+    """Returns a variable's shape, dtype and layout, and a checksum of its value where every device holds all of it."""
+    value, layout = internals.variable_value(variable), internals.variable_layout(variable)
+    text = f"{tuple(variable.shape)} {variable.dtype} {getattr(layout, 'axes', layout)}"
+    if isinstance(value, jax.Array) and value.is_fully_replicated and not isinstance(value, Tracer):
+        text += f" {zlib.crc32(np.asarray(value).tobytes()):08x}"
+    return text

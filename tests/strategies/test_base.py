@@ -96,7 +96,7 @@ class TestModelParallel:
 
     @pytest.mark.parametrize("name", ["batch", ("data", "batch"), ("data", "data")])
     def test_a_batch_axis_must_be_one_of_the_mesh(self, layout_map, name):
-        with pytest.raises(ValueError, match=r"batch_dim_name must name axes.*\['data', 'model'\]"):
+        with pytest.raises(ValueError, match=r"batch_dim_name=.*\['data', 'model'\]"):
             kd.ModelParallel(layout_map=layout_map, batch_dim_name=name)
 
     def test_the_mesh_is_that_of_the_map(self, layout_map, mesh):
@@ -174,7 +174,7 @@ class TestDistributeTensor:
             assert kd.distribute_tensor(np.ones((4, 2)), layout).sharding.shard_shape((4, 2)) == (2, 2)
 
     def test_axes_are_of_the_installed_mesh(self, layout_map):
-        with pytest.raises(ValueError, match="no distribution is installed"):
+        with pytest.raises(ValueError, match=r"'data', None"):
             kd.distribute_tensor(np.ones((4, 2)), ("data", None))
         with kd.ModelParallel(layout_map=layout_map).scope():
             assert kd.distribute_tensor(np.ones((4, 2)), ["data", None]).sharding.shard_shape((4, 2)) == (2, 2)

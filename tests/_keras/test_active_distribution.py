@@ -131,7 +131,7 @@ def test_other_global_state_is_cleared_as_ever():
 def test_only_a_distribution_can_be_installed(value):
     installed = kd.DataParallel()
     kd.set_distribution(installed)
-    with pytest.raises(TypeError, match=r"takes a distribution or None. Received: "):
+    with pytest.raises(TypeError, match=type(value).__name__):
         kd.set_distribution(value)
     assert kd.distribution() is installed
 
