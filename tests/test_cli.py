@@ -174,7 +174,7 @@ def test_the_exit_status_says_whether_a_plan_fits(functions, monkeypatch, capsys
     [
         ({"target": "v9:8"}, "A target is of hardware that is registered"),
         ({"target": "cpu:eight"}, "A target is named by hardware and shape"),
-        ({"target": "cpu:3"}, "Devices can be simulated only before JAX starts"),
+        ({"target": "cpu:3"}, r"simulate_devices\(3\)"),
         ({"slices": "2"}, "There is at least one slice, and only TPUs come in several"),
         ({"mesh": "data:3"}, "Choose sizes whose product is 8"),
         ({"mesh": "data"}, "data"),

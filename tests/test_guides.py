@@ -13,7 +13,7 @@ GUIDES = pathlib.Path(__file__).parent.parent / "guides"
 def test_the_guide_to_meshes():
     done = subprocess.run([sys.executable, GUIDES / "meshes.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "data:3 x model:4 = 12 devices, but 8 are available" in done.stdout
+    assert "data:3 x model:4 = 12, but only 8 are available" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "->" in line]
     assert len(rows) == 8
     order = ["no link", "1 hop", *(f"{hops} hops" for hops in range(2, 32)), "DCN"]

@@ -15,7 +15,7 @@ from keras_dist._report.tables import Lines, Table, render_html, render_text
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
-from keras_dist.mesh.render import indices_shown
+from keras_dist.mesh.render import visible_indices
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_RANGES, _MOST_WRITTEN = 12, 32, 4, 1024
 
@@ -88,11 +88,11 @@ class TensorPicture:
 
     def _table(self) -> Table:
         rows, columns = self._rows_and_columns()
-        shown = indices_shown(len(columns), _MOST_COLUMNS)
+        shown = visible_indices(len(columns), _MOST_COLUMNS)
         corner = " \\ ".join(f"dim {dim}" for dim in self.dims)
         heads = ["..." if j is None else "{}:{}".format(*columns[j]) if self.dims else "all" for j in shown]
         lines = []
-        for i in indices_shown(len(rows), _MOST_ROWS):
+        for i in visible_indices(len(rows), _MOST_ROWS):
             if i is None:
                 lines.append(["..."] * (1 + len(shown)))
                 continue

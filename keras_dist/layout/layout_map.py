@@ -12,7 +12,7 @@ import keras
 from keras_dist.layout.regex_index import PathIndex
 from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, path_variants
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout
-from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
 
 class Rule(NamedTuple):
@@ -57,7 +57,7 @@ class LayoutMap(keras.distribution.LayoutMap):
     def __init__(self, device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None):
         self._first_match_wins = False
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
-        self._device_mesh = None if device_mesh is None else as_mesh_of_layers(device_mesh)
+        self._device_mesh = None if device_mesh is None else as_auto_mesh(device_mesh)
         self._regexes: dict[str, re.Pattern[str]] = {}
         self._index: PathIndex | None = None  # made anew at the first look-up after a change
         self._rules: dict[str, Rule | None] = {}  # what was looked up since then

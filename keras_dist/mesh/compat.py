@@ -1,4 +1,4 @@
-"""The mesh APIs of datarax, artifex and eformer under their own names, made by what makes `create_device_mesh`'s."""
+"""The mesh APIs of datarax, artifex and eformer under their own names, implemented with `create_device_mesh`."""
 
 import contextlib
 import math
@@ -11,16 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from keras_dist.mesh.axes import (
-    Axes,
-    bring_names,
-    known_product,
-    parse_axes,
-    solve_axes,
-    spell_axes,
-    split_axes,
-    spread_axes,
-)
+from keras_dist.mesh.axes import Axes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh, create_device_mesh
 from keras_dist.mesh.devices import as_device_array, force_cpu, platform_devices
 from keras_dist.mesh.topology import arrange_devices
@@ -30,7 +21,7 @@ _NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 class _OnClassOrInstance:
-    """A method that may be called on the class too: there on an instance that was given nothing."""
+    """A method that can also be called on the class, where `self` is an instance without devices of its own."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -41,10 +32,10 @@ class _OnClassOrInstance:
 
 
 class DeviceMeshManager:
-    """Makes `jax.sharding.Mesh` objects: on the class, as in datarax, or on an instance, as in artifex.
+    """Creates `jax.sharding.Mesh` objects: called on the class, as in datarax, or on an instance, as in artifex.
 
     Args:
-        devices: the devices that meshes are made of. By default all that JAX has when a mesh is made.
+        devices: the devices of the meshes. By default all devices that JAX has when a mesh is created.
 
     Example:
 
@@ -61,7 +52,7 @@ class DeviceMeshManager:
 
     @property
     def devices(self) -> list[Any]:
-        """The devices, in a list of its own."""
+        """A copy of the list of devices."""
         return list(jax.devices() if self._devices is None else self._devices)
 
     @property
@@ -71,59 +62,61 @@ class DeviceMeshManager:
 
     @_OnClassOrInstance
     def create_device_mesh(self, mesh_shape: Axes, devices: Sequence[Any] | None = None) -> Mesh:
-        """Makes a mesh of any axes.
+        """Creates a mesh of any axes.
 
         Args:
             mesh_shape: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]` or `"data:2,model:4"`; one size may be
                 -1.
-            devices: the devices; if they are more than the mesh needs, the first ones are taken. By default the
-                manager's. If those are all devices that there are, and more than the mesh needs, a warning says so.
+            devices: the devices, of which the mesh uses the first ones if it needs fewer. By default the manager's.
 
         Returns:
-            The mesh: axes of type `Auto`, and devices in the order that suits their links.
+            The mesh, with axes of type `Auto` and its devices ordered by their links.
 
         Raises:
-            ValueError: too few devices, or axes that are none.
-            TypeError: a size that is no integer or a name that is no string.
+            ValueError: If there are too few devices, or the axes are invalid.
+            TypeError: If a size is not an integer or a name is not a string.
+
+        Warns:
+            UserWarning: If neither the call nor the manager was given devices, and some devices remain unused.
         """
         axes = parse_axes(mesh_shape)
         given = self.devices if devices is None else as_device_array(devices).ravel().tolist()
         needed = known_product(axes)
         if needed > len(given):
             raise ValueError(
-                f"Not enough devices: {spell_axes(axes)} = {needed}. Mesh requires {needed} devices, but only "
-                f"{len(given)} are available. Choose sizes whose product is {len(given)} or less, or pass more."
+                f"Not enough devices: mesh {spell_axes(axes)} requires {needed} devices, but only {len(given)} "
+                f"{'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most {len(given)}, "
+                "or pass more devices."
             )
-        takes_all = -1 in axes.values()
-        if devices is None and self._devices is None and not takes_all and needed < len(given):
+        uses_all = -1 in axes.values()
+        if devices is None and self._devices is None and not uses_all and needed < len(given):
             warnings.warn(
-                f"{spell_axes(axes)} = {needed} devices, but {len(given)} are available: {len(given) - needed} of them "
-                f"have nothing to do. Give one axis the size -1, or pass devices=jax.devices()[:{needed}] if that is "
-                "meant.",
+                f"Mesh {spell_axes(axes)} leaves {len(given) - needed} of {len(given)} devices idle. Give one axis the "
+                f"size -1 to use all, or pass devices=jax.devices()[:{needed}] if this is intended.",
                 stacklevel=2,
             )
-        return create_device_mesh(axes, given if takes_all else given[:needed]).backend_mesh
+        return create_device_mesh(axes, given if uses_all else given[:needed]).backend_mesh
 
     @_OnClassOrInstance
     def create_data_parallel_mesh(self, num_devices: int | None = None, axis_name: str = "data") -> Mesh:
-        """Makes a mesh of one axis.
+        """Creates a mesh of one axis.
 
         Args:
-            num_devices: how many devices. By default, or with -1, all.
+            num_devices: the number of devices. By default, or with -1, all.
             axis_name: the name of the axis.
 
         Returns:
             The mesh.
 
         Raises:
-            ValueError: too few devices, or no number of devices.
+            ValueError: If there are too few devices, or `num_devices` is below 1 and not -1.
         """
         return self.create_device_mesh({axis_name: -1 if num_devices is None else num_devices}, self.devices)
 
     @_OnClassOrInstance
     def create_model_parallel_mesh(self, num_devices: int | None = None, axis_name: str = "model") -> Mesh:
-        """Makes a mesh of one axis; `create_data_parallel_mesh` with another name for it."""
-        return self.create_device_mesh({axis_name: -1 if num_devices is None else num_devices}, self.devices)
+        """Creates a mesh of one axis, as `create_data_parallel_mesh` does, with another default name."""
+        return self.create_data_parallel_mesh(num_devices, axis_name)
 
     @_OnClassOrInstance
     def create_hybrid_mesh(
@@ -133,7 +126,7 @@ class DeviceMeshManager:
         data_axis: str = "data",
         model_axis: str = "model",
     ) -> Mesh:
-        """Makes a mesh of two axes.
+        """Creates a mesh of two axes.
 
         Args:
             data_parallel_size: the size of the outer axis.
@@ -145,17 +138,17 @@ class DeviceMeshManager:
             The mesh.
 
         Raises:
-            ValueError: too few devices, no number of devices, or twice the same name.
+            ValueError: If there are too few devices, a size is invalid, or both axes have the same name.
         """
         axes = [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
         return self.create_device_mesh(axes, self.devices)
 
     @_OnClassOrInstance
     def get_mesh_info(self, mesh: Mesh | DeviceMesh) -> dict[str, Any]:
-        """Returns the number of devices of a mesh and the sizes of its axes; `DeviceMesh.info` returns more.
+        """Returns the number of devices and the axis sizes of a mesh; `DeviceMesh.info` returns more.
 
         Args:
-            mesh: a mesh of JAX, of Keras or of this package.
+            mesh: a mesh of JAX, Keras or this package.
 
         Returns:
             `{"total_devices": int, "axes": {name: size}}`.
@@ -174,25 +167,26 @@ def create_mesh(
     use_jax: bool = False,
     axis_types: Any = None,
 ) -> Mesh:
-    """Makes a `jax.sharding.Mesh` of all devices, in the call form of eformer.
+    """Creates a `jax.sharding.Mesh` of all devices, with eformer's arguments.
 
     Args:
-        axis_dims: the whole mesh, in any form of axes. One size may be -1: what is left.
-        axis_names: one name for each axis, where `axis_dims` brings none.
-        dcn_mesh_dims: how much of each axis crosses slices or hosts, in any form of `create_device_mesh`'s `dcn`.
-        should_sort_granules_by_key: whether slices and hosts lie in the order of their numbers, else in JAX's.
-        allow_split_physical_axes: whether one axis of a TPU's torus may serve several axes of the mesh.
-        backend: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators where there are any.
-        use_jax: taken for programs that pass it. The mesh is the same.
-        axis_types: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one for each axis. `"auto"`,
-            unless asked.
+        axis_dims: the axes of the whole mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_names: one name per axis, if `axis_dims` includes none.
+        dcn_mesh_dims: the degree of each axis across slices or hosts, in any form of `create_device_mesh`'s `dcn`.
+        should_sort_granules_by_key: whether slices and hosts are ordered by their index instead of by JAX's order.
+        allow_split_physical_axes: whether one axis of a TPU torus may serve several axes of the mesh.
+        backend: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any.
+        use_jax: accepted for compatibility, without effect.
+        axis_types: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per axis. By default
+            `"auto"`.
 
     Returns:
-        The mesh. While one is in use, JAX returns the same object again.
+        The mesh. JAX returns the same object for equal meshes.
 
     Raises:
-        ValueError: axes that are none, or that do not hold all devices, or a `dcn_mesh_dims` that does not fit them.
-        TypeError: a size that is no integer or a name that is no string.
+        ValueError: If the axes are invalid, their product is not the number of devices, or `dcn_mesh_dims` does not fit
+            them.
+        TypeError: If a size is not an integer or a name is not a string.
 
     Example:
 
@@ -202,8 +196,8 @@ def create_mesh(
     (2, 4)
     """
     devices = jax.devices() if backend is None else platform_devices(backend)
-    if axis_names is _NAMES and bring_names(split_axes(axis_dims)):
-        axis_names = None
+    if axis_names is _NAMES:
+        axis_names = default_names(axis_dims, _NAMES)
     axes = solve_axes(parse_axes(axis_dims, axis_names), len(devices))
     arranged = arrange_devices(
         devices,
@@ -216,34 +210,30 @@ def create_mesh(
 
 
 def create_cpu_mesh(axis_dims: Axes = _DIMS, axis_names: Sequence[str] | None = _NAMES) -> Mesh:
-    """Makes a mesh of all CPU devices, on a machine with accelerators too.
+    """Creates a mesh of all CPU devices, also on a machine with accelerators; otherwise like `create_mesh`.
 
     Args:
-        axis_dims: the whole mesh, in any form of axes. One size may be -1: what is left.
-        axis_names: one name for each axis, where `axis_dims` brings none.
+        axis_dims: the axes of the whole mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_names: one name per axis, if `axis_dims` includes none.
 
     Returns:
         The mesh.
-
-    Raises:
-        ValueError: axes that are none, or that do not hold all devices.
-        TypeError: a size that is no integer or a name that is no string.
     """
     return create_mesh(axis_dims, axis_names, backend="cpu")
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
-    """Makes a mesh of all devices from text.
+    """Creates a mesh of all devices from text.
 
     Args:
-        axis_dims: `"dp:2,tp:4"`, in the order of the text, or `"2,4"`, in that of the names. One size may be -1.
-        names: the names of the axes, all of which the text must name, if it names any.
+        axis_dims: `"dp:2,tp:4"`, in the order of the text, or `"2,4"`, in the order of `names`. One size may be -1.
+        names: the names of the axes. If the text includes names, they must be the same.
 
     Returns:
         The mesh.
 
     Raises:
-        ValueError: other text, other names, or axes that do not hold all devices.
+        ValueError: If the text has another form, the names differ, or the product is not the number of devices.
 
     Example:
 
@@ -256,20 +246,20 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 def calculate_host_mesh_shape(
     global_mesh_shape: Axes, total_devices: int | None = None, num_processes: int | None = None
 ) -> tuple[int, ...]:
-    """Returns which part of a mesh lies on each process, where processes lie along the outermost axes that can.
+    """Returns the shape of one process's part of a mesh, if processes are placed along the outermost axes.
 
-    So they do on hosts of GPUs and CPUs; on a slice of TPUs the torus decides where devices lie.
+    This holds for hosts of GPUs and CPUs. Within a slice of TPUs, the torus determines the positions of devices.
 
     Args:
-        global_mesh_shape: the size of each axis of the whole mesh, in any form of axes.
-        total_devices: the number of devices of each process. By default that of this one.
-        num_processes: the number of processes. By default all that work together.
+        global_mesh_shape: the axes of the whole mesh, in any form.
+        total_devices: the number of devices of each process. By default that of this process.
+        num_processes: the number of processes. By default that of this program.
 
     Returns:
-        The size of each axis on one process.
+        The size of each axis within one process.
 
     Raises:
-        ValueError: the mesh does not hold as many devices as the processes have, or these are no numbers.
+        ValueError: If the mesh does not have as many devices as the processes together, or a number is below 1.
 
     Example:
 
@@ -282,23 +272,21 @@ def calculate_host_mesh_shape(
     processes = jax.process_count() if num_processes is None else num_processes
     if not all(isinstance(count, numbers.Integral) and count > 0 for count in (per_process, processes)):
         raise ValueError(
-            "There is at least one process with at least one device. Received: "
-            f"total_devices={per_process!r}, num_processes={processes!r}. Leave them out for those of this program."
+            f"total_devices={per_process!r} and num_processes={processes!r} must be integers of at least 1. Omit them "
+            "to use those of this program."
         )
-    entries = split_axes(global_mesh_shape)
-    names = None if bring_names(entries) else [f"axis {i}" for i in range(len(entries))]
-    axes = parse_axes(global_mesh_shape, names)
+    axes = parse_axes(global_mesh_shape, default_names(global_mesh_shape))
     axes = solve_axes(axes, per_process * processes, f"on {processes} processes of {per_process}")
-    degrees = spread_axes(axes, processes, what="processes")
+    degrees = spread_axes(axes, processes, group_name="processes")
     return tuple(size // degrees[name] for name, size in axes.items())
 
 
 @contextlib.contextmanager
 def cpu_context() -> Iterator[Mesh]:
-    """Computes on the CPU for a block of code: `force_cpu`, with `create_cpu_mesh` as the mesh of partition specs.
+    """Computes on the CPU for a block of code, in which partition specs refer to a mesh of all CPU devices.
 
     Yields:
-        The mesh: all CPU devices, along `"fsdp"`.
+        The mesh, as `create_cpu_mesh` creates it by default: all CPU devices along `"fsdp"`.
 
     Example:
 
@@ -310,7 +298,7 @@ def cpu_context() -> Iterator[Mesh]:
     mesh = create_cpu_mesh()
     with contextlib.ExitStack() as stack:
         stack.enter_context(force_cpu())
-        # Deprecated, but jax.set_mesh is another thing: it would lay every new array over the whole mesh.
+        # Deprecated, but jax.set_mesh would also place every new array on the whole mesh.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             stack.enter_context(mesh)

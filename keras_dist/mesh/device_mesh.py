@@ -1,4 +1,4 @@
-"""`DeviceMesh`: devices in an n-dimensional arrangement, with a name for every axis."""
+"""`DeviceMesh`: devices in an n-dimensional array with named axes, and functions that create one."""
 
 import numbers
 from collections.abc import Sequence
@@ -11,43 +11,43 @@ import numpy as np
 from jax.sharding import AxisType
 
 from keras_dist.mesh.axes import Axes, parse_axes, solve_axes, spell_axes
+from keras_dist.mesh.axis_types import parse_axis_types
 from keras_dist.mesh.devices import (
     as_device_array,
     available_devices,
     device_name,
     first_devices,
     is_alive,
-    is_described,
+    is_attached,
     list_devices,
     num_processes,
     to_jax_devices,
 )
-from keras_dist.mesh.render import picture_html, picture_text
+from keras_dist.mesh.render import mesh_html, mesh_text
 from keras_dist.mesh.topology import arrange_devices, coordinates_of, longest_links, slice_of
 
 
 class DeviceMesh(keras.distribution.DeviceMesh):
-    """Devices in an n-dimensional arrangement, with a name for every axis.
+    """Devices in an n-dimensional array with named axes.
 
-    A mesh is a value: it does not change, and two meshes of the same devices in the same arrangement with the same
-    axis names are equal and hash alike. A plain `keras.distribution.DeviceMesh` may equal one too.
+    A mesh is an immutable value: two meshes with equal devices, shapes, axis names and axis types are equal and have
+    the same hash. A plain `keras.distribution.DeviceMesh` can be equal to one, too.
 
-    Devices that are given keep their order. Without them all devices that `list_devices()` names are taken, in the
-    order that suits their links where there is one process, and host after host where there are several.
-    `create_device_mesh` puts all devices in the order that suits their links.
+    Given devices keep their order. Without `devices`, the mesh contains all devices of `list_devices()`: in a single
+    process ordered by their links, as in `create_device_mesh`, and host by host in several processes.
 
     Args:
         shape: the axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
-            `(2, 4)` or `"2,4"`. One size may be -1: what is left.
-        axis_names: one distinct name per axis, for example `["data", "model"]`, where `shape` brings none.
+            `(2, 4)` or `"2,4"`. One size may be -1, which stands for the remaining devices.
+        axis_names: one distinct name per axis, for example `["data", "model"]`, if `shape` includes none.
         devices: the devices in row-major order, as `"type:id"` strings or `jax.Device` objects.
-        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one for
-            each axis. `"auto"`, unless asked.
+        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
+            axis. By default `"auto"`.
 
     Raises:
-        ValueError: empty or unequal shape and names, a size below 1, a name or a device used twice, or a shape whose
-            product is not the number of devices.
-        TypeError: a size that is no integer or a name that is no string.
+        ValueError: If shape and names are empty or differ in length, a size is below 1, a name or a device is used
+            twice, or the product of the shape is not the number of devices.
+        TypeError: If a size is not an integer or a name is not a string.
 
     Example:
 
@@ -71,37 +71,36 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         if devices is None:
             names = list_devices()
             axes = solve_axes(axes, len(names))
-            array = _arranged(names, axes) if num_processes() == 1 else np.array(names)
+            array = _arrange(names, axes) if num_processes() == 1 else np.array(names)
         else:
             array = as_device_array(devices)
             axes = solve_axes(axes, array.size, "given")
         flat = array.ravel().tolist()
         if len(set(flat)) != len(flat):
-            twice = next(device for i, device in enumerate(flat) if device in flat[:i])
+            repeated = next(device for i, device in enumerate(flat) if device in flat[:i])
             raise ValueError(
-                f"A mesh holds each device once, but {device_name(twice)!r} is given twice. "
-                f"Received: shape={shape}, {len(flat)} devices. Remove the repetition."
+                f"Mesh {spell_axes(axes)} contains device {device_name(repeated)!r} twice. Pass each device once."
             )
         is_list = isinstance(shape, list) and not isinstance(shape[0], (list, tuple))
         self._shape = list(axes.values()) if is_list else tuple(axes.values())
         self._axis_names = tuple(axes) if isinstance(axis_names, tuple) else list(axes)
-        self._axis_types = as_axis_types(axis_types, len(axes))
+        self._axis_types = parse_axis_types(axis_types, len(axes))
         self._devices = array.reshape(tuple(axes.values()))
         self._devices.flags.writeable = False
 
     @classmethod
     def from_jax_mesh(cls, mesh: jax.sharding.Mesh) -> "DeviceMesh":
-        """Returns the mesh of the same devices, axes and axis types as one of JAX.
+        """Converts a mesh of JAX to a `DeviceMesh` with the same devices, axes and axis types.
 
         Args:
-            mesh: a `jax.sharding.Mesh`.
+            mesh: the mesh.
 
         Returns:
             A `DeviceMesh` whose `backend_mesh` is `mesh`.
 
         Raises:
-            TypeError: anything else, such as a `jax.sharding.AbstractMesh`, which has no devices.
-            ValueError: an axis name or a device that is used twice.
+            TypeError: If `mesh` is anything else, such as a `jax.sharding.AbstractMesh`, which has no devices.
+            ValueError: If an axis name or a device is used twice.
 
         Example:
 
@@ -110,26 +109,26 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
-                f"from_jax_mesh takes a jax.sharding.Mesh, which has devices. Received: {mesh!r} "
-                f"(of type {type(mesh).__name__}). Make one with keras_dist.create_device_mesh(axes)."
+                f"from_jax_mesh takes a jax.sharding.Mesh, not {mesh!r} of type {type(mesh).__name__}. "
+                "To create a mesh from axes, call keras_dist.create_device_mesh(axes)."
             )
-        made = cls(mesh.devices.shape, mesh.axis_names, mesh.devices, mesh.axis_types)
-        made._backend_mesh = mesh
-        return made
+        converted = cls(mesh.devices.shape, mesh.axis_names, mesh.devices, mesh.axis_types)
+        converted._backend_mesh = mesh
+        return converted
 
     @property
     def shape(self) -> Sequence[int]:
-        """The size of each axis, as a list if it was given as one, else as a tuple."""
+        """The size of each axis, as a list if it was given as a list of sizes, else as a tuple."""
         return self._shape[:]
 
     @property
     def axis_names(self) -> Sequence[str]:
-        """The name of each axis, as a list if it was given as one, else as a tuple."""
+        """The name of each axis, as a tuple if names were given as a tuple, else as a list."""
         return self._axis_names[:]
 
     @property
     def devices(self) -> np.ndarray:
-        """The devices as they were given, in an array of the mesh's shape that cannot be written to."""
+        """The devices, as names or objects as they were given, in a read-only array of the mesh's shape."""
         return self._devices
 
     @cached_property
@@ -139,42 +138,42 @@ class DeviceMesh(keras.distribution.DeviceMesh):
 
     @property
     def axis_types(self) -> tuple[AxisType, ...]:
-        """How JAX treats each axis: `jax.sharding.AxisType.Auto`, unless another was asked for."""
+        """How JAX treats each axis, by default as `jax.sharding.AxisType.Auto`."""
         return self._axis_types
 
     @property
     def backend_mesh(self) -> jax.sharding.Mesh:
-        """The `jax.sharding.Mesh` of the same devices and axes, made at the first use.
+        """The `jax.sharding.Mesh` of the same devices and axes, created on first use.
 
-        A mesh whose devices are named is lowered anew after JAX has made its devices anew.
+        If the devices were given as names, it is created again after JAX's backends were cleared.
 
         Raises:
-            ValueError: a device that this process does not know, or does not have any more.
+            ValueError: If this process does not have a device, or no longer has it.
         """
         mesh = getattr(self, "_backend_mesh", None)
         if mesh is None or not is_alive(mesh.devices.flat[0]):
             devices = as_device_array(to_jax_devices(self._devices.ravel().tolist())).reshape(self._devices.shape)
             if not is_alive(devices.flat[0]):
                 raise ValueError(
-                    f"The devices of a mesh must be those that JAX has now. Received: {self}, whose backend was "
-                    "cleared. Make the mesh anew, or of names, which outlive the devices."
+                    f"The devices of {self} no longer exist, since JAX's backends were cleared. Create the mesh again, "
+                    "or create it from device names, which remain valid."
                 )
             mesh = jax.sharding.Mesh(devices, tuple(self._axis_names), axis_types=self._axis_types)
             self._backend_mesh = mesh
         return mesh
 
     def info(self) -> dict[str, Any]:
-        """Returns what the mesh is made of, as plain data.
+        """Returns facts about the mesh.
 
         Returns:
-            A dict of `total_devices`; `available_devices`, as many as there are, of which the mesh may use a part;
-            `axes`, the size of each by its name; `platform`; `device_kind`; `processes` and `slices`, how many of them
-            the devices belong to; and `longest_link`, for each axis the longest link between neighbours on its rings,
-            as a named tuple of `dcn`, whether it crosses the network, and `hops`, how many ICI links it is; a slice
-            of TPUs is taken for the box around the mesh's devices.
+            A dict with the entries `total_devices` of the mesh; `available_devices`, the number of devices that exist;
+            `axes`, the size of each axis by its name; `platform`; `device_kind`; the number of `processes` and of
+            `slices` of the devices; and `longest_link`, for each axis the longest link between neighbors on its rings,
+            as a named tuple of `dcn` (whether it crosses the network) and `hops` (the number of ICI links). A slice of
+            TPUs is assumed to be the bounding box of the mesh's devices.
 
         Raises:
-            ValueError: a device that this process does not know.
+            ValueError: If this process does not have a device.
 
         Example:
 
@@ -198,13 +197,13 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         }
 
     def picture(self) -> str:
-        """Returns a picture of which device (id, coordinates, host, slice) sits where, to print.
+        """Returns a table to print of the device (id, coordinates, host, slice) at each position of the mesh.
 
-        Coordinates are those of TPU chips, with the core behind them where chips have several. The host is the number
-        of the JAX process; it is shown where there are several, and so is the slice.
+        Coordinates are those of TPU chips, followed by `/core` if chips have several cores. The host is the index of
+        the JAX process. Host and slice are shown only if there are several.
 
         Raises:
-            ValueError: a device that this process does not know.
+            ValueError: If this process does not have a device.
 
         Example:
 
@@ -214,15 +213,15 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         data=0    cpu:0    cpu:1    cpu:2    cpu:3
         data=1    cpu:4    cpu:5    cpu:6    cpu:7
         """
-        return picture_text(self.backend_mesh.devices, self._axis_names)
+        return mesh_text(self.backend_mesh.devices, self._axis_names)
 
     def _repr_html_(self) -> str | None:
         first = self._devices.flat[0]
         if isinstance(first, str) and available_devices(first) is None:
-            return None  # to show a mesh must not start JAX; notebooks then show the repr
+            return None  # showing a mesh must not start JAX; notebooks then show the repr
         try:
-            return picture_html(self.backend_mesh.devices, self._axis_names)
-        except ValueError:  # devices that are not here have a repr only
+            return mesh_html(self.backend_mesh.devices, self._axis_names)
+        except ValueError:  # devices that this process does not have
             return None
 
     @cached_property
@@ -251,13 +250,13 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         return f"<{type(self).__name__} {spell_axes(axes)} on {count} {platform} device{'s' * (known > 1)}>"
 
     def __copy__(self):
-        return self  # it does not change, and devices that are only compiled for would become names of none
+        return self  # immutable; pickling would turn the devices of targets and mock devices into unknown names
 
     def __deepcopy__(self, memo):
         return self
 
     def __getstate__(self):
-        # JAX's mesh and its devices belong to this process; a copy elsewhere looks for devices of the same names.
+        # JAX's mesh and its devices belong to this process; a copy elsewhere uses its devices of the same names.
         state = {key: value for key, value in vars(self).items() if key != "_backend_mesh"}
         if isinstance(self._devices.flat[0], jax.Device):
             names = list(map(device_name, self._devices.ravel().tolist()))
@@ -277,32 +276,32 @@ def create_device_mesh(
     axis_names: Sequence[str] | None = None,
     axis_types: Any = None,
 ) -> DeviceMesh:
-    """Makes a mesh of devices in the order that suits their links.
+    """Creates a mesh with its devices ordered by the links between them.
 
-    On TPUs each axis gets a part of the torus that its slice is, in a ring of short links. Between slices, and between
-    hosts of GPUs or CPUs, the axes of `dcn` cross the network, and all others stay inside. The shape is that of `axes`
-    on every machine.
+    On TPUs, each axis is mapped to a part of the slice's torus and runs around it in a ring of short links. Between
+    slices, and between hosts of GPUs or CPUs, only the axes of `dcn` cross the network. The mesh always has the shape
+    of `axes`.
 
     Args:
-        axes: the whole mesh: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only
-            sizes, `(2, 4)` or `"2,4"`, with `axis_names`. Outermost axis first; the innermost is to be the one that
-            communicates most. One size may be -1: what is left.
-        devices: the devices, as `"type:id"` strings or `jax.Device` objects in any order, or how many of
-            `list_devices()` to take. By default all.
-        dcn: the axes that may cross the network between slices or hosts. By default the outermost that can hold them.
-            Names, `"data"` or `["data", "fsdp"]`: these, each as much as it can, the first one first. Degrees in any
-            form of axes, `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`: so many slices along each axis.
-        axis_names: one distinct name per axis, where `axes` brings none.
-        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one for
-            each axis. `"auto"`, unless asked.
+        axes: the axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
+            `(2, 4)` or `"2,4"`, with `axis_names`. Outermost axis first; the innermost should be the one that
+            communicates most. One size may be -1, which stands for the remaining devices.
+        devices: the devices in any order, as `"type:id"` strings or `jax.Device` objects, or the number of devices of
+            `list_devices()` to use. By default all of them.
+        dcn: the axes that may cross the network between slices or hosts. By default the outermost that can. Names,
+            `"data"` or `["data", "fsdp"]`: only these, each as far as possible, the first one first. Degrees in any
+            form of axes, `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`: exactly this number of slices along each axis.
+        axis_names: one distinct name per axis, if `axes` includes none.
+        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
+            axis. By default `"auto"`.
 
     Returns:
         The mesh.
 
     Raises:
-        ValueError: axes that are none, a product that is not the number of devices, or a `dcn` that cannot hold all
-            slices or hosts.
-        TypeError: a size that is no integer or a name that is no string.
+        ValueError: If the axes are invalid, their product is not the number of devices, or the axes of `dcn` cannot
+            span all slices or hosts.
+        TypeError: If a size is not an integer or a name is not a string.
 
     Example:
 
@@ -319,20 +318,17 @@ def create_device_mesh(
         devices = first_devices(int(devices))
     devices = as_device_array(devices).ravel().tolist()
     solved = solve_axes(parsed, len(devices), given)
-    return DeviceMesh(solved, None, _arranged(devices, solved, dcn), axis_types)
+    return DeviceMesh(solved, None, _arrange(devices, solved, dcn), axis_types)
 
 
 def as_device_mesh(mesh) -> DeviceMesh:
-    """Returns a mesh as ours: ours itself, or one of the devices, axes and axis types of a mesh of Keras or of JAX.
+    """Converts a mesh of Keras or JAX to a `DeviceMesh` of this package; returns one of this package unchanged.
 
     Args:
-        mesh: a mesh of ours, a `keras.distribution.DeviceMesh` or a `jax.sharding.Mesh`.
-
-    Returns:
-        A `DeviceMesh` of this package.
+        mesh: a `keras.distribution.DeviceMesh` or a `jax.sharding.Mesh`.
 
     Raises:
-        ValueError: anything else.
+        ValueError: If `mesh` is anything else.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -341,87 +337,53 @@ def as_device_mesh(mesh) -> DeviceMesh:
     if isinstance(mesh, jax.sharding.Mesh):
         return DeviceMesh.from_jax_mesh(mesh)
     raise ValueError(
-        f"Expect `device_mesh` to be an instance of `DeviceMesh`. Received: {mesh!r} (of type {type(mesh).__name__}). "
-        "Make one with keras_dist.create_device_mesh(axes)."
+        f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {mesh!r} of type {type(mesh).__name__}. "
+        "Create one with keras_dist.create_device_mesh(axes)."
     )
 
 
-def as_mesh_of_layers(mesh) -> DeviceMesh:
-    """Returns a mesh as ours, with axes of type `Auto`: Keras's layers leave the layout of results to the compiler.
+def as_auto_mesh(mesh) -> DeviceMesh:
+    """Converts a mesh as `as_device_mesh` does, and requires axes of type `Auto`.
+
+    Keras's layers do not annotate their results, so the compiler must choose their layouts.
 
     Args:
-        mesh: as `as_device_mesh` takes it. The axes of a `jax.sharding.Mesh` become `Auto` ones, since `jax.make_mesh`
-            makes `Explicit` ones unasked.
-
-    Returns:
-        A `DeviceMesh` of this package.
+        mesh: a `keras.distribution.DeviceMesh` or a `jax.sharding.Mesh`. The axes of the latter are converted to
+            `Auto`, since `jax.make_mesh` creates `Explicit` axes by default.
 
     Raises:
-        ValueError: no mesh, or a `DeviceMesh` with axes that are not `Auto`.
+        ValueError: If `mesh` is not a mesh, or a `DeviceMesh` with axes of another type.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     mesh = as_device_mesh(mesh)
     if set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
-            "Keras's layers leave the layout of their results to the compiler, which needs axes of type Auto. "
-            f"Received: {mesh}. Make the mesh without axis_types."
+            f"Keras's layers need mesh axes of type Auto, but got {mesh}. Create the mesh without axis_types."
         )
     return mesh
 
 
-def as_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
-    """Returns axis types in all their forms as one `jax.sharding.AxisType` for each axis.
-
-    Args:
-        axis_types: None for `Auto`; an `AxisType` or its name in any case, for all axes; or a sequence of one for each
-            axis, or of a single one for all.
-        count: the number of axes.
-
-    Returns:
-        As many types as there are axes.
-
-    Raises:
-        ValueError: a name of no axis type, or as many types as there are not axes.
-        TypeError: another type.
-    """
-    by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
-    received = f"Received: axis_types={axis_types!r} for {count} axes."
-    types = ["auto"] if axis_types is None else axis_types
-    types = [types] if isinstance(types, (AxisType, str)) else types
-    if not isinstance(types, (list, tuple)) or not all(isinstance(each, (AxisType, str)) for each in types):
-        raise TypeError(f"An axis type is a jax.sharding.AxisType or its name. {received} Use {', '.join(by_name)}.")
-    if len(types) not in (1, count):
-        raise ValueError(f"There is one axis type for all axes, or one for each. {received} Give 1 or {count}.")
-    named = [each.strip().lower() if isinstance(each, str) else each.name.lower() for each in types]
-    if any(name not in by_name for name in named):
-        raise ValueError(f"An axis type has one of JAX's names. {received} Use {', '.join(by_name)}.")
-    return tuple(by_name[name] for name in named) * (count if len(named) == 1 else 1)
-
-
-def _arranged(devices: list, axes: dict[str, int], dcn: Any = None) -> np.ndarray:
-    """The devices, names or objects as they came, in the order that suits their links."""
+def _arrange(devices: list, axes: dict[str, int], dcn: Any = None) -> np.ndarray:
+    """Orders devices by their links; names remain names, and objects remain objects."""
     objects = to_jax_devices(devices)
     platforms = {device.platform for device in objects}
     if len(platforms) > 1:
-        raise ValueError(
-            f"The devices of a mesh are of one type. Received: {', '.join(sorted(platforms))}. "
-            "Make a mesh for each type."
-        )
+        raise ValueError(f"A mesh cannot mix device types: {', '.join(sorted(platforms))}. Create one mesh per type.")
     arranged = arrange_devices(objects, axes, dcn)
-    came_as = {id(device): given for device, given in zip(objects, devices, strict=True)}
-    return as_device_array([came_as[id(device)] for device in arranged.ravel().tolist()]).reshape(arranged.shape)
+    as_given = {id(device): given for device, given in zip(objects, devices, strict=True)}
+    return as_device_array([as_given[id(device)] for device in arranged.ravel().tolist()]).reshape(arranged.shape)
 
 
 def _identity(mesh: keras.distribution.DeviceMesh) -> tuple:
     devices = np.ravel(mesh.devices).tolist()
-    # A name says all of a device of this process. Described ones may be of another kind, or elsewhere on a torus.
-    described = [d for d in devices if not isinstance(d, str) and is_described(d)]
+    # A name identifies a device of this process. Mock devices and those of targets also differ in kind and position.
+    unattached = [d for d in devices if not isinstance(d, str) and not is_attached(d)]
     types = mesh.axis_types if isinstance(mesh, DeviceMesh) else (AxisType.Auto,) * len(mesh.axis_names)
     return (
         tuple(mesh.axis_names),
         tuple(np.shape(mesh.devices)),
         types,
         tuple(map(device_name, devices)),
-        tuple((device.device_kind, coordinates_of(device)) for device in described),
+        tuple((device.device_kind, coordinates_of(device)) for device in unattached),
     )

@@ -1,4 +1,4 @@
-"""The process and its devices: which there are, and simulated ones."""
+"""The devices of this program: lists them, simulates them, and converts between their names and objects."""
 
 import contextlib
 import os
@@ -7,25 +7,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import xla_bridge  # public JAX has no way to ask whether backends exist without creating them
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
 from keras_dist.mesh.cpu_threads import cpu_thread_count
 
-Device = Any  # a jax.Device, which type checkers take for a variable
+Device = Any  # a jax.Device, which type checkers treat as a variable
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Returns the devices of one type over all processes, as `"type:id"` strings.
+    """Returns the devices of one type in all processes, as `"type:id"` strings.
 
     Args:
-        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators where there are any, else CPUs.
+        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any, else CPUs.
 
     Returns:
-        One string for each device, for example `["tpu:0", "tpu:1"]`.
+        One string per device, for example `["tpu:0", "tpu:1"]`.
 
     Raises:
-        ValueError: this process has no devices of that type.
+        ValueError: If this process has no devices of that type.
 
     Example:
 
@@ -37,16 +38,16 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """Returns how many devices of one type there are over all processes.
+    """Returns the number of devices of one type in all processes.
 
     Args:
-        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators where there are any, else CPUs.
+        device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any, else CPUs.
 
     Returns:
         The number of devices.
 
     Raises:
-        ValueError: this process has no devices of that type.
+        ValueError: If this process has no devices of that type.
 
     Example:
 
@@ -58,29 +59,28 @@ def get_device_count(device_type: str | None = None) -> int:
 
 
 def num_processes() -> int:
-    """Returns the number of processes that work together: 1 unless `initialize` joined a cluster."""
+    """Returns the number of processes of the program: 1 unless `initialize` joined several."""
     return internals.num_processes()
 
 
 def process_id() -> int:
-    """Returns the number of this process, from 0 to `num_processes() - 1`."""
+    """Returns the index of this process, from 0 to `num_processes() - 1`."""
     return internals.process_id()
 
 
 def simulate_devices(count: int) -> None:
-    """Makes `count` CPU devices in this process, to try a distribution where there are no accelerators.
+    """Simulates `count` devices on the CPU, to try a distribution without accelerators.
 
-    Call it before anything starts JAX: before a Keras model, layer or variable is made, before any `jax.numpy`
-    operation, and before `list_devices`. It also gives XLA's CPU client enough threads for collectives among more
-    devices than there are cores; with fewer, a device can wait for a thread that another waiting device
-    holds, and the collective then aborts after 40 seconds.
+    Call it before anything starts JAX: before creating a Keras model, layer or variable, before any `jax.numpy`
+    operation, and before `list_devices`. It also gives XLA's CPU client enough threads for collectives between more
+    devices than there are cores.
 
     Args:
-        count: how many devices, at least 1.
+        count: the number of devices, at least 1.
 
     Raises:
-        TypeError: `count` is no integer.
-        ValueError: `count` is below 1, or JAX has started already with other devices.
+        TypeError: If `count` is not an integer.
+        ValueError: If `count` is below 1, or JAX has already started with other devices.
 
     Example:
 
@@ -89,30 +89,28 @@ def simulate_devices(count: int) -> None:
     8
     """
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"simulate_devices takes a number of devices. Received: {count!r}.")
+        raise TypeError(f"simulate_devices takes an integer, not {count!r}.")
     if count < 1:
-        raise ValueError(f"simulate_devices takes a number of devices of at least 1. Received: {count}.")
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
+        raise ValueError(f"Cannot simulate {count} devices. Pass at least 1.")
+    if has_jax_started():
         if jax.default_backend() == "cpu" and jax.local_device_count() == count:
             return
         raise ValueError(
-            f"Devices can be simulated only before JAX starts, and it has started with "
-            f"{jax.local_device_count()} {jax.default_backend()} device(s). Received: "
-            f"simulate_devices({count}). Call it directly after `import keras_dist`, before anything makes "
-            "a Keras layer or a JAX array."
-        ) from None
+            f"simulate_devices({count}) was called after JAX started with {jax.local_device_count()} "
+            f"{jax.default_backend()} device(s). Call it directly after `import keras_dist`, before creating a Keras "
+            "layer or a JAX array. In a notebook, restart the kernel first."
+        )
+    jax.config.update("jax_num_cpu_devices", count)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
 
 
 @contextlib.contextmanager
 def force_cpu() -> Iterator[Device]:
-    """Makes a CPU device JAX's default for a block of code; the default of before is restored at its end.
+    """Makes the first CPU of this process JAX's default device for a block of code.
 
     Yields:
-        The device, the first CPU of this process.
+        The device.
 
     Example:
 
@@ -126,44 +124,38 @@ def force_cpu() -> Iterator[Device]:
 
 
 def first_devices(count: int) -> list[str]:
-    """Returns the first devices that `list_devices()` names.
-
-    Args:
-        count: how many.
-
-    Returns:
-        Their names.
+    """Returns the first `count` names of `list_devices()`.
 
     Raises:
-        ValueError: there are not as many, or `count` is below 1.
+        ValueError: If there are fewer devices, or `count` is below 1.
     """
     names = list_devices()
     if not 1 <= count <= len(names):
         raise ValueError(
-            f"A mesh can take as many devices as there are. Received: devices={count}, but {len(names)} are available. "
-            f"Choose a number from 1 to {len(names)}."
+            f"Requested devices={count}, but {len(names)} {'is' if len(names) == 1 else 'are'} available. Choose a "
+            f"number from 1 to {len(names)}."
         )
     return names[:count]
 
 
 def as_device_array(devices: Any) -> np.ndarray:
-    """Returns devices, names or objects, in an array of their own.
+    """Copies devices to an array.
 
     Args:
-        devices: a list, nested lists, or an array. Where names and objects come together, all become names.
+        devices: a list, nested lists, or an array, of names or objects. If both occur, objects become names.
 
     Returns:
         An array of strings or of objects.
 
     Raises:
-        TypeError: another type, or something else than devices in it.
+        TypeError: If `devices` has another type, or contains anything but devices.
     """
     if isinstance(devices, np.ndarray):
         array = devices.copy()
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
         listed = list(devices)
         is_nested = bool(listed) and isinstance(listed[0], (str, list, tuple, np.ndarray))
-        # np.array would look at every device for the parts of a nested sequence.
+        # np.array would try to read every device as a nested sequence.
         array = np.array(listed) if is_nested else np.fromiter(listed, object, len(listed))
     else:
         array = None
@@ -172,8 +164,8 @@ def as_device_array(devices: Any) -> np.ndarray:
     wrong = [d for d in examples.values() if not isinstance(d, str) and not hasattr(d, "process_index")]
     if array is None or wrong:
         raise TypeError(
-            "The devices of a mesh are a list or an array of names such as 'cpu:0', or of jax.Device objects. "
-            f"Received: {devices!r}. Write, for example, devices=keras_dist.list_devices()."
+            f"Invalid devices {devices!r}: expected a list or an array of names such as 'cpu:0', or of jax.Device "
+            "objects. Pass, for example, devices=keras_dist.list_devices()."
         )
     if str in examples and len(examples) > 1:
         array = np.array(list(map(device_name, flat))).reshape(array.shape)
@@ -181,16 +173,10 @@ def as_device_array(devices: Any) -> np.ndarray:
 
 
 def to_jax_devices(devices: Sequence) -> list[Device]:
-    """Returns the JAX devices behind names such as `"cpu:3"`; a JAX device stands for itself.
-
-    Args:
-        devices: names or `jax.Device` objects.
-
-    Returns:
-        As many `jax.Device` objects, in the same order.
+    """Converts names such as `"cpu:3"` to `jax.Device` objects, and keeps those that are objects already.
 
     Raises:
-        ValueError: a name of no device.
+        ValueError: If there is no device of a name.
     """
     platforms = {device.partition(":")[0] for device in devices if isinstance(device, str)}
     by_name: dict[str, Device] = {}
@@ -202,42 +188,45 @@ def to_jax_devices(devices: Sequence) -> list[Device]:
         names = [name for name in by_name if ":" in name]
         shown = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
         raise ValueError(
-            f"Device not found: {error.args[0]!r}. A device is named 'type:id', and here there are: {shown}. "
-            "keras_dist.list_devices() names them all."
+            f"Device not found: {error.args[0]!r}. Available: {shown}. keras_dist.list_devices() returns all names."
         ) from None
 
 
 def device_name(device) -> str:
-    """Returns `"platform:id"` for a JAX device; a string, such as the name of a device, stands for itself."""
+    """Returns the name `"platform:id"` of a JAX device; returns a string unchanged."""
     return device if isinstance(device, str) else f"{device.platform}:{device.id}"
 
 
 def available_devices(device: Device | str) -> int | None:
-    """Returns how many devices there are beside a device, itself included, over all processes.
-
-    Args:
-        device: a `jax.Device`, or a name, which is known once devices of its type were looked up by name.
+    """Returns the number of devices of a device's type in all processes, without starting JAX.
 
     Returns:
-        The number, or None where it is not known: a device that is only described or compiled for, or a name before
-        JAX was asked for it, which this function does not do.
+        The number, or None if it is unknown: for a mock device, for a device of a compilation target, for a device
+        that this process does not have, and for any name before JAX has started.
     """
     if isinstance(device, str):
-        _, table = _tables.get(device.partition(":")[0], (None, {}))
-        return len(table) - 1 if table else None  # the table also holds the platform's name
+        try:
+            return jax.device_count(device.partition(":")[0]) if has_jax_started() else None
+        except RuntimeError:
+            return None
     client = getattr(device, "client", None)
     return None if client is None else client.device_count()
 
 
+def has_jax_started() -> bool:
+    """Returns whether JAX has created its devices, so that their number can no longer change."""
+    return xla_bridge.backends_are_initialized()
+
+
 def is_alive(device: Device) -> bool:
-    """Returns whether a device is not of a backend that was cleared; those that are no part of one always are."""
-    return is_described(device) or device.client is get_backend(device.platform)
+    """Returns whether a device still exists, which it does not after its backend was cleared."""
+    return not is_attached(device) or device.client is get_backend(device.platform)
 
 
-def is_described(device: Device) -> bool:
-    """Returns whether a device is described only, or compiled for: nothing can be put on it."""
+def is_attached(device: Device) -> bool:
+    """Returns whether a device can hold arrays, which mock devices and those of compilation targets cannot."""
     client = getattr(device, "client", None)
-    return client is None or type(client).__name__ == "CompileOnlyPyClient"
+    return client is not None and type(client).__name__ != "CompileOnlyPyClient"
 
 
 _tables: dict[str, tuple[Any, dict[str, Device]]] = {}
@@ -246,33 +235,30 @@ _tables: dict[str, tuple[Any, dict[str, Device]]] = {}
 def _devices_by_name(platform: str) -> dict[str, Device]:
     devices = platform_devices(platform)
     client, table = _tables.get(platform, (None, {}))
-    if client is not devices[0].client:  # the first call, or JAX has made its devices anew
+    if client is not devices[0].client:  # the first call, or the backends were cleared
         table = {f"{platform}:{device.id}": device for device in devices} | {platform: devices[0]}
         _tables[platform] = (devices[0].client, table)
     return table
 
 
 def platform_devices(platform: str) -> list[Device]:
-    """Returns the devices of one type over all processes.
+    """Returns the devices of one type in all processes, in JAX's order.
 
     Args:
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
 
-    Returns:
-        The devices, in JAX's order.
-
     Raises:
-        ValueError: this process has no devices of that type.
-        TypeError: `platform` is no string.
+        ValueError: If this process has no devices of that type.
+        TypeError: If `platform` is not a string.
     """
     if not isinstance(platform, str):
-        raise TypeError(f"A type of devices is a string such as 'cpu' or 'tpu'. Received: {platform!r}.")
+        raise TypeError(f"A device type must be a string such as 'cpu' or 'tpu', not {platform!r}.")
     try:
         return jax.devices(platform.lower())
     except RuntimeError:
         raise ValueError(
-            f"No devices of type {platform!r} are available. This process has "
-            f"{jax.device_count()} of type {jax.default_backend()!r}; keras_dist.list_devices() names them."
+            f"No devices of type {platform!r} are available. There are {jax.device_count()} of type "
+            f"{jax.default_backend()!r}; keras_dist.list_devices() returns their names."
         ) from None
 
 

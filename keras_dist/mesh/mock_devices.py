@@ -1,4 +1,4 @@
-"""Devices that are described and not attached: to see and to test how a mesh lies on a cluster that is not there."""
+"""Mock devices: descriptions of TPUs and GPUs, to design and test meshes for clusters that are not attached."""
 
 import itertools
 import math
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from keras_dist.mesh.tpu_generations import TPU_GENERATIONS
 
-_HOST_SIDE = 2  # chips of a TPU host along x and along y
+_HOST_SIDE = 2  # chips of a TPU host along x and y
 
 
 @dataclass(frozen=True, eq=False)
 class MockDevice:
-    """The description of a device, with the attributes of a `jax.Device` that say where it is; equal only to itself.
+    """A mock device with the attributes of a `jax.Device` that describe its position; equal only to itself.
 
     Attributes:
-        id: its number.
+        id: the number of the device.
         platform: `"tpu"` or `"gpu"`.
-        device_kind: what JAX calls it, such as `"TPU v5 lite"`.
-        process_index: the number of the process, and so of the host, that it belongs to.
-        slice_index: the number of its slice: TPU chips joined by ICI, or the GPUs of one host.
+        device_kind: JAX's name for the device, such as `"TPU v5 lite"`.
+        process_index: the index of its process, of which each host runs one.
+        slice_index: the index of its slice: TPU chips joined by ICI, or the GPUs of one host.
         coords: x, y and z of its chip on the torus of its slice; None for GPUs.
-        core_on_chip: the number of the core.
+        core_on_chip: the index of the core on its chip.
     """
 
     id: int
@@ -34,18 +34,18 @@ class MockDevice:
 
 
 def mock_tpus(topology: str, slices: int = 1) -> list[MockDevice]:
-    """Returns the devices of TPU slices as JAX would list them: host after host, each with a square of 2 x 2 chips.
+    """Returns mock devices of TPU slices in JAX's order: host by host, each with 2 x 2 chips.
 
     Args:
-        topology: generation and shape of a slice in chips, such as `"v5e:16x16"` or `"v5p:4x4x4"`. Generations are v2,
-            v3, v4, v5e, v5p, v6e and tpu7x.
-        slices: how many slices, joined by the data center network.
+        topology: the generation and the shape of a slice in chips, such as `"v5e:16x16"` or `"v5p:4x4x4"`. Generations
+            are v2, v3, v4, v5e, v5p, v6e and tpu7x.
+        slices: the number of slices, which the data center network joins.
 
     Returns:
-        The devices: one for each core on v2, v3 and tpu7x, else one for each chip.
+        The devices: one per core for v2, v3 and tpu7x, else one per chip.
 
     Raises:
-        ValueError: text of another form, a generation that is not known, or no slice.
+        ValueError: If `topology` has another form, the generation is unknown, or `slices` is below 1.
 
     Example:
 
@@ -67,24 +67,24 @@ def mock_tpus(topology: str, slices: int = 1) -> list[MockDevice]:
     devices = []
     for number, cz, cy, cx, core in itertools.product(*map(range, (slices, z, y, x, cores))):
         host = ((number * z + cz) * hosts_y + cy // _HOST_SIDE) * hosts_x + cx // _HOST_SIDE
-        first = 100_000 * (number + 1) if slices > 1 else 0  # as JAX numbers the devices of several slices
+        first = 100_000 * (number + 1) if slices > 1 else 0  # JAX's ids of the devices of several slices
         chip = (cz * y + cy) * x + cx
         devices.append(MockDevice(first + chip * cores + core, "tpu", kind, host, number, (cx, cy, cz), core))
     return sorted(devices, key=lambda device: device.process_index)
 
 
 def mock_gpus(hosts: int, gpus_per_host: int = 8) -> list[MockDevice]:
-    """Returns the devices of hosts of GPUs, each joined by NVLink, with one process on each host.
+    """Returns mock devices of hosts of GPUs, with NVLink within a host, and one process per host.
 
     Args:
-        hosts: how many hosts, joined by a network.
-        gpus_per_host: how many GPUs on each.
+        hosts: the number of hosts, which a network joins.
+        gpus_per_host: the number of GPUs per host.
 
     Returns:
-        The devices, host after host.
+        The devices, host by host.
 
     Raises:
-        ValueError: no host or no GPU.
+        ValueError: If a number is below 1.
 
     Example:
 
@@ -93,8 +93,8 @@ def mock_gpus(hosts: int, gpus_per_host: int = 8) -> list[MockDevice]:
     """
     if not all(isinstance(count, int) and count > 0 for count in (hosts, gpus_per_host)):
         raise ValueError(
-            "There is at least one host with at least one GPU. Received: "
-            f"hosts={hosts!r}, gpus_per_host={gpus_per_host!r}. Write, for example, mock_gpus(16, 8)."
+            f"hosts={hosts!r} and gpus_per_host={gpus_per_host!r} must be integers of at least 1. Write, for example, "
+            "mock_gpus(16, 8)."
         )
     return [
         MockDevice(number, "gpu", "mock GPU", number // gpus_per_host, number // gpus_per_host)

@@ -1,70 +1,61 @@
-"""Pictures of a mesh, for the terminal and the notebook: which device sits where."""
+"""Tables of a mesh for the terminal and the notebook: the device at each position."""
 
-import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from keras_dist._report.tables import Table, render_html
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device, device_name
 from keras_dist.mesh.topology import coordinates_of, slice_of
 
-_MOST_COLUMNS, _MOST_ROWS = 16, 32
-_EDGE = 4  # how many rows and columns of a larger mesh are shown at each end
+_MAX_COLUMNS, _MAX_ROWS = 16, 32
+_EDGE = 4  # rows and columns that are shown at each end of a larger mesh
 
 
 class _Cell(NamedTuple):
     text: str
-    place: int | None = None  # the number of the slice, or of the host where there is one slice
+    group: int | None = None  # the index of the slice, or of the host if there is one slice
 
 
-def picture_text(devices: np.ndarray, axis_names: Sequence[str]) -> str:
-    """Returns a table as text: columns along the innermost axis, rows along all others.
+def mesh_text(devices: np.ndarray, axis_names: Sequence[str]) -> str:
+    """Returns a table as text, with columns along the innermost axis and rows along all others.
 
     Args:
         devices: the devices in the shape of the mesh.
         axis_names: the name of each axis.
 
     Returns:
-        Lines of text. Of a mesh of many rows or columns the first and the last are shown.
+        Lines of text. Of a mesh with many rows or columns, only the first and the last are shown.
     """
-    title, table = _table(devices, axis_names)
+    title, table = _title_and_table(devices, axis_names)
     widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.text.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
     return "\n".join([title, *(line.rstrip() for line in lines)])
 
 
-def picture_html(devices: np.ndarray, axis_names: Sequence[str]) -> str:
-    """Returns the table of `picture_text` as HTML, one colour for each slice or host.
+def mesh_html(devices: np.ndarray, axis_names: Sequence[str]) -> str:
+    """Returns the table of `mesh_text` as HTML, with one background color per slice or host."""
+    title, (head, *rows) = _title_and_table(devices, axis_names)
+    groups = sorted({cell.group for row in rows for cell in row if cell.group is not None})
 
-    Args:
-        devices: the devices in the shape of the mesh.
-        axis_names: the name of each axis.
+    def color(cell: _Cell) -> str | None:
+        if cell.group is None:
+            return None
+        return f"hsla({360 * groups.index(cell.group) // len(groups)}, 60%, 60%, 0.35)"
 
-    Returns:
-        A `<table>` element.
-    """
-    title, table = _table(devices, axis_names)
-    places = sorted({cell.place for row in table for cell in row if cell.place is not None})
-
-    def element(cell: _Cell) -> str:
-        if cell.place is None:
-            return f"<th>{html.escape(cell.text)}</th>"
-        hue = 360 * places.index(cell.place) // len(places)
-        return f'<td style="background: hsla({hue}, 60%, 60%, 0.35)">{html.escape(cell.text)}</td>'
-
-    rows = "\n".join(f"<tr>{''.join(map(element, row))}</tr>" for row in table)
-    return f"<table><caption>{html.escape(title)}</caption>\n{rows}\n</table>"
+    texts = [[cell.text for cell in row] for row in rows]
+    table = Table([cell.text for cell in head], texts, colors=[list(map(color, row)) for row in rows])
+    return render_html([(title, [table])])
 
 
-def _table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[list[_Cell]]]:
-    """A title, and the rows of a table, the first of which is the heading."""
+def _title_and_table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[list[_Cell]]]:
+    """Returns a title and the rows of a table, of which the first is the heading."""
     flat = devices.ravel().tolist()
     hosts, slices = len({device.process_index for device in flat}), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
-    kind = flat[0].platform if flat[0].device_kind == flat[0].platform else flat[0].device_kind
-    title = f"{spell_axes(dict(zip(axis_names, devices.shape, strict=True)))}, {len(flat)} {kind} device"
+    title = f"{spell_axes(dict(zip(axis_names, devices.shape, strict=True)))}, {len(flat)} {flat[0].device_kind} device"
     title += "s" * (len(flat) > 1) + f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
 
     def cell(device: Device) -> _Cell:
@@ -76,23 +67,23 @@ def _table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[li
         return _Cell(" ".join(parts), slice_of(device) if slices > 1 else device.process_index)
 
     def label(row: int) -> _Cell:
-        at = np.unravel_index(row, devices.shape[:-1]) if devices.ndim > 1 else ()
-        return _Cell(" ".join(f"{name}={i}" for name, i in zip(axis_names[:-1], at, strict=True)))
+        position = np.unravel_index(row, devices.shape[:-1]) if devices.ndim > 1 else ()
+        return _Cell(" ".join(f"{name}={i}" for name, i in zip(axis_names[:-1], position, strict=True)))
 
-    left_out = _Cell("...")
+    omitted = _Cell("...")
     grid = devices.reshape(-1, devices.shape[-1])
-    columns, rows = indices_shown(grid.shape[1], _MOST_COLUMNS), indices_shown(grid.shape[0], _MOST_ROWS)
-    table = [[_Cell(""), *(left_out if i is None else _Cell(f"{axis_names[-1]}={i}") for i in columns)]]
+    columns, rows = visible_indices(grid.shape[1], _MAX_COLUMNS), visible_indices(grid.shape[0], _MAX_ROWS)
+    table = [[_Cell(""), *(omitted if i is None else _Cell(f"{axis_names[-1]}={i}") for i in columns)]]
     for row in rows:
         if row is None:
-            table.append([left_out] * (1 + len(columns)))
+            table.append([omitted] * (1 + len(columns)))
         else:
-            table.append([label(row), *(left_out if i is None else cell(grid[row, i]) for i in columns)])
+            table.append([label(row), *(omitted if i is None else cell(grid[row, i]) for i in columns)])
     return title, table
 
 
-def indices_shown(count: int, most: int) -> list[int | None]:
-    """Returns which rows or columns of a table are shown; None stands for those left out."""
+def visible_indices(count: int, most: int) -> list[int | None]:
+    """Returns the rows or columns of a table to show; None stands for those that are omitted."""
     if count <= most:
         return list(range(count))
     return [*range(_EDGE), None, *range(count - _EDGE, count)]

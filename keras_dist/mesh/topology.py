@@ -1,4 +1,4 @@
-"""Puts devices in a good order: slices and hosts along the axes that may be slow, neighbours on the torus inside."""
+"""Orders the devices of a mesh: slices and hosts along the axes of `dcn`, short rings on the torus within them."""
 
 import math
 from collections import defaultdict
@@ -12,16 +12,17 @@ from keras_dist.mesh.axes import known_product, parse_dcn, spread_axes
 from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import tpu_generation_of
 
-Level = tuple[str, Callable[[Device], int]]  # what granules are called, and the number of the one of a device
+# A level of the network: the name of the groups of devices that it joins, and a function from a device to its group.
+Level = tuple[str, Callable[[Device], int]]
 
 
 class Link(NamedTuple):
-    """How far apart two devices are. Longer links compare greater.
+    """The distance between two devices. Longer links compare greater.
 
     Attributes:
-        dcn: whether the way crosses the network between slices or hosts.
+        dcn: whether the path crosses the network between slices or hosts.
         hops: the number of ICI links between TPU chips, 0 for two cores of one chip; 1 for other devices of one host;
-            0 where `dcn` is true.
+            0 if `dcn` is true.
     """
 
     dcn: bool
@@ -41,42 +42,49 @@ def arrange_devices(
     sort_granules: bool = True,
     allow_split_physical_axes: bool = True,
 ) -> np.ndarray:
-    """Returns devices in an array of the shape of a mesh, in the order that suits their links.
+    """Arranges devices in an array of the shape of a mesh, ordered by the links between them.
 
-    Slices, or processes where there is one slice, lie along the axes of `dcn`. Processes inside a slice that is no
-    torus lie along the outermost axes that can hold them. Inside a slice of TPUs JAX's `mesh_utils` gives each axis its
-    part of the torus, and each axis then runs around its part in a ring of links that are as short as they can be;
-    where the innermost axis has shorter ones in the order in which JAX lists the devices, that order is taken. Which
-    processes the chips of a slice belong to plays no part, since ICI links cross hosts at full speed, unless `dcn` has
-    degrees that hold as many processes.
+    The algorithm works from the slowest network inwards:
 
-    The order inside of an axis changes no reduction and no gather of XLA, which depend on the set of devices alone; it
-    shortens what is sent from neighbour to neighbour (collective matmuls, pipelines, ring attention).
+    1. Slices, or processes if there is one slice, are placed along the axes of `dcn`.
+    2. Processes within a slice without a torus are placed along the outermost axes that can hold them.
+    3. Within a slice of TPUs, JAX's `mesh_utils` assigns a part of the torus to each axis. Each axis is then reordered
+       to run around its part in a ring of links that are as short as possible. If the innermost axis has shorter links
+       in JAX's order of devices, that order is used instead. The processes of the chips are irrelevant, since ICI
+       links cross hosts at full speed, unless `dcn` has degrees whose product is the number of processes.
+
+    Example: 2 slices of TPU v5e with 2 x 4 chips each, and the axes `data:2,model:8`. `data` can hold both slices, so
+    step 1 assigns row 0 of the mesh to slice 0, and row 1 to slice 1. Step 3: `mesh_utils` orders the chips of a slice
+    as (0,0) (1,0) (0,1) (1,1) (1,3) (0,3) (1,2) (0,2), with diagonal steps of 2 hops. Reordered to
+    (0,1) (0,2) (0,3) (1,3) (1,2) (1,1) (1,0) (0,0), every step is 1 hop, including that from last to first.
+
+    The order within an axis does not change XLA's reductions and gathers, which depend only on the set of devices. It
+    shortens communication between neighbors (collective matmuls, pipelines, ring attention).
 
     Args:
-        devices: as many as the axes hold.
+        devices: as many devices as the product of the axes.
         axes: the size of each axis by its name, outermost axis first.
-        dcn: the axes that cross slices or hosts, as `spread_axes` takes them.
-        sort_granules: whether slices and hosts lie in the order of their numbers, else in that of `devices`.
+        dcn: the axes that cross slices or hosts, as in `spread_axes`.
+        sort_granules: whether slices and hosts are ordered by their index instead of by the order of `devices`.
         allow_split_physical_axes: whether one axis of the torus may serve several axes of the mesh.
 
     Returns:
-        An object array of the axes' shape that holds each device once.
+        An object array of the axes' shape that contains each device once.
 
     Raises:
-        ValueError: `dcn` does not fit, or the torus would have to be split and must not be.
+        ValueError: If `dcn` does not fit, or the torus would have to be split although this is not allowed.
     """
     return _arrange(list(devices), axes, dcn, _levels(devices, axes, dcn), sort_granules, allow_split_physical_axes)
 
 
 def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
-    """Returns for each axis of a mesh the longest link between neighbours on its rings, the last and first included.
+    """Returns for each axis of a mesh the longest link between neighbors on its rings, including last to first.
 
     Args:
         devices: the devices in the shape of the mesh.
 
     Returns:
-        One link for each axis; `Link(False, 0)` for an axis of size 1.
+        One link per axis; `Link(False, 0)` for an axis of size 1.
     """
     flat = devices.ravel().tolist()
     index = np.arange(devices.size).reshape(devices.shape)
@@ -88,16 +96,16 @@ def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
         if (here != there).any():
             links.append(Link(True, 0))
         elif torus is not None:
-            links.append(Link(False, torus.longest_way(index, axis)))
+            links.append(Link(False, torus.longest_hop(index, axis)))
         else:
             links.append(Link(False, int(devices.shape[axis] > 1)))
     return tuple(links)
 
 
 def networks_of(devices: Sequence[Device]) -> np.ndarray:
-    """Returns for each device the number of the slice or host whose devices it shares fast links with.
+    """Returns for each device the index of the slice or host within which it has fast links.
 
-    Off a torus processes are hosts where JAX knows of no slices, or of one slice and processes of several devices.
+    Without a torus, processes are hosts if JAX reports no slices, or a single slice and several devices per process.
     """
     slices = np.array(list(map(slice_of, devices)))
     if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
@@ -108,7 +116,7 @@ def networks_of(devices: Sequence[Device]) -> np.ndarray:
 
 
 def slice_of(device: Device) -> int:
-    """Returns the number of the slice of a device: chips joined by ICI, or GPUs by NVLink; 0 where there is but one."""
+    """Returns the index of a device's slice: TPU chips joined by ICI, or GPUs joined by NVLink; 0 if unknown."""
     return device.slice_index if _has_slices(device) else 0
 
 
@@ -117,19 +125,19 @@ def _has_slices(device: Device) -> bool:
 
 
 def coordinates_of(device: Device) -> tuple[int, ...] | None:
-    """Returns where the chip of a device lies on the torus of its slice, None for devices on no torus."""
-    if device.platform != "tpu":  # the described GPUs of JAX have coordinates too
+    """Returns the position of a device's chip on the torus of its slice, None for devices without a torus."""
+    if device.platform != "tpu":  # GPUs of a compilation target have coordinates, too
         return None
     coordinates = getattr(device, "coords", None)
     return None if coordinates is None else tuple(coordinates)
 
 
 class Torus:
-    """Where the devices of slices of TPUs are on the torus of their slice.
+    """The positions of TPU devices on the tori of their slices.
 
     Attributes:
         coordinates: x, y, z and core of each device, of shape (devices, 4).
-        rings: for each of them the length of the ring that the dim closes to, 0 for one that has two ends.
+        rings: for each coordinate the length of the ring that its dim forms, 0 for a dim with two ends.
     """
 
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
@@ -141,8 +149,8 @@ class Torus:
             here = slices == number
             self.rings[here] = _rings(devices[0].device_kind, self.coordinates[here])
 
-    def longest_way(self, index: np.ndarray, axis: int) -> int:
-        """Returns the most links between neighbours along one axis of an array of indices of devices."""
+    def longest_hop(self, index: np.ndarray, axis: int) -> int:
+        """Returns the largest number of hops between neighbors along one axis of an array of device indices."""
         if index.shape[axis] == 1:
             return 0
         here, there = index.ravel(), np.roll(index, -1, axis).ravel()
@@ -151,16 +159,16 @@ class Torus:
 
 
 def _rings(device_kind: str, coordinates: np.ndarray) -> np.ndarray:
-    """The length of the ring that each dim of a slice closes to, 0 for one that has two ends; the last dim is cores.
+    """Returns the length of the ring that each dim of a slice forms, 0 for a dim with two ends; the last dim is cores.
 
-    The slice is taken for the box around the devices at hand.
+    The slice is assumed to be the bounding box of the devices.
     """
     lengths = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     chips = lengths[:-1]
     generation = tpu_generation_of(device_kind)
     if generation is not None and generation.is_2d:
         closes = chips == generation.longest_side
-    else:  # 3D tori are made of cubes of 4 x 4 x 4 chips; all their sides close where each is a multiple of 4
+    else:  # 3D tori consist of cubes of 4 x 4 x 4 chips; all sides form rings if each is a multiple of 4
         closes = np.full(len(chips), (chips % 4 == 0).all())
     return np.append(np.where(closes, chips, 0), 0)
 
@@ -170,7 +178,7 @@ def _process_of(device: Device) -> int:
 
 
 def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> list[Level]:
-    """What devices are grouped by, from the slowest network inwards; `dcn` is about the first level."""
+    """Returns the levels of the network, from the slowest inwards; `dcn` refers to the first."""
     by_slice: Level = ("slices", slice_of)
     by_process: Level = ("processes", _process_of)
     slices, processes = list(map(slice_of, devices)), list(map(_process_of, devices))
@@ -183,16 +191,16 @@ def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> lis
         return [by_slice]
     if not on_torus and (len(devices) > count or not _has_slices(devices[0])):
         return [by_process]  # processes of several devices are hosts
-    # Several processes that are no network apart: dcn is about them where it counts them, or names axes that hold them.
-    wanted = parse_dcn(dcn, axes)
-    if isinstance(wanted, dict):
-        known = known_product(wanted)
-        counts_them = count % known == 0 if -1 in wanted.values() else known == count
-        is_about_processes = counts_them and (known > 1 or not on_torus)
+    # Processes of one slice: dcn refers to them if its degrees or axes can hold exactly their number, else to slices.
+    requested = parse_dcn(dcn, axes)
+    if isinstance(requested, dict):
+        known = known_product(requested)
+        matches_count = count % known == 0 if -1 in requested.values() else known == count
+        refers_to_processes = matches_count and (known > 1 or not on_torus)
     else:
-        can_hold_them = math.prod(axes[name] for name in wanted) % count == 0
-        is_about_processes = dcn is not None and can_hold_them and not on_torus
-    return [by_process] if is_about_processes else [by_slice, *inside]
+        can_hold_processes = math.prod(axes[name] for name in requested) % count == 0
+        refers_to_processes = dcn is not None and can_hold_processes and not on_torus
+    return [by_process] if refers_to_processes else [by_slice, *inside]
 
 
 def _arrange(
@@ -203,44 +211,44 @@ def _arrange(
     sort: bool,
     allow_split: bool,
 ) -> np.ndarray:
-    """Devices in the shape of the axes, level by level: granules along some axes, and what is inside of them next."""
+    """Arranges devices level by level: first the groups of a level, then the devices of each group."""
     if not levels:
         return _arrange_granule(devices, axes, allow_split)
-    (what, number_of), *inner_levels = levels
-    granules: dict[int, list[Device]] = defaultdict(list)
-    for number, device in zip(map(number_of, devices), devices, strict=True):
-        granules[number].append(device)
-    groups = [granules[number] for number in (sorted(granules) if sort else granules)]
+    (group_name, group_of), *inner_levels = levels
+    by_index: dict[int, list[Device]] = defaultdict(list)
+    for device in devices:
+        by_index[group_of(device)].append(device)
+    groups = [by_index[index] for index in (sorted(by_index) if sort else by_index)]
     if len(set(map(len, groups))) > 1:
         if dcn is not None:
             raise ValueError(
-                f"Axes can cross {what} only where all hold equally many devices, but these hold "
-                f"{list(map(len, groups))}. Received: dcn={dcn!r}. Pass equally many of each, or leave dcn out."
+                f"dcn={dcn!r} needs {group_name} of equal size, but they have {list(map(len, groups))} devices. Pass "
+                f"equally many devices of each, or omit dcn."
             )
         return _object_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
-    degrees = spread_axes(axes, len(groups), dcn, what)
+    degrees = spread_axes(axes, len(groups), dcn, group_name)
     inner = {name: size // degrees[name] for name, size in axes.items()}
     blocks = np.stack([_arrange(group, inner, None, inner_levels, sort, allow_split) for group in groups])
     blocks = blocks.reshape(*degrees.values(), *inner.values())
-    each_degree_with_its_inner_size = np.arange(blocks.ndim).reshape(2, -1).T.ravel()
-    return blocks.transpose(each_degree_with_its_inner_size).reshape(tuple(axes.values()))
+    # (degree a, degree b, inner a, inner b) -> (degree a, inner a, degree b, inner b), which merge to (a, b).
+    return blocks.transpose(np.arange(blocks.ndim).reshape(2, -1).T.ravel()).reshape(tuple(axes.values()))
 
 
 def _arrange_granule(devices: list[Device], axes: Mapping[str, int], allow_split: bool) -> np.ndarray:
-    """Devices of one slice of TPUs, or of one host, in the shape of the axes."""
+    """Arranges the devices of one slice of TPUs, or of one host."""
     if coordinates_of(devices[0]) is None:
-        if devices[0].platform == "gpu":  # JAX's own order of GPUs is that of processes
+        if devices[0].platform == "gpu":  # JAX orders GPUs by process
             devices = sorted(devices, key=lambda device: device.id)
         return _object_array(devices).reshape(tuple(axes.values()))
     torus = Torus(devices, np.zeros(len(devices), int))
     shape = [size for size in axes.values() if size > 1] or [1]
-    # mesh_utils relies on JAX's order for some slices: host by host, each by z, y, x and core.
+    # mesh_utils assumes JAX's order for some slices: by host, then by z, y, x and core.
     x, y, z, core = torus.coordinates.T
     as_listed = np.lexsort((core, x, y, z, np.array(list(map(_process_of, devices))))).reshape(shape)
     index = _index_by_mesh_utils(devices, as_listed, torus.coordinates, allow_split)
     if index is not None:
         index = _with_short_rings(index, torus)
-    if index is None or torus.longest_way(as_listed, -1) < torus.longest_way(index, -1):
+    if index is None or torus.longest_hop(as_listed, -1) < torus.longest_hop(index, -1):
         index = _with_short_rings(as_listed, torus)
     return _object_array(devices)[index].reshape(tuple(axes.values()))
 
@@ -248,7 +256,7 @@ def _arrange_granule(devices: list[Device], axes: Mapping[str, int], allow_split
 def _index_by_mesh_utils(
     devices: list[Device], as_listed: np.ndarray, coordinates: np.ndarray, allow_split: bool
 ) -> np.ndarray | None:
-    """Where mesh_utils puts devices, by their indices, in the shape of `as_listed`; None where it cannot."""
+    """Returns the arrangement of mesh_utils as indices of devices, in the shape of `as_listed`; None if it has none."""
     shape = as_listed.shape
     try:
         arranged = mesh_utils.create_device_mesh(
@@ -257,29 +265,28 @@ def _index_by_mesh_utils(
     except NotImplementedError:
         torus = " x ".join(map(str, np.ptp(coordinates, axis=0)[:3] + 1))
         raise ValueError(
-            "Without allow_split_physical_axes each axis of the mesh takes whole axes of the torus, but axes of "
-            f"{' x '.join(map(str, shape))} must split one of {torus}. Allow it, or choose sizes that are products of "
-            "these."
+            f"A mesh of {' x '.join(map(str, shape))} must split an axis of the torus {torus}, which "
+            "allow_split_physical_axes=False forbids. Allow it, or choose sizes that are products of axes of the torus."
         ) from None
     except (AssertionError, TypeError, ValueError):
-        # It places boxes only, of one device to a chip of TPU v4; before JAX 0.12 no part of 10 of an axis of 20.
+        # It only supports boxes, for TPU v4 only one device per chip, and before JAX 0.12 no 10 of an axis of 20.
         return None
     index_of = dict(zip(map(id, devices), range(len(devices)), strict=True))
     return np.array([index_of[id(device)] for device in arranged.ravel().tolist()]).reshape(shape)
 
 
 def _with_short_rings(index: np.ndarray, torus: Torus) -> np.ndarray:
-    """Reorders each axis so that its longest way is as short as can be, which leaves the ways along others alone."""
+    """Reorders each axis to make its longest hop as short as possible, which does not change the other axes."""
     for axis in range(index.ndim):
-        way = torus.longest_way(index, axis)
-        if way > 1:
+        longest = torus.longest_hop(index, axis)
+        if longest > 1:
             reordered = np.take(index, _ring_along(index, axis, torus), axis)
-            index = reordered if torus.longest_way(reordered, axis) < way else index
+            index = reordered if torus.longest_hop(reordered, axis) < longest else index
     return index
 
 
 def _ring_along(index: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
-    """The order of one axis in which it runs around the box of its chips, as it is where they are no box."""
+    """Returns the order in which an axis runs around the box of its chips; the given order if they are not a box."""
     along = torus.coordinates[np.moveaxis(index, axis, 0).reshape(index.shape[axis], -1)[:, 0]]
     values = [np.unique(column) for column in along.T]
     sizes = tuple(map(len, values))
@@ -293,17 +300,24 @@ def _ring_along(index: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
 
 
 def is_closed(values: np.ndarray, ring: int) -> bool:
-    """Whether the last of evenly spaced places on a ring is next to the first."""
+    """Returns whether evenly spaced positions cover a ring, so that the last is next to the first."""
     steps = np.diff(values, append=values[0] + ring)
     return len(values) > 1 and ring > 0 and bool((steps == steps[0]).all())
 
 
 def _ring_order(sizes: Sequence[int], closed: Sequence[bool]) -> np.ndarray:
-    """Returns the points of a box, by their row-major index, in a round trip of short steps.
+    """Returns the row-major indices of the points of a box in the order of a round trip of short steps.
 
-    Where a side has an even size and there is another side, all steps are of length 1: a snake through the other sides
-    makes of the box a rectangle with an even number of rows, of which one column is kept for the way back. A line with
-    two ends is walked on every other point and back on the rest, in steps of 2, as is a snake through odd sides.
+    If one side is even and there is another side, every step has length 1: a snake through the other sides turns the
+    box into a rectangle with an even number of rows, whose first column is kept for the way back. For 4 x 3 points:
+
+        0 >  1 >  2          0,  1,  2,
+        3    4 <  5               5,  4,
+        6    7 >  8               7,  8,
+        9 < 10 < 11              11, 10,  and back:  9, 6, 3
+
+    A line with two ends visits every other point and returns over the rest, in steps of 2: 0, 2, 4, 3, 1. So does the
+    snake through a box whose sides are all odd.
     """
     order = np.arange(math.prod(sizes)).reshape(sizes)
     sides = [side for side, size in enumerate(sizes) if size > 1]
@@ -319,7 +333,7 @@ def _ring_order(sizes: Sequence[int], closed: Sequence[bool]) -> np.ndarray:
 
 
 def _snake(box: np.ndarray) -> np.ndarray:
-    """Returns a box as rows, each of which walks through the other sides in steps of length 1."""
+    """Reshapes a box to rows, each of which visits the points of the other sides in steps of length 1."""
     while box.ndim > 2:
         box = _turn_odd_rows(box).reshape(*box.shape[:-2], -1)
     return box.reshape(len(box), -1)

@@ -19,7 +19,7 @@ from keras_dist.data.input_pipeline import Feed, OwnRows, own_rows, own_rows_of
 from keras_dist.layout.derived_weights import base_weight_of, derived_axes, packed_axes
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
-from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.variables.variable_layouts import (
@@ -58,7 +58,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         batch_dim_name: BatchDimName = None,
         auto_shard_dataset: bool = True,
     ):
-        self._device_mesh = as_mesh_of_layers(device_mesh)
+        self._device_mesh = as_auto_mesh(device_mesh)
         batch_axes = axis_tuple(
             batch_dim_name if isinstance(batch_dim_name, (str, type(None))) else tuple(batch_dim_name)
         )

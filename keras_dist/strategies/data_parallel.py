@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_dist._keras import internals
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers, create_device_mesh
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.shard_dim import shard_one_more_dim
 
@@ -57,7 +57,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 device_mesh = create_device_mesh((-1,), axis_names=names)
             else:
                 device_mesh = DeviceMesh(np.shape(devices), names, devices)
-        device_mesh = as_mesh_of_layers(device_mesh)
+        device_mesh = as_auto_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
         if device_mesh.devices.ndim != 1:
             warnings.warn(

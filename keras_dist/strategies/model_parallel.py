@@ -4,7 +4,7 @@ import keras
 
 from keras_dist.layout.layout_map import Rule, as_layout_map
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.mesh.device_mesh import as_mesh_of_layers
+from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
 
 
@@ -51,7 +51,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
         layout_map = as_layout_map(layout_map)
         mesh = layout_map.device_mesh
-        if mesh is None or (device_mesh is not None and as_mesh_of_layers(device_mesh) != mesh):
+        if mesh is None or (device_mesh is not None and as_auto_mesh(device_mesh) != mesh):
             raise ValueError(
                 f"ModelParallel uses the mesh of its layout map, {mesh}, but got device_mesh={device_mesh}. "
                 "Create the map with LayoutMap(device_mesh)."

@@ -15,7 +15,7 @@ from keras_dist._report.units import bytes_text
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes
-from keras_dist.mesh.device_mesh import DeviceMesh, as_mesh_of_layers
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.dim_graph import DimGraph, Dims
 from keras_dist.strategies.jaxpr_dims import read_dims
 from keras_dist.strategies.model_trace import trace_model
@@ -71,7 +71,7 @@ def tensor_parallel_layout_map(
     Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022 (sequence parallelism).
     """
-    mesh = as_mesh_of_layers(device_mesh)
+    mesh = as_auto_mesh(device_mesh)
     if axis not in mesh.axis_sizes:
         raise ValueError(
             f"Cannot shard weights over axis {axis!r}: the mesh has the axes {list(mesh.axis_sizes)}. Pass one of them."

@@ -13,7 +13,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import distribution_of, is_of_this_package
 from keras_dist._keras.internals import as_sharding
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.mesh.devices import is_described
+from keras_dist.mesh.devices import is_attached
 
 
 class VariableSpec(NamedTuple):
@@ -196,7 +196,7 @@ def is_on_mesh(value: Any, mesh: jax.sharding.Mesh) -> bool:
 def is_on_attached_devices(variable: keras.Variable) -> bool:
     """Returns whether all devices of a variable's layout are attached, and not only described."""
     sharding = as_sharding(internals.variable_layout(variable))
-    return sharding is None or not any(map(is_described, sharding.device_set))
+    return sharding is None or all(map(is_attached, sharding.device_set))
 
 
 def describe_variable(variable: keras.Variable) -> str:

@@ -1,4 +1,4 @@
-"""A picture shows which device sits where, in a terminal and in a notebook."""
+"""Tables show the device at each position, in a terminal and in a notebook."""
 
 import html.parser
 
@@ -7,7 +7,7 @@ import pytest
 import keras_dist as kd
 
 
-def test_the_innermost_axis_runs_across_and_all_others_down():
+def test_columns_are_along_the_innermost_axis_and_rows_along_all_others():
     assert kd.create_device_mesh("data:2,fsdp:2,model:2").picture() == (
         "data:2 x fsdp:2 x model:2, 8 cpu devices\n"
         "               model=0  model=1\n"
@@ -18,7 +18,7 @@ def test_the_innermost_axis_runs_across_and_all_others_down():
     )
 
 
-def test_a_line_is_one_row():
+def test_a_mesh_of_one_axis_is_one_row():
     assert kd.create_device_mesh("data:2", devices=2).picture() == (
         "data:2, 2 cpu devices\n  data=0  data=1\n  cpu:0   cpu:1"
     )
@@ -36,7 +36,7 @@ def test_coordinates_cores_hosts_and_slices_are_shown():
     assert "gpu:9 host 1" in kd.create_device_mesh("data:16", kd.mock_gpus(2, 8)).picture()
 
 
-def test_of_a_large_mesh_the_first_and_the_last_devices_are_shown():
+def test_a_large_mesh_shows_its_first_and_last_devices():
     mesh = kd.create_device_mesh("data:64,model:32", kd.mock_gpus(256, 8))
     table = mesh.picture().splitlines()
     assert len(table) == 2 + 9
@@ -50,33 +50,33 @@ def test_of_a_large_mesh_the_first_and_the_last_devices_are_shown():
 
 
 class Cells(html.parser.HTMLParser):
-    """The text and the colour of each cell of a table."""
+    """The text and the background color of each cell of a table."""
 
     def __init__(self, text):
         super().__init__()
-        self.cells, self.colour = [], None
+        self.cells, self.color = [], ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.colour = dict(attrs).get("style") if tag == "td" else None
+        _, _, self.color = (dict(attrs).get("style") or "").partition("background: ")
 
     def handle_data(self, data):
-        if data.strip():
-            self.cells.append((data, self.colour))
+        if data.strip() and self.lasttag in ("td", "th"):
+            self.cells.append((data, self.color))
 
 
-def test_a_notebook_gets_a_table_with_a_colour_for_each_host_or_slice():
+def test_a_notebook_shows_a_table_with_one_color_per_host_or_slice():
     mesh = kd.create_device_mesh({"a<b": 4, "model": 4}, kd.mock_gpus(4, 4))
     cells = Cells(mesh._repr_html_()).cells
-    assert ("a<b=0", None) in cells
+    assert ("a<b=0", "") in cells
     assert len([cell for cell in cells if cell[0].startswith("gpu:")]) == 16
-    assert len({colour for text, colour in cells if colour}) == 4
+    assert len({color for _, color in cells if color}) == 4
     slices = Cells(kd.create_device_mesh("data:4,model:4", kd.mock_tpus("v5e:2x4", slices=2))._repr_html_()).cells
-    assert len({colour for text, colour in slices if colour}) == 2
+    assert len({color for _, color in slices if color}) == 2
     large = Cells(kd.create_device_mesh("data:64,model:32", kd.mock_gpus(256, 8))._repr_html_()).cells
-    assert ("...", None) in large
+    assert ("...", "") in large
 
 
-def test_a_picture_of_devices_that_are_not_here_names_them():
+def test_devices_that_are_not_available_cannot_be_shown():
     with pytest.raises(ValueError, match="No devices of type 'tpu'"):
         kd.DeviceMesh("data:2", devices=["tpu:0", "tpu:1"]).picture()

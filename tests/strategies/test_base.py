@@ -51,7 +51,7 @@ class TestDataParallel:
         [
             ({"devices": []}, r"devices=\[\]"),
             ({"device_mesh": "mesh"}, r"instance of `DeviceMesh`.*'mesh'"),
-            ({"devices": ["cpu:0", "cpu:0"]}, "'cpu:0' is given twice"),
+            ({"devices": ["cpu:0", "cpu:0"]}, "'cpu:0' twice"),
         ],
     )
     def test_what_is_no_mesh_is_refused(self, arguments, says):
