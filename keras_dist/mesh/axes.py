@@ -77,7 +77,8 @@ Choose sizes whose product is 8.
     hint = f", or use some of the devices with create_device_mesh(..., devices={product})" if can_use_fewer else ""
     raise ValueError(
         f"Shape does not match the number of devices: {spell_axes(axes)} {needs}, but {only}{count} "
-        f"{'is' if count == 1 else 'are'} {given}. Choose sizes whose product is {count}{hint}."
+        f"{'is' if count == 1 else 'are'} {given}. Choose sizes whose product {'divides' if has_rest else 'is'} {count}"
+        f"{hint}."
     )
 
 
@@ -252,8 +253,7 @@ def _check_names(axis_names: Any) -> list[str]:
         is_text = isinstance(axis_names, str)
         example = [name.strip() for name in axis_names.split(",")] if is_text else ["data", "model"]
         raise TypeError(
-            "axis_names must be a list or tuple, in which an axis name must be a non-empty string. "
-            f"Write, for example, axis_names={_repr(example)}."
+            f"axis_names must be a list or tuple of non-empty strings. Write, for example, axis_names={_repr(example)}."
         )
     return names
 

@@ -24,7 +24,7 @@ def parse_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
     if not isinstance(types, (list, tuple)) or not all(isinstance(each, (AxisType, str)) for each in types):
         raise TypeError(f"{invalid}: an axis type is a jax.sharding.AxisType or its name. {fix}")
     if len(types) not in (1, count):
-        raise ValueError(f"{invalid}: expected 1 or {count}, got {len(types)}.")
+        raise ValueError(f"{invalid}: expected one type, or one per axis.")
     names = [each.strip().lower() if isinstance(each, str) else each.name.lower() for each in types]
     if any(name not in by_name for name in names):
         raise ValueError(f"{invalid}: unknown name. {fix}")
