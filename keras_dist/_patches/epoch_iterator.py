@@ -1,24 +1,28 @@
-"""The iterator over the batches of `fit`, `evaluate` and `predict`, in the place of Keras's own.
+"""The iterator over the batches of `fit`, `evaluate` and `predict`, in place of Keras's own.
 
-Keras reads a batch, moves it, and runs the step, one after the other, and among several processes it takes tf.data
-only. Here every source that Keras takes is read by Keras's own adapter, and goes through a `Feed`. Training can begin
-in the middle of an epoch.
+Keras reads a batch, moves it and runs the step, one after the other, and with several processes it accepts only tf.data.
+Here Keras's adapters read every source that Keras accepts, and an `InputPipeline` prepares the batches. Training can
+start in the middle of an epoch.
 """
 
 import itertools
-import threading
 import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
+
+import jax
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
 from keras_dist._keras.internals import trainer
 from keras_dist._keras.training_state import NOTHING_LEFT
-from keras_dist._patches.resumable_iterator import SourceState, iterator_from, state_of
-from keras_dist.data.input_pipeline import Feed
+from keras_dist._patches.resumable_iterator import ResumableIterator
+from keras_dist.data import position
+from keras_dist.data.batch_placement import require_numbers
+from keras_dist.data.input_pipeline import InputPipeline
+from keras_dist.data.position import DataPosition
 
-# latest: the iterator that was made last. resume: where the next epoch of training begins. followed: the iterator that
-# began there.
-_this_thread = threading.local()
+_newest_iterator: ContextVar[Callable[[], Any]] = ContextVar("newest_iterator", default=lambda: None)
 
 
 @INSTALLED.patch(
@@ -27,7 +31,7 @@ _this_thread = threading.local()
     reason="several processes accept tf.data only, batches are not prefetched, and training cannot resume in an epoch",
 )
 class EpochIterator(trainer.JAXEpochIterator):
-    """Keras's iterator over the batches of an epoch, with batches from a `Feed`."""
+    """Keras's iterator over the batches of an epoch, with batches from an `InputPipeline`."""
 
     _current_iterator: Any
 
@@ -42,75 +46,71 @@ class EpochIterator(trainer.JAXEpochIterator):
         class_weight=None,
         steps_per_execution=1,
     ):
-        self._ours: Any = active_distribution()
+        self._distribution: Any = active_distribution()
         self._step: str | None = None  # what the batches are for, once that is known
-        self._feed: Feed | None = None
+        self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
-        self._is_in_epoch = False
+        self._is_in_epoch = self._has_begun = False
         arguments = (x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight, steps_per_execution)
-        if self._ours is None:
+        if self._distribution is None:
             super().__init__(*arguments)
             return
-        with (
-            no_distribution_in_this_thread()
-        ):  # Keras's adapters are to read all there is; who takes what is decided here
+        for leaf in jax.tree.leaves((x, y, sample_weight)):
+            require_numbers(leaf)
+        # Keras's adapters must read all data; the pipeline decides which process uses which rows.
+        with no_distribution_in_this_thread():
             super().__init__(*arguments)
-        _this_thread.latest = weakref.ref(self)
+        _newest_iterator.set(weakref.ref(self))
 
-    def _get_iterator(self, start=0, state=None):
-        if self._ours is None:
+    def _get_iterator(self, start=0, data_position=None):
+        if self._distribution is None:
             return super()._get_iterator()
-        adapter = self.data_adapter
-        remember = state_of if _followed() is self else None
-        return self._ours.feed(lambda: iterator_from(adapter, start, state), self._step, self.steps_per_epoch, remember)
+        adapter, must_have_batches, self._has_begun = self.data_adapter, not self._has_begun, True
+        return self._distribution.feed(
+            lambda: ResumableIterator(adapter, start, data_position, must_have_batches),
+            self._step,
+            self.steps_per_epoch,
+            ResumableIterator.position if position.is_tracked(self) else None,
+        )
 
     def _enumerate_iterator(self) -> Any:
-        if self._ours is None:
+        if self._distribution is None:
             yield from super()._enumerate_iterator()
             return
-        resume = None
-        if self._step == "train":
-            resume, _this_thread.resume = getattr(_this_thread, "resume", None), None
-        steps: Any
-        if resume is None:
-            steps = super()._enumerate_iterator()
-        else:
-            _this_thread.followed = weakref.ref(self)
-            steps = self._enumerate_from(*resume)
+        start = position.begin_tracking(self) if self._step == "train" else None
+        steps: Any = super()._enumerate_iterator() if start is None else self._enumerate_from(*start)
         is_first = True
         try:
-            for first, last, feed in steps:
+            for first, last, pipeline in steps:
                 if is_first:
                     is_first, self._is_in_epoch = False, True
-                    self._begin_epoch(
-                        self._current_iterator if feed is NOTHING_LEFT else feed, 0 if resume is None else resume[0]
-                    )
-                yield first, last, feed
-        except (
-            GeneratorExit
-        ):  # a callback has stopped this: nobody asks for the next batch, which the others may not make
-            if self._feed is not None:
-                self._feed.close()
+                    begun = self._current_iterator if pipeline is NOTHING_LEFT else pipeline
+                    self._begin_epoch(begun, 0 if start is None else start[0])
+                yield first, last, pipeline
+        except GeneratorExit:
+            # A callback has stopped the run. Other processes may not prepare the next batch, so do not wait for it.
+            if self._pipeline is not None:
+                self._pipeline.close()
             raise
         self._is_in_epoch = False
-        if self._feed is not None and self.steps_per_epoch is None and self._ours.is_multi_process:
-            self._feed.is_over()  # the others may have more, or less
+        if self._pipeline is not None and self.steps_per_epoch is None and self._distribution.is_multi_process:
+            self._pipeline.is_exhausted()  # other processes may have more batches, or fewer
 
-    def _begin_epoch(self, feed: Feed, start: int) -> None:
-        self._feed, self._start, self._delivered_before = feed, start, feed.delivered
+    def _begin_epoch(self, pipeline: InputPipeline, start: int) -> None:
+        self._pipeline, self._start, self._delivered_before = pipeline, start, pipeline.delivered
         if self._step is not None and self.steps_per_epoch:
             size = self.steps_per_execution
-            feed.allow(-(-self.steps_per_epoch // size) * size - start)
+            pipeline.allow(-(-self.steps_per_epoch // size) * size - start)
 
-    def _enumerate_from(self, start: int, state: SourceState | None):
-        """As Keras's own, from a batch on."""
+    def _enumerate_from(self, start: int, data_position: DataPosition | None):
+        """Does what Keras's `_enumerate_iterator` does, from a batch on."""
         self.data_adapter.on_epoch_begin()
         size, limit = self.steps_per_execution, self.steps_per_epoch or self._num_batches
-        if self._current_iterator is None or self.steps_per_epoch is None or state is not None:
-            self._current_iterator = self._get_iterator(start, state)
-            self._steps_seen = start if state is None else state.batches
-        feed = self._current_iterator
-        if start > 0 and (feed.is_over() if limit is None else start >= limit):
+        if self._current_iterator is None or self.steps_per_epoch is None or data_position is not None:
+            self._current_iterator = self._get_iterator(start, data_position)
+            self._steps_seen = start if data_position is None else data_position.batches
+        pipeline = self._current_iterator
+        if start > 0 and (pipeline.is_exhausted() if limit is None else start >= limit):
             yield start, start - 1, NOTHING_LEFT
         else:
             for step in itertools.count(start, size) if limit is None else range(start, limit, size):
@@ -119,69 +119,30 @@ class EpochIterator(trainer.JAXEpochIterator):
                         self._interrupted_warning()
                     break
                 self._steps_seen += size
-                yield step, step + size - 1, feed
+                yield step, step + size - 1, pipeline
         if limit and self._num_batches and self._steps_seen >= self._num_batches:
             self._current_iterator, self._steps_seen = None, 0
         self.data_adapter.on_epoch_end()
 
     def reset(self):
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
         super().reset()
 
-    def position(self) -> tuple[int, SourceState | None]:
-        """Returns what `current_position` does, of this iterator."""
-        feed = self._feed
-        if feed is None:
+    def position(self) -> tuple[int, DataPosition | None]:
+        """Returns the batches delivered in this epoch and the position in the data, as `data.position` describes."""
+        pipeline = self._pipeline
+        if pipeline is None:
             return 0, None
         if self._is_in_epoch:
-            return self._start + feed.delivered - self._delivered_before, feed.source_state
-        goes_on = self.steps_per_epoch is not None and self._current_iterator is feed
-        return 0, feed.source_state if goes_on else None
+            return self._start + pipeline.delivered - self._delivered_before, pipeline.position
+        continues = self.steps_per_epoch is not None and self._current_iterator is pipeline
+        return 0, pipeline.position if continues else None
 
 
-def announce(step: str) -> None:
-    """Says what the iterator that was made last is going to be used for."""
-    latest = getattr(_this_thread, "latest", lambda: None)()
-    if latest is not None and latest._step is None:
-        latest._step = step
-
-
-def resume_next_epoch(batches: int, source_state: SourceState | None = None) -> None:
-    """Makes the next epoch of training in this thread begin in its middle, and follows it.
-
-    Args:
-        batches: how many batches of the epoch are done.
-        source_state: where its data stand, from `current_position`.
-    """
-    _this_thread.resume = (batches, source_state)
-
-
-def current_position() -> tuple[int, SourceState | None]:
-    """Returns where the iterator stands that `resume_next_epoch` was called for.
-
-    Returns:
-        How many batches of the epoch it has delivered, and the state of its data after the last of these. When the
-        epoch has ended, 0, and the state if the next epoch goes on in the same pass through the data, else None. Where
-        there is no such iterator, 0 and None.
-    """
-    iterator = _followed()
-    return (0, None) if iterator is None else iterator.position()
-
-
-def _followed() -> EpochIterator | None:
-    return getattr(_this_thread, "followed", lambda: None)()
-
-
-def require_ours(who: str) -> None:
-    """Says so where Keras's own iterator is in place, which cannot begin in the middle of an epoch.
-
-    Raises:
-        ValueError: no distribution of ours is installed.
-    """
-    if active_distribution() is None:
-        raise ValueError(
-            f"{who} needs a distribution of keras_dist. Received: none is installed in this thread. Call "
-            "keras_dist.set_distribution(keras_dist.DataParallel()) before the model is made; it may have one device."
-        )
+def announce_step(step: str) -> None:
+    """Tells the newest iterator in this thread what its batches are for."""
+    newest = _newest_iterator.get()()
+    if newest is not None and newest._step is None:
+        newest._step = step

@@ -1,8 +1,4 @@
-"""Where in its data an iterator of Keras stands, and iterators that begin there.
-
-A pass through the data of `fit` begins anew at each epoch, or, with `steps_per_epoch`, goes on through several. What
-is shuffled is drawn when the pass begins, from the global random generators; so these belong to the position.
-"""
+"""Iterators over the batches of Keras's data adapters that can start in the middle of a pass through the data."""
 
 import collections
 import itertools
@@ -10,109 +6,39 @@ import json
 import queue
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.internals import array_slicing, data_adapter_utils, data_adapters, py_dataset_adapter
+from keras_dist.data.position import DataPosition, RandomState
 
 
-class RandomState(NamedTuple):
-    """The global random generators of Python and numpy."""
+class ResumableIterator:
+    """Iterates over the batches of a data adapter, from a batch on, and knows its position.
 
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls) -> "RandomState":
-        """Returns them as they are."""
-        return cls(random.getstate(), np.random.get_state())
-
-    def set(self) -> None:
-        """Makes them what they were."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-    def as_json(self) -> list:
-        """Returns them as JSON can hold them."""
-        name, keys, *rest = self.numpy
-        return [self.python, [name, np.asarray(keys).tolist(), *rest]]
-
-    @classmethod
-    def from_json(cls, found: list) -> "RandomState":
-        """Returns what `as_json` was given."""
-        (version, keys, gauss), (name, *numbers) = found
-        return cls((version, tuple(keys), gauss), (name, np.array(numbers[0], np.uint32), *numbers[1:]))
-
-
-class SourceState(NamedTuple):
-    """Where a pass through data stands.
-
-    Attributes:
-        batches: how many have been taken since the pass began.
-        began: the random generators before it began.
-        now: those after the last batch was taken.
-        source: the state of a grain iterator, None of others.
-    """
-
-    batches: int
-    began: RandomState
-    now: RandomState
-    source: str | None
-
-    def as_json(self) -> dict:
-        """Returns it as JSON can hold it."""
-        return {
-            "batches": self.batches,
-            "began": self.began.as_json(),
-            "now": self.now.as_json(),
-            "source": self.source,
-        }
-
-    @classmethod
-    def from_json(cls, found: dict) -> "SourceState":
-        """Returns what `as_json` was given."""
-        began, now = RandomState.from_json(found["began"]), RandomState.from_json(found["now"])
-        return cls(found["batches"], began, now, found["source"])
-
-
-def iterator_from(adapter: Any, start: int = 0, state: SourceState | None = None) -> Iterator:
-    """Returns an iterator over the batches of an adapter, from a batch on.
-
-    Arrays, `keras.utils.PyDataset` and grain begin there without reading what comes before; all others read it and
-    drop it.
+    Arrays, `keras.utils.PyDataset` and Grain start there without reading what comes before; other sources are read from
+    their beginning, and the batches that are done are dropped. The pass starts when the first batch is requested, in the
+    thread that requests it, as with Keras's own generators.
 
     Args:
-        adapter: Keras's adapter of the data; its epoch has begun.
-        start: the number of the first batch, if there is no state.
-        state: what `state_of` has returned for an iterator of the same data. The random generators then become what
-            they were.
+        adapter: Keras's adapter of the data, after its `on_epoch_begin`.
+        start: index of the first batch, if no position is given.
+        position: what `position` returned for an iterator over the same data. The global random generators are set to
+            the states in it.
+        must_have_batches: whether data without any batch is an error.
 
-    Returns:
-        The iterator. Its batches are as from `adapter.get_jax_iterator()`.
+    Raises:
+        ValueError: at the first `next`, the data has no batches.
     """
-    return _Positioned(adapter, start, state)
 
-
-def state_of(iterator: Iterator) -> SourceState:
-    """Returns where an iterator stands that `iterator_from` has returned, after the batch that was taken last.
-
-    It is called by the thread that takes the batches.
-    """
-    assert isinstance(iterator, _Positioned)
-    return iterator.state()
-
-
-class _Positioned:
-    """An iterator that counts, and remembers what random numbers its pass began with."""
-
-    def __init__(self, adapter, start: int, state: SourceState | None):
-        self._adapter, self._batches = adapter, start if state is None else state.batches
-        self._state = state
-        self._began = None if state is None else state.began
-        self._iterator: Any = None  # of the batches, once the first is wanted
-        self._source: Any = None  # of a grain iterator: itself
+    def __init__(
+        self, adapter: Any, start: int = 0, position: DataPosition | None = None, must_have_batches: bool = False
+    ):
+        self._adapter, self._resumed_from = adapter, position
+        self._batches = start if position is None else position.batches
+        self._began = None if position is None else position.began
+        self._must_have_batches = must_have_batches
+        self._iterator: Any = None  # over the batches, once the first is requested
 
     def __iter__(self):
         return self
@@ -120,39 +46,47 @@ class _Positioned:
     def __next__(self):
         if self._iterator is None:
             self._iterator = self._begin()
-            if isinstance(self._adapter, data_adapters.GrainDatasetAdapter):
-                self._source = self._iterator
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._batches == 0 and self._must_have_batches:
+                source = type(self._adapter).__name__.removesuffix("Adapter")
+                raise ValueError(
+                    f"The dataset is empty: {source} yields no batch. Pass at least one row; check filters, file "
+                    "patterns and the dataset's length."
+                ) from None
+            raise
         self._batches += 1
         return batch
 
-    def state(self) -> SourceState:
-        began = self._began or _before_epoch(self._adapter) or RandomState.now()
-        if self._source is not None:
-            source = _as_text(self._source.get_state())
-        else:
-            source = None if self._iterator is not None or self._state is None else self._state.source
-        return SourceState(self._batches, began, RandomState.now(), source)
+    def position(self) -> DataPosition:
+        """Returns the position after the last batch; called by the thread that requests batches."""
+        began = self._began or _random_state_before_workers(self._adapter) or RandomState.capture()
+        source = None
+        if self._iterator is None:
+            source = None if self._resumed_from is None else self._resumed_from.source
+        elif isinstance(self._adapter, data_adapters.GrainDatasetAdapter):
+            source = _encode(self._iterator.get_state())
+        return DataPosition(self._batches, began, RandomState.capture(), source)
 
     def _begin(self) -> Any:
-        """Begins when the first batch is wanted, in the thread that wants it, as Keras's generators do."""
-        adapter, state, start = self._adapter, self._state, self._batches
-        if start == 0 and (state is None or state.source is None):
-            self._began = _before_epoch(adapter) or RandomState.now()
+        adapter, position, start = self._adapter, self._resumed_from, self._batches
+        if start == 0 and (position is None or position.source is None):
+            self._began = _random_state_before_workers(adapter) or RandomState.capture()
             return iter(adapter.get_jax_iterator())
         if _has_workers(adapter):
-            _stop(adapter.enqueuer)  # it has begun to draw and read
-        if state is not None:
-            state.began.set()
-        self._began = RandomState.now()
-        iterator = _skipping(adapter, start, None if state is None else state.source)
-        if state is not None:
-            state.now.set()
+            _stop(adapter.enqueuer)  # it has already drawn the order and read batches
+        if position is not None:
+            position.began.restore()
+        self._began = RandomState.capture()
+        iterator = _skip_to(adapter, start, None if position is None else position.source)
+        if position is not None:
+            position.now.restore()
         return iterator
 
 
-def _skipping(adapter: Any, start: int, source: str | None) -> Iterator:
-    """Returns an iterator that begins at a batch; what is shuffled has been drawn when it returns."""
+def _skip_to(adapter: Any, start: int, source: str | None) -> Iterator:
+    """Returns an iterator that starts at a batch; what is shuffled has been drawn when it returns."""
     if isinstance(adapter, data_adapters.ArrayDataAdapter):
         return _array_batches(adapter, start)
     if isinstance(adapter, data_adapters.PyDatasetAdapter):
@@ -164,28 +98,32 @@ def _skipping(adapter: Any, start: int, source: str | None) -> Iterator:
             return data_adapter_utils.get_jax_iterator(map(adapter._standardize_batch, batches))
     iterator: Any = iter(adapter.get_jax_iterator())
     if source is not None:
-        iterator.set_state(_from_text(source))
+        iterator.set_state(_decode(source))
     else:
-        collections.deque(itertools.islice(iterator, start), maxlen=0)
+        _drop(iterator, start)
     return iterator
+
+
+def _drop(iterator: Iterator, items: int) -> None:
+    collections.deque(itertools.islice(iterator, items), maxlen=0)
 
 
 def _array_batches(adapter: Any, start: int) -> Iterator:
-    """The batches of arrays: Keras's own loop, which slices nothing until it comes to the first that is wanted."""
-    are_wanted = False
+    """Runs Keras's own loop over arrays, which slices nothing until it reaches the first batch that is needed."""
+    is_needed = False
 
     def batch_of(sliceable, indices):
-        return sliceable.convert_to_jax_compatible(sliceable[indices]) if are_wanted else None
+        return sliceable.convert_to_jax_compatible(sliceable[indices]) if is_needed else None
 
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
     iterator = adapter._get_iterator(batch_of, inputs)
-    collections.deque(itertools.islice(iterator, start), maxlen=0)
-    are_wanted = True
+    _drop(iterator, start)
+    is_needed = True
     return iterator
 
 
-class _Rest(py_dataset_adapter.PyDataset):
-    """The batches of a dataset that are left, in the order in which they are wanted."""
+class _Remainder(py_dataset_adapter.PyDataset):
+    """The remaining batches of a dataset, in the order in which they are read."""
 
     def __init__(self, dataset, indices: list[int]):
         super().__init__()
@@ -199,22 +137,22 @@ class _Rest(py_dataset_adapter.PyDataset):
 
 
 def _dataset_batches(adapter: Any, start: int) -> Iterator:
-    """The batches of a PyDataset of known length."""
+    """Iterates over the remaining batches of a PyDataset of known length."""
     indices = list(range(adapter.py_dataset.num_batches))
     if adapter.shuffle:
         random.shuffle(indices)
-    rest = _Rest(adapter.py_dataset, indices[start:])
-    if adapter.enqueuer is None or not rest.indices:
-        return (rest[index] for index in range(len(rest)))
-    return _batches_of_workers(adapter.enqueuer, rest)
+    remainder = _Remainder(adapter.py_dataset, indices[start:])
+    if adapter.enqueuer is None or not remainder.indices:
+        return (remainder[index] for index in range(len(remainder)))
+    return _batches_of_workers(adapter.enqueuer, remainder)
 
 
-def _batches_of_workers(enqueuer: Any, rest: _Rest) -> Iterator:
+def _batches_of_workers(enqueuer: Any, remainder: _Remainder) -> Iterator:
     dataset, shuffle = enqueuer.py_dataset, enqueuer.shuffle
-    enqueuer.py_dataset, enqueuer.shuffle = rest, False
+    enqueuer.py_dataset, enqueuer.shuffle = remainder, False
     try:
         enqueuer.start()
-        yield from itertools.islice(enqueuer.get(), len(rest))
+        yield from itertools.islice(enqueuer.get(), len(remainder))
     finally:
         _stop(enqueuer)
         enqueuer.py_dataset, enqueuer.shuffle = dataset, shuffle
@@ -227,14 +165,14 @@ def _has_workers(adapter: Any) -> bool:
 
 
 def _stop(enqueuer: Any) -> None:
-    """Stops the workers of a PyDataset, and forgets what they have read."""
+    """Stops the workers of a PyDataset and discards what they have read."""
     enqueuer.stop()
     enqueuer.ready_queue = queue.Queue()
 
 
-def _before_epoch(adapter: Any) -> RandomState | None:
-    """The random generators before the workers of a dataset have drawn the order of its batches."""
-    return getattr(adapter, "_before_epoch", None) if _has_workers(adapter) else None
+def _random_state_before_workers(adapter: Any) -> RandomState | None:
+    """Returns the random state before the workers of a dataset drew the order of its batches; None without workers."""
+    return getattr(adapter, "_random_state_before_workers", None) if _has_workers(adapter) else None
 
 
 @INSTALLED.patch(
@@ -242,18 +180,18 @@ def _before_epoch(adapter: Any) -> RandomState | None:
     "on_epoch_begin",
     reason="batches that workers read before `fit` began come first, and the last ones are left out",
 )
-def _begin_epoch(original, distribution, self):
+def _on_epoch_begin(original, distribution, self):
     if _has_workers(self):
         _stop(self.enqueuer)
-        self._before_epoch = RandomState.now()
+        self._random_state_before_workers = RandomState.capture()
     return original(self)
 
 
-def _as_text(state: Any) -> str:
-    # A grain DataLoader has bytes, a dataset what JSON can hold.
+def _encode(state: Any) -> str:
+    """Returns the state of a Grain iterator as JSON: bytes of a DataLoader, JSON values of a dataset."""
     return json.dumps({"bytes": state.decode()} if isinstance(state, bytes) else {"state": state})
 
 
-def _from_text(text: str) -> Any:
-    found = json.loads(text)
-    return found["bytes"].encode() if "bytes" in found else found["state"]
+def _decode(text: str) -> Any:
+    values = json.loads(text)
+    return values["bytes"].encode() if "bytes" in values else values["state"]

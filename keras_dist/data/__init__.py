@@ -1,7 +1,8 @@
 """How host batches become global arrays.
 
-* `batch_placement.py`: one batch onto the mesh, any number of rows.
-* `consistency.py`: checks that all processes were given data that fit together.
-* `input_pipeline.py`: batches on their way from a source to the steps.
-* `prefetch.py`: an iterator that a thread runs ahead.
+* `batch_placement.py`: places one batch, of any number of rows, on the mesh.
+* `consistency.py`: compares data and models among processes before devices wait for one another.
+* `input_pipeline.py`: reads, compares and places batches while earlier steps run.
+* `position.py`: where training is in its data, so that it can resume there.
+* `prefetch.py`: an iterator that runs ahead of its consumer in a thread.
 """

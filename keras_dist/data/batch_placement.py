@@ -1,4 +1,4 @@
-"""A host batch becomes global arrays over the mesh, whatever its number of rows."""
+"""Places host batches on a mesh as global arrays, whatever their number of rows."""
 
 import functools
 import itertools
@@ -14,15 +14,15 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 
 
 class BatchPlacer:
-    """Lays host batches over the batch axes of a mesh.
+    """Shards dim 0 of host batches over the batch axes of a mesh.
 
-    Dim 0 of an array holds the rows of the batch. It is sharded over all batch axes where their product divides
-    the number of rows, else over those of them with the largest product that does, else replicated: results do not
-    depend on it, only how much of the mesh works on the batch.
+    Dim 0 is sharded over all batch axes if their product divides the number of rows, otherwise over the subset of them
+    with the largest product that does. If no axis divides it, the array is replicated. Results are the same either
+    way; only the number of devices that share the work differs.
 
     Args:
         device_mesh: the mesh.
-        batch_axes: the axes that batches are sharded over, outermost first; `()` replicates them.
+        batch_axes: the axes to shard batches over, outermost first; `()` replicates them.
 
     Example:
 
@@ -34,28 +34,41 @@ class BatchPlacer:
     def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str]):
         self.device_mesh = device_mesh
         self.batch_axes = tuple(batch_axes)
-        sizes = device_mesh.axis_sizes
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(self.batch_axes, count) for count in range(len(self.batch_axes), -1, -1)
-        )
-        # Stable: of equal products the one with more axes comes first, so all batch axes before any part of them.
-        self._choices = sorted(
-            ((math.prod(sizes[name] for name in subset), subset) for subset in subsets), key=lambda c: -c[0]
-        )
+        self._subsets = [  # the product of the sizes of each subset of axes, largest first; ties: more axes first
+            (math.prod(device_mesh.axis_sizes[name] for name in subset), subset)
+            for count in range(len(self.batch_axes), -1, -1)
+            for subset in itertools.combinations(self.batch_axes, count)
+        ]
+        self._subsets.sort(key=lambda pair: -pair[0])
         self._shardings: dict[tuple[str, ...], jax.sharding.NamedSharding] = {}
+        self._has_warned = False
 
     def axes_for(self, rows: int) -> tuple[str, ...]:
-        """Returns the batch axes that a number of rows is sharded over, `()` where it is replicated."""
-        return next(axes for size, axes in self._choices if rows % size == 0)
+        """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
+        return next(axes for size, axes in self._subsets if rows % size == 0)
+
+    def warning_for(self, rows: int) -> str | None:
+        """Returns, once, a warning that batches have fewer rows than there are shards; otherwise None.
+
+        Args:
+            rows: number of rows of a global batch.
+        """
+        shards, sizes = self._subsets[0][0], self.device_mesh.axis_sizes
+        if self._has_warned or not 0 < rows < shards:
+            return None
+        self._has_warned = True
+        used = math.prod(sizes[name] for name in self.axes_for(rows))
+        axes = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
+        return (
+            f"A batch of {rows} rows cannot be split over the {shards} shards of the batch axes {axes}: it is split into "
+            f"{used}, and {shards // used} shards compute the same rows. Use a batch size that is a multiple of {shards}."
+        )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding of an array of a batch.
 
         Args:
             shape: the array's shape. A 0-d array is replicated.
-
-        Returns:
-            The sharding of dim 0 over the axes of `axes_for`.
         """
         return self._sharding_over(self.axes_for(shape[0]) if len(shape) else ())
 
@@ -67,70 +80,69 @@ class BatchPlacer:
         return sharding
 
     def place(self, batch: Any) -> Any:
-        """Lays every array of a batch over the mesh, all of them in one transfer.
+        """Places all arrays of a global batch on the mesh, in one transfer.
 
-        With several processes each passes the whole batch, and its devices take their rows of it; nothing is sent
-        from one process to another.
+        With several processes each passes the same global batch and places the rows of its own devices; no data is
+        sent between processes.
 
         Args:
-            batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. A sharded
-                array on this mesh's devices stays as it lies, and so does one on devices of several processes.
+            batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. An array that is
+                already sharded over this mesh's devices, or over those of several processes, is returned unchanged.
 
         Returns:
             The same structure of `jax.Array`.
+
+        Raises:
+            TypeError: an array does not hold numbers.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         leaves = [_as_array(leaf) for leaf in leaves]
         if jax.process_count() > 1:
-            placed = [self._place_of_several(leaf) for leaf in leaves]
+            placed = [self._place_global(leaf) for leaf in leaves]
         else:
-            placed = jax.device_put(leaves, [self._target(leaf) for leaf in leaves])
+            placed = jax.device_put(leaves, [self._target_sharding(leaf) for leaf in leaves])
         return jax.tree.unflatten(structure, placed)
 
-    def place_parts(self, batch: Any, rows: Sequence[Sequence[int]]) -> Any:
-        """Lays a batch over the mesh of which each process passes a part; nothing is sent between processes yet.
+    def place_local(self, batch: Any, rows: Sequence[Sequence[int]]) -> Any:
+        """Places this process's rows of a batch on its devices. Nothing is sent between processes yet.
 
         Args:
-            batch: the part of this process.
-            rows: for each array, how many rows each process passes, in the order of the processes.
+            batch: the rows of this process.
+            rows: for each array, the number of rows of each process.
 
         Returns:
-            The same structure, for `join_parts`.
+            The same structure, to be passed to `assemble`.
 
         Raises:
-            ValueError: a sparse array, whose parts cannot be joined, or one that all processes have already.
+            TypeError: an array does not hold numbers.
+            ValueError: an array is sparse, or spans several processes already.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
-        placed = [self._place_part(_as_array(leaf), of_leaf) for leaf, of_leaf in zip(leaves, rows, strict=True)]
+        placed = [self._place_local(_as_array(leaf), counts) for leaf, counts in zip(leaves, rows, strict=True)]
         return jax.tree.unflatten(structure, placed)
 
     def replicate(self, outputs: Any) -> Any:
-        """Brings arrays whole to every device, where every process can read them; all processes call it.
+        """Replicates arrays over all devices, so that every process can read them. All processes call it.
 
         Args:
-            outputs: nested tuples, lists and dicts of arrays that lie on the mesh.
-
-        Returns:
-            The same structure.
+            outputs: nested tuples, lists and dicts of arrays on the mesh.
         """
         return _replicated(self.sharding(()))(outputs)
 
-    def _target(self, leaf) -> jax.sharding.Sharding:
+    def _target_sharding(self, leaf) -> jax.sharding.Sharding:
         if is_sparse(leaf):
             return self.sharding(())
-        if self.is_sharded_here(leaf):
-            return leaf.sharding
-        return self.sharding(np.shape(leaf))
+        return leaf.sharding if self.is_sharded_on_mesh(leaf) else self.sharding(np.shape(leaf))
 
-    def is_sharded_here(self, value: Any) -> bool:
-        """Whether a value is an array that somebody has sharded over this mesh's devices already."""
+    def is_sharded_on_mesh(self, value: Any) -> bool:
+        """Whether a value is an array that is sharded over exactly this mesh's devices."""
         return (
             isinstance(value, jax.Array)
             and not value.sharding.is_fully_replicated
             and value.sharding.device_set == self.sharding(()).device_set
         )
 
-    def _place_of_several(self, leaf) -> jax.Array:
+    def _place_global(self, leaf) -> jax.Array:
         if is_global(leaf):
             return leaf
         if is_sparse(leaf):
@@ -138,104 +150,108 @@ class BatchPlacer:
         leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(leaf)))
         return _from_host(leaf, self.sharding(leaf.shape))
 
-    def _place_part(self, leaf, rows: Sequence[int]) -> "jax.Array | Parts":
+    def _place_local(self, leaf, rows: Sequence[int]) -> "jax.Array | LocalShards":
         if is_sparse(leaf):
             raise ValueError(
-                "With auto_shard_dataset=False each process passes a part of its own, and parts of sparse arrays "
-                "cannot be joined. Pass dense arrays, or auto_shard_dataset=True and the whole dataset in all of them."
+                f"Sparse array of shape {leaf.shape} with auto_shard_dataset=False: the rows of several processes "
+                "cannot be joined in a sparse array. Pass dense arrays, or auto_shard_dataset=True with the same "
+                "global dataset in all processes."
             )
         if is_global(leaf):
             raise ValueError(
-                "With auto_shard_dataset=False each process passes a part of its own, and holds it in whole. "
-                f"Received: an array of shape {leaf.shape} that lies on devices of several processes, which is a whole "
-                "batch. Pass the part, or auto_shard_dataset=True."
+                f"Array of shape {leaf.shape} spans several processes, but with auto_shard_dataset=False each process "
+                "passes its own rows. Pass the local rows as a host array, or use auto_shard_dataset=True."
             )
         if np.ndim(leaf) == 0:
-            return self._place_of_several(leaf)
+            return self._place_global(leaf)
         leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
         shape, starts = (sum(rows), *leaf.shape[1:]), list(itertools.accumulate(rows, initial=0))
-        target, mine = self.sharding(shape), starts[jax.process_index()]
+        sharding, my_start = self.sharding(shape), starts[jax.process_index()]
 
-        def own(index: Any) -> np.ndarray:
-            return leaf[_shifted(index[0], -mine, len(leaf)), *index[1:]]
+        def local_values(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(shape[0])
+            return leaf[start - my_start : stop - my_start, *index[1:]]
 
-        of_devices: Any = target.devices_indices_map(shape)
-        if all(
-            starts[device.process_index] <= (index[0].start or 0)
-            and (shape[0] if index[0].stop is None else index[0].stop) <= starts[device.process_index + 1]
-            for device, index in of_devices.items()
-        ):  # each process brings just the rows of its devices
-            return jax.make_array_from_callback(shape, target, own)
-        return self._place_in_slots(leaf, rows, target)
+        device_indices: Any = sharding.devices_indices_map(shape)
+        for device, index in device_indices.items():
+            start, stop, _ = index[0].indices(shape[0])
+            if not starts[device.process_index] <= start <= stop <= starts[device.process_index + 1]:
+                return self._place_in_own_order(leaf, rows, sharding)
+        return jax.make_array_from_callback(shape, sharding, local_values)
 
-    def _place_in_slots(self, leaf: np.ndarray, rows: Sequence[int], target) -> "Parts":
-        """Places the rows of each process on its own devices, in slots of one size."""
+    def _place_in_own_order(self, leaf: np.ndarray, rows: Sequence[int], sharding) -> "LocalShards":
+        """Places the rows of each process on its own devices, padded to shards of one size.
+
+        Two processes with two devices each that pass 3 and 2 rows (a, b, c and d, e) make the four shards
+        `[a b] [c -] [d e] [- -]`. Elements 0, 1, 2, 4, 5 of the concatenated shards are the global batch.
+        """
         devices = list(self.device_mesh.backend_mesh.devices.flat)
-        ranks: dict[int, int] = {}
-        slots = []  # of each device in the mesh's order: its process, and which of that one's slots
+        ranks: dict[int, int] = {}  # of each process: the devices seen so far
+        owners = []  # of each shard in the mesh's order: its process, and which of that process's shards it is
         for device in devices:
-            slots.append((device.process_index, ranks.get(device.process_index, 0)))
-            ranks[device.process_index] = slots[-1][1] + 1
+            owners.append((device.process_index, ranks.get(device.process_index, 0)))
+            ranks[device.process_index] = owners[-1][1] + 1
         size = max(1, *(-(-count // ranks[process]) for process, count in enumerate(rows) if process in ranks))
         padded = np.zeros((ranks[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
         padded[: len(leaf)] = leaf
 
-        def slot(index):
-            rank = slots[(index[0].start or 0) // size][1]
+        def shard(index):
+            rank = owners[(index[0].start or 0) // size][1]
             return padded[rank * size : (rank + 1) * size]
 
-        spec = jax.sharding.PartitionSpec(self.device_mesh.backend_mesh.axis_names)
-        sharding = jax.sharding.NamedSharding(self.device_mesh.backend_mesh, spec)
-        array = jax.make_array_from_callback((len(devices) * size, *leaf.shape[1:]), sharding, slot)
-        where = {slot: number for number, slot in enumerate(slots)}
-        taken = [
-            where[process, row // size] * size + row % size
+        mesh = self.device_mesh.backend_mesh
+        over_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+        shards = jax.make_array_from_callback((len(devices) * size, *leaf.shape[1:]), over_all_devices, shard)
+        positions = {owner: number for number, owner in enumerate(owners)}
+        indices = [
+            positions[process, row // size] * size + row % size
             for process, count in enumerate(rows)
             for row in range(count)
         ]
-        return Parts(array, _from_host(np.asarray(taken, "int32"), self.sharding(())), target)
+        return LocalShards(shards, _from_host(np.asarray(indices, "int32"), self.sharding(())), sharding)
 
 
-class Parts(NamedTuple):
-    """An array of a batch whose rows lie on the devices of the processes that passed them.
+class LocalShards(NamedTuple):
+    """An array of a batch whose rows are on the devices of the processes that passed them.
 
     Attributes:
-        slots: the rows, with padding between.
-        taken: which rows of `slots` make up the array, in their order.
-        target: how the array is to lie.
+        shards: the rows, in shards with padding, over all devices.
+        indices: the elements of `shards` that make up the global array, in order.
+        sharding: the sharding of the global array.
     """
 
-    slots: jax.Array
-    taken: jax.Array
-    target: jax.sharding.NamedSharding
+    shards: jax.Array
+    indices: jax.Array
+    sharding: jax.sharding.NamedSharding
 
 
-def join_parts(batch: Any) -> Any:
-    """Brings the rows of all processes where they belong.
+def assemble(batch: Any) -> Any:
+    """Sends rows between processes to where the global batch has them.
 
-    All processes call it for the same batch, and in the same order among all that their devices compute.
+    All processes call it for the same batch, and in the same order relative to everything else that their devices
+    compute.
 
     Args:
-        batch: what `BatchPlacer.place_parts` returns.
+        batch: what `BatchPlacer.place_local` returns. Arrays that are complete are returned unchanged.
 
     Returns:
         The same structure of `jax.Array`.
     """
-    return jax.tree.map(_join, batch, is_leaf=lambda leaf: isinstance(leaf, Parts))
-
-
-def _join(leaf: Any) -> Any:
-    return _joined(leaf.target)(leaf.slots, leaf.taken) if isinstance(leaf, Parts) else leaf
+    return jax.tree.map(
+        lambda leaf: _gather_rows(leaf.sharding)(leaf.shards, leaf.indices) if isinstance(leaf, LocalShards) else leaf,
+        batch,
+        is_leaf=lambda leaf: isinstance(leaf, LocalShards),
+    )
 
 
 @functools.cache
-def _joined(target: jax.sharding.NamedSharding) -> Callable:
-    everywhere = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+def _gather_rows(sharding: jax.sharding.NamedSharding) -> Callable:
+    replicated = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
 
-    def join(slots, taken):
-        return jax.lax.with_sharding_constraint(slots, everywhere)[taken]
+    def gather(shards, indices):
+        return jax.lax.with_sharding_constraint(shards, replicated)[indices]
 
-    return jax.jit(join, out_shardings=target)
+    return jax.jit(gather, out_shardings=sharding)
 
 
 @functools.cache
@@ -249,12 +265,8 @@ def _from_host(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def is_global(leaf: Any) -> bool:
-    """Whether an array lies on devices of other processes too, so that all of them have it."""
+    """Whether an array spans devices of several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-
-
-def _shifted(part: slice, by: int, rows: int) -> slice:
-    return slice((part.start or 0) + by, rows if part.stop is None else part.stop + by)
 
 
 def is_sparse(leaf: Any) -> bool:
@@ -262,8 +274,24 @@ def is_sparse(leaf: Any) -> bool:
     return isinstance(leaf, sparse.JAXSparse)
 
 
-_NUMBERS = (bool, int, float, complex)  # a Python number has no dtype of its own in JAX, and must not be given one
+def require_numbers(leaf: Any) -> None:
+    """Checks that a value, if it is a NumPy array, holds numbers.
+
+    Raises:
+        TypeError: it holds strings or Python objects.
+    """
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
+        raise TypeError(
+            f"Array of shape {leaf.shape} has dtype {leaf.dtype}, but JAX computes with numbers only. Convert it before "
+            "training: text with keras.layers.StringLookup or TextVectorization, objects with array.astype('float32')."
+        )
+
+
+# A Python number has no dtype of its own in JAX, and must not be given one.
+_KEPT_TYPES = (np.ndarray, jax.Array, sparse.JAXSparse, bool, int, float, complex)
 
 
 def _as_array(leaf):
-    return leaf if isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse, *_NUMBERS)) else np.asarray(leaf)
+    leaf = leaf if isinstance(leaf, _KEPT_TYPES) else np.asarray(leaf)
+    require_numbers(leaf)
+    return leaf

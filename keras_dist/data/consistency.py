@@ -1,6 +1,6 @@
-"""Whether all processes were given what fits together: batches, models, seeds. Found out before devices wait in vain.
+"""Compares batches, models and seeds among processes, before devices would wait for one another in vain.
 
-Each process describes what it has in a short message; all read the messages of all, and so come to the same answer.
+Each process describes what it has in a short message. All processes read all messages and reach the same conclusion.
 """
 
 import hashlib
@@ -14,18 +14,18 @@ import numpy as np
 from keras_dist.data.batch_placement import is_global, is_sparse
 from keras_dist.multihost import messaging
 
-_SAMPLE = 4096  # bytes of an array that are compared in a batch after the first
+_SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 
 
-class BatchAgreement:
+class BatchComparison:
     """Compares the batches that the processes read, one after the other.
 
     Args:
-        topic: names the data in messages; the same on all processes, and used once.
-        is_whole: whether each process is given the whole of each batch, and not a part of it.
-        step: what the batches are for, as `"train"`; None where only their shapes are looked at.
-        steps: how many batches an epoch has been said to have, if that was said.
-        given_up: whether nobody wants the data any more.
+        topic: identifies the data in messages; the same on all processes, and used once.
+        auto_shard_dataset: whether each process passes the same global batches, rather than its own rows of them.
+        step: what the batches are for, as `"train"`; None if only their shapes are used.
+        steps_per_epoch: number of batches of an epoch, None if the data decides.
+        is_abandoned: whether the data is no longer wanted; asked while waiting.
 
     Attributes:
         has_ended: whether there is nothing more to compare.
@@ -34,125 +34,124 @@ class BatchAgreement:
     def __init__(
         self,
         topic: str,
-        is_whole: bool,
+        auto_shard_dataset: bool,
         step: str | None = None,
-        steps: int | None = None,
-        given_up: Callable[[], bool] = lambda: False,
+        steps_per_epoch: int | None = None,
+        is_abandoned: Callable[[], bool] = lambda: False,
     ):
-        self._topic, self._is_whole, self._given_up = topic, is_whole, given_up
-        self._settings = {"for": step, "steps_per_epoch": steps}
+        self._topic, self._auto_shard_dataset, self._is_abandoned = topic, auto_shard_dataset, is_abandoned
+        self._settings = {"step": step, "steps_per_epoch": steps_per_epoch}
         self._batches = 0
         self._warnings: list[str] = []
         self.has_ended = False
 
     def take_warnings(self) -> tuple[str, ...]:
-        """Returns what works, but was probably not meant, once."""
+        """Returns the warnings since the last call."""
         found, self._warnings = self._warnings, []
         return tuple(found)
 
-    def on_batch(self, batch: Any) -> list[list[int]] | None:
-        """Compares a batch with those of the others.
+    def compare_batch(self, batch: Any) -> list[list[int]] | None:
+        """Compares a batch with those of the other processes.
 
         Args:
             batch: the batch that this process has read.
 
         Returns:
-            For each array of the batch, in the order of `jax.tree.leaves`, how many rows each process brings; None
-            where another process has no more.
+            For each array of the batch, in the order of `jax.tree.leaves`, the number of rows of each process; None if
+            another process has no more batches.
 
         Raises:
-            ValueError: the processes were given what does not fit together; raised on all of them.
-            ProcessFailure: the data of another process raised an error.
+            ValueError: the batches differ in what must be equal; raised on all processes.
+            ProcessFailure: reading the batch failed on another process.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         message: dict[str, Any] = {"spec": _spec(leaves, structure), "rows": [_rows(leaf) for leaf in leaves]}
         message["digest"] = _digest(leaves, _SAMPLE if self._batches else None)
         return self._compare(message)
 
-    def on_end(self) -> None:
-        """Tells the others that this process has no more batches.
+    def report_end(self) -> None:
+        """Tells the other processes that this one has no more batches.
 
         Raises:
-            ValueError: others have, though all were given the same dataset.
+            ValueError: others have more, although all pass the same global dataset.
         """
         self._compare({"end": True})
 
-    def on_error(self, error: Exception) -> None:
-        """Tells the others that this process cannot read its next batch."""
-        words = " ".join(f"{type(error).__name__}: {error}".split())
+    def report_error(self, error: Exception) -> None:
+        """Tells the other processes that this one cannot read its next batch."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
         self.has_ended = True
-        messaging.exchange(self._topic, self._settings | {"failed": words}, self._given_up)
+        messaging.exchange(self._topic, self._settings | {"failed": text}, self._is_abandoned)
 
     def _compare(self, message: dict[str, Any]) -> list[list[int]] | None:
-        self.has_ended = True  # unless there is no error
-        said = messaging.exchange(self._topic, self._settings | message, self._given_up)
-        for process, of_other in enumerate(said):
-            if "failed" in of_other:
-                raise messaging.ProcessFailure(
-                    f"Batch {self._batches} cannot be had on {messaging.describe([process])}: {of_other['failed']}"
-                )
-        _require_same(said, "for", "All processes call the same method of a model at the same time.", "for a step of")
-        _require_same(said, "steps_per_epoch", "All processes pass the same number of steps.", "steps")
-        ended = [process for process, of_other in enumerate(said) if "end" in of_other]
+        self.has_ended = True  # also if an error is raised below
+        messages = messaging.exchange(self._topic, self._settings | message, self._is_abandoned)
+        for process, other in enumerate(messages):
+            if "failed" in other:
+                who = messaging.describe([process]).capitalize()
+                raise messaging.ProcessFailure(f"{who} could not read batch {self._batches}: {other['failed']}")
+        _require_equal(messages, "step", "Processes run different methods of a model at the same time")
+        _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
+        ended = [process for process, other in enumerate(messages) if "end" in other]
         if ended:
-            if len(ended) < len(said):
+            if len(ended) < len(messages):
                 self._on_shortage(ended)
             return None
-        _require_same(said, "spec", "All processes pass arrays of the same dtypes and shapes, but for rows.", "arrays")
-        if self._settings["for"] is None:
+        where = f"batch {self._batches}"
+        _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
+        if self._settings["step"] is None:
             pass  # nothing is computed from it
-        elif self._is_whole:
-            where = f"in batch {self._batches}"
-            rule = "With auto_shard_dataset=True every process passes the same global dataset."
-            _require_same(said, "rows", rule, f"numbers of rows {where}")
-            _require_same(said, "digest", rule, f"rows whose digest {where} is", _SAME_ROWS)
+        elif self._auto_shard_dataset:
+            _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)
+            _require_equal(messages, "digest", f"Digests of the values of {where} differ between processes", _SAME_ORDER)
         elif self._batches == 0:
-            self._note_equal_parts(said)
+            self._warn_of_equal_rows(messages)
         self._batches += 1
         self.has_ended = False
-        return [list(of_leaf) for of_leaf in zip(*(of_other["rows"] for of_other in said), strict=True)]
+        return [list(counts) for counts in zip(*(other["rows"] for other in messages), strict=True)]
 
     def _on_shortage(self, ended: list[int]) -> None:
-        what = f"{messaging.describe(ended).capitalize()} ran out of data after {self._batches} batches"
-        if self._is_whole:
-            raise ValueError(
-                f"With auto_shard_dataset=True every process passes the same global dataset. {what}, while others have "
-                "more. Pass the same data to all, or auto_shard_dataset=False where each passes a part of its own."
-            )
-        self._warnings.append(f"{what}, so the epoch ends for all processes; what the others have left is not used.")
+        text = f"{messaging.describe(ended).capitalize()} ran out of data after {self._batches} batches"
+        if self._auto_shard_dataset:
+            raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
+        self._warnings.append(f"{text}, so the epoch ends for all processes. The remaining data of others is not used.")
 
-    def _note_equal_parts(self, said: list[dict[str, Any]]) -> None:
+    def _warn_of_equal_rows(self, messages: list[dict[str, Any]]) -> None:
         seen: dict[str, int] = {}
-        for process, of_other in enumerate(said):
-            first = seen.setdefault(of_other["digest"], process)
-            if first != process and any(of_other["rows"]):
+        for process, other in enumerate(messages):
+            first = seen.setdefault(other["digest"], process)
+            if first != process and any(other["rows"]):
                 self._warnings.append(
-                    "With auto_shard_dataset=False each process passes a part of its own. Processes "
-                    f"{first} and {process} passed the same rows in their first batch, which then count twice. Pass "
-                    "other rows in each process, or auto_shard_dataset=True where all pass the whole dataset."
+                    f"Processes {first} and {process} passed the same rows in their first batch, which count twice with "
+                    "auto_shard_dataset=False. Pass different rows in each process, or use auto_shard_dataset=True if "
+                    "all pass the same global dataset."
                 )
                 return
 
 
-_SAME_ROWS = (
-    "Pass the same rows in the same order: give keras.utils.set_random_seed the same number in all processes, and "
-    "a source that shuffles by itself (torch, tf.data, Grain) a seed; or pass auto_shard_dataset=False."
+_SAME_RUN = "Run the same program with the same arguments in all processes."
+_SAME_DATASET = (
+    "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if each "
+    "passes its own rows."
+)
+_SAME_ORDER = (
+    f"{_SAME_DATASET} To get the same order, call keras.utils.set_random_seed with the same seed in all processes, and "
+    "seed sources that shuffle by themselves (tf.data, PyTorch, Grain)."
 )
 
 
-def _require_same(said: list[dict[str, Any]], key: str, rule: str, what: str, way_out: str = "") -> None:
-    for process, of_other in enumerate(said):
-        if of_other.get(key) != said[0].get(key) and "end" not in of_other and "end" not in said[0]:
-            raise ValueError(
-                f"{rule} Received: {what} {said[0].get(key)} on process 0, but {of_other.get(key)} on process "
-                f"{process}. {way_out or 'Run the same program with the same arguments in all processes.'}"
-            )
+def _require_equal(messages: list[dict[str, Any]], key: str, problem: str, fix: str = _SAME_RUN) -> None:
+    """Raises an error if two processes have different values for a key; those whose data has ended do not count."""
+    first = messages[0].get(key)
+    for process, other in enumerate(messages):
+        if other.get(key) != first and "end" not in other and "end" not in messages[0]:
+            raise ValueError(f"{problem}: {first} on process 0, {other.get(key)} on process {process}. {fix}")
 
 
 def _spec(leaves: list, structure: Any) -> str:
-    """A structure in words, without numbers of rows; numbers that are no arrays with their values."""
-    words = [f"{leaf!r}" if np.ndim(leaf) == 0 else f"{_dtype(leaf)}[..., {_row_shape(leaf)}]" for leaf in leaves]
-    return f"{structure} of {', '.join(words)}".removeprefix("PyTreeDef(")
+    """Describes the structure of a batch without its rows; scalars with their values."""
+    texts = [f"{leaf!r}" if np.ndim(leaf) == 0 else f"{_dtype(leaf)}[..., {_row_shape(leaf)}]" for leaf in leaves]
+    return f"{structure} of {', '.join(texts)}".removeprefix("PyTreeDef(")
 
 
 def _dtype(leaf: Any) -> str:
@@ -168,58 +167,53 @@ def _rows(leaf: Any) -> int:
 
 
 def _digest(leaves: Sequence[Any], limit: int | None) -> str:
+    """Returns a digest of all bytes of the arrays, or of about `limit` bytes of each, evenly spread."""
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in leaves:
-        parts = jax.tree.leaves(leaf) if is_sparse(leaf) else [leaf]
-        for part in parts:
-            if not is_global(part):
-                digest.update(_sample(np.asarray(part), limit))
+    for array in jax.tree.leaves(leaves):
+        if not is_global(array):
+            array = np.asarray(array)
+            if limit is not None and array.nbytes > limit:
+                array = array.reshape(-1)[:: -(-array.nbytes // limit)]
+            digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _sample(array: np.ndarray, limit: int | None) -> bytes:
-    """The bytes of an array, or of elements spread evenly over it."""
-    if limit is not None and array.nbytes > limit:
-        array = array.reshape(-1)[:: -(-array.nbytes // limit)]
-    return np.ascontiguousarray(array).tobytes()
 
 
 # ------------------------------------------------------------------------------------------------- models and seeds
 
 
-def agree_on_model(step: str, name: str, variables: Sequence[tuple[str, Any]], facts: dict[str, Any]) -> None:
+def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]], facts: dict[str, Any]) -> None:
     """Compares a model with those of the other processes, before its step is compiled.
 
     Args:
         step: the step, as `"train"`.
         name: the model's name.
-        variables: the path of each variable, and what must be the same of it: shape, dtype, layout.
-        facts: what else must be the same, in words, as the random seed.
+        variables: for each variable its path and what must be equal: shape, dtype, layout, replicated values.
+        facts: what else must be equal, by name, as `"random seed"`.
 
     Raises:
         ValueError: something differs; raised on all processes.
     """
-    rows = [f"{path} {what}" for path, what in variables]
+    rows = [f"{path} {description}" for path, description in variables]
     message = {"step": step, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts
-    said = messaging.exchange("model", message)
-    _require_same(said, "step", "All processes call the same method of a model at the same time.", "for a step of")
+    messages = messaging.exchange("model", message)
+    _require_equal(messages, "step", "Processes run different methods of a model at the same time")
     for fact in facts:
-        way_out = "Give keras.utils.set_random_seed the same number in all processes." if "seed" in fact else ""
-        _require_same(said, fact, f"All processes must have the same {fact}.", f"the {fact}", way_out)
-    if len({of_other["variables"] for of_other in said}) > 1:
-        _say_which_differs(name, messaging.exchange("model in full", rows))
+        fix = "Call keras.utils.set_random_seed with the same number in all processes." if "seed" in fact else _SAME_RUN
+        _require_equal(messages, fact, f"The {fact} differs between processes", fix)
+    if len({other["variables"] for other in messages}) > 1:
+        _raise_first_difference(name, messaging.exchange("model in full", rows))
 
 
-def _say_which_differs(name: str, said: list[list[str]]) -> None:
-    for process, of_other in enumerate(said):
-        if of_other == said[0]:
+def _raise_first_difference(name: str, models: list[list[str]]) -> None:
+    first = models[0]
+    for process, other in enumerate(models):
+        if other == first:
             continue
-        number = next((n for n, pair in enumerate(zip(said[0], of_other, strict=False)) if pair[0] != pair[1]), None)
-        number = min(len(said[0]), len(of_other)) if number is None else number
-        first, other = (rows[number] if number < len(rows) else "none" for rows in (said[0], of_other))
+        differing = next((n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
+        number = min(len(first), len(other)) if differing is None else differing
+        mine, theirs = (repr(rows[number]) if number < len(rows) else "no variable" for rows in (first, other))
         raise ValueError(
-            f"All processes must make the same model with the same values. Received: {name!r} with "
-            f"{len(said[0])} variables on process 0 and {len(of_other)} on process {process}; the first that differs "
-            f"is '{first}' on process 0 and '{other}' on process {process}. Make the model by the same code in all, "
-            "under the same seed (keras.utils.set_random_seed), and load the same weights."
+            f"Model {name!r} differs between processes: {len(first)} variables on process 0, {len(other)} on process "
+            f"{process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the model with "
+            "the same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
         )

@@ -1,4 +1,4 @@
-"""Batches on their way from a source to the steps: read, agreed on among processes, placed, ahead of time."""
+"""Host batches on their way to the training step: read, compared among processes and placed ahead of time."""
 
 import contextlib
 import heapq
@@ -11,24 +11,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from keras_dist.data.batch_placement import BatchPlacer, join_parts
-from keras_dist.data.consistency import BatchAgreement
-from keras_dist.data.prefetch import LookAhead
+from keras_dist.data.batch_placement import BatchPlacer, assemble
+from keras_dist.data.consistency import BatchComparison
+from keras_dist.data.position import DataPosition
+from keras_dist.data.prefetch import Prefetcher
 from keras_dist.multihost import messaging
 
-# Numbers of feeds that several processes have begun, in the same order on all of them. That of a feed whose end all
-# have seen is used again, so that no messages are left behind.
+# Several processes number their pipelines in the order in which they start them. The number of a pipeline that all
+# have read to its end is used again, so that no messages are left behind.
 _numbers = itertools.count()
 _free_numbers: list[int] = []
 
 
-class OwnRows(NamedTuple):
-    """Which rows of a global batch this process has passed.
+class LocalRows(NamedTuple):
+    """The rows of a global batch that this process passed.
 
     Attributes:
-        start: the first.
-        rows: how many.
-        total: how many the batch has.
+        start: index of the first row.
+        rows: number of rows.
+        total: number of rows of the global batch.
     """
 
     start: int
@@ -36,181 +37,195 @@ class OwnRows(NamedTuple):
     total: int
 
 
-class Feed(Iterator):
-    """The batches of a source as global arrays, each made while the step before it runs.
+class InputPipeline(Iterator):
+    """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
 
     Args:
-        batches: makes the iterator over host batches, when the first batch is asked for.
-        placer: lays them over the mesh.
-        is_whole: with several processes, whether each reads the whole batches, and not its own part of them.
-        step: what the batches are for, as `"train"`; None where only their shapes are looked at.
-        steps_per_epoch: how many batches make an epoch, if that was said; more than are allowed are not read ahead.
-        state_of: the state of the iterator over host batches, to begin there again; None where nobody asks for it.
+        batches: returns the host batches; called when the first batch is requested.
+        placer: places them on the mesh.
+        auto_shard_dataset: with several processes, whether each reads global batches rather than its own rows of them.
+        step: what the batches are for, as `"train"`; None if only their shapes are used.
+        steps_per_epoch: number of batches of an epoch, None if the data decides. No more than allowed are prefetched.
+        position_of: returns the position of the iterator over host batches; None to track no positions.
+
+    Attributes:
+        delivered: number of batches delivered.
+        position: position in the data after the last of them.
     """
 
     def __init__(
         self,
         batches: Callable[[], Iterable],
         placer: BatchPlacer,
-        is_whole: bool,
+        auto_shard_dataset: bool,
         step: str | None = None,
         steps_per_epoch: int | None = None,
-        state_of: Callable[[Any], Any] | None = None,
+        position_of: Callable[[Any], DataPosition] | None = None,
     ):
-        is_bounded = step is None or steps_per_epoch is not None
-        self._source = _Source(batches, placer, is_whole, step, steps_per_epoch, state_of)
-        self._ahead = LookAhead(iter(self._source), 0 if is_bounded else None)
-        self._end = weakref.finalize(self, self._source.close)
-        self._used: list[OwnRows | None] = []
+        is_limited = step is None or steps_per_epoch is not None
+        self._producer = _Producer(batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of)
+        self._prefetcher = Prefetcher(iter(self._producer), 0 if is_limited else None)
+        self._stop_comparing = weakref.finalize(self, self._producer.close)
+        self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
-        self.source_state: Any = None
+        self.position: DataPosition | None = None
         self._has_begun = False
-        self._next: _Made | None = None
+        self._peeked: _Prepared | None = None
 
     def allow(self, batches: int) -> None:
-        """Lets so many further batches be read ahead."""
-        self._ahead.allow(batches)
+        """Allows so many more batches to be prefetched."""
+        self._prefetcher.allow(batches)
 
-    def is_over(self) -> bool:
-        """Waits for the next batch; returns whether there is none."""
+    def is_exhausted(self) -> bool:
+        """Waits for the next batch and returns whether there is none."""
         try:
-            self._next = self._take()
+            self._peeked = self._take()
         except StopIteration:
             return True
         return False
 
-    def _take(self) -> "_Made":
+    def _take(self) -> "_Prepared":
         if not self._has_begun:
             self._has_begun = True
-            self._source.begin()
-        made, self._next = next(self._ahead) if self._next is None else self._next, None
-        for words in made.warnings:
-            warnings.warn(words, stacklevel=3)
-        if made.batch is _NONE:
-            self._source.end()
+            self._producer.begin()
+        prepared, self._peeked = self._peeked or next(self._prefetcher), None
+        for message in prepared.warnings:
+            warnings.warn(message, stacklevel=3)
+        if prepared.batch is _END:
+            self._producer.end()
             self.close()
             raise StopIteration
-        return made
+        return prepared
 
     def __next__(self) -> Any:
-        made = self._take()
-        self._used.append(made.own_rows)
-        self.source_state = made.source_state
+        prepared = self._take()
+        self._local_rows.append(prepared.local_rows)
+        self.position = prepared.position
         self.delivered += 1
-        return join_parts(made.batch)
+        return assemble(prepared.batch)
 
-    def take_own_rows(self) -> list[OwnRows | None]:
-        """Returns which rows of the batches since the last call are this process's own, None where all are."""
-        used, self._used = self._used, []
-        return used
+    def take_local_rows(self) -> list[LocalRows | None]:
+        """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
+        rows, self._local_rows = self._local_rows, []
+        return rows
 
     def close(self) -> None:
-        """Ends the reading ahead. A batch that was made and not used is lost."""
-        self._end()
-        self._ahead.close()
+        """Stops prefetching. A batch that was prepared and not delivered is lost."""
+        self._stop_comparing()
+        self._prefetcher.close()
 
 
-_NONE = object()
+_END = object()
 
 
-class _Made(NamedTuple):
-    batch: Any
-    own_rows: OwnRows | None = None
-    source_state: Any = None
+class _Prepared(NamedTuple):
+    batch: Any  # _END after the last one
+    local_rows: LocalRows | None = None
+    position: DataPosition | None = None
     warnings: tuple[str, ...] = ()
 
 
-class _Source:
-    """What a feed's thread runs. It does not know its feed, which can go while the thread waits."""
+class _Producer:
+    """What a pipeline's thread runs. It has no reference to its pipeline, which can be deleted while it waits."""
 
-    def __init__(self, batches, placer, is_whole, step, steps, state_of):
-        self._batches, self._placer, self._is_whole, self._state_of = batches, placer, is_whole, state_of
-        self._step, self._steps = step, steps
-        self._agreement: BatchAgreement | None = None
+    def __init__(self, batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of):
+        self._batches, self._placer, self._position_of = batches, placer, position_of
+        self._auto_shard_dataset = auto_shard_dataset
+        self._step, self._steps_per_epoch = step, steps_per_epoch
+        self._comparison: BatchComparison | None = None
         self._number = 0
-        self._is_closed = False
+        self._is_closed, self._is_first = False, True
 
     def close(self) -> None:
-        """Lets the thread give up to wait for other processes."""
+        """Lets the thread stop waiting for other processes."""
         self._is_closed = True
 
     def begin(self) -> None:
-        """Called before the first batch, in the order in which all processes begin their feeds."""
+        """Called before the first batch, in the order in which all processes start their pipelines."""
         if messaging.are_several():
             self._number = heapq.heappop(_free_numbers) if _free_numbers else next(_numbers)
-            self._agreement = BatchAgreement(
-                f"data {self._number}", self._is_whole, self._step, self._steps, lambda: self._is_closed
+            self._comparison = BatchComparison(
+                f"data {self._number}",
+                self._auto_shard_dataset,
+                self._step,
+                self._steps_per_epoch,
+                lambda: self._is_closed,
             )
 
     def end(self) -> None:
-        """Called when the end that all processes have agreed on has come."""
+        """Called when all processes have agreed that the data ends."""
         heapq.heappush(_free_numbers, self._number)
 
-    def __iter__(self) -> Iterator[_Made]:
+    def __iter__(self) -> Iterator[_Prepared]:
         try:
             iterator = iter(self._batches())
-            while True:
-                batch = next(iterator, _NONE)
-                if batch is _NONE:
-                    break
-                made = self._made(batch, iterator)
-                yield made
-                if made.batch is _NONE:
+            for batch in iterator:
+                prepared = self._prepare(batch, iterator)
+                yield prepared
+                if prepared.batch is _END:
                     return
         except Exception as error:
-            if self._agreement is not None and not self._agreement.has_ended:
-                # Where the others do not hear of it, this process fails all the same, for its own reason.
+            if self._comparison is not None and not self._comparison.has_ended:
+                # If the others cannot be told, this process still raises its own error.
                 with contextlib.suppress(messaging.ProcessFailure):
-                    self._agreement.on_error(error)
+                    self._comparison.report_error(error)
             raise
-        if self._agreement is not None:
-            self._agreement.on_end()
-            yield _Made(_NONE, warnings=self._agreement.take_warnings())
+        if self._comparison is not None:
+            self._comparison.report_end()
+            yield _Prepared(_END, warnings=self._comparison.take_warnings())
 
-    def _made(self, batch: Any, iterator: Iterator) -> _Made:
-        state = None if self._state_of is None else self._state_of(iterator)
-        if self._agreement is None:
-            return _Made(self._placer.place(batch), source_state=state)
-        rows = self._agreement.on_batch(batch)
-        warned = self._agreement.take_warnings()
-        if rows is None:
-            return _Made(_NONE, warnings=warned)
-        if self._is_whole:
-            return _Made(self._placer.place(batch), None, state, warned)
-        return _Made(self._placer.place_parts(batch, rows), own_rows(rows), state, warned)
+    def _prepare(self, batch: Any, iterator: Iterator) -> _Prepared:
+        position = None if self._position_of is None else self._position_of(iterator)
+        rows: list[list[int]] | None = None
+        found: tuple[str, ...] = ()
+        if self._comparison is not None:
+            rows, found = self._comparison.compare_batch(batch), self._comparison.take_warnings()
+            if rows is None:
+                return _Prepared(_END, warnings=found)
+        if rows is None or self._auto_shard_dataset:
+            own, placed = None, self._placer.place(batch)
+            total = next((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
+        else:
+            own, placed = local_rows(rows), self._placer.place_local(batch, rows)
+            total = own.total
+        if self._is_first and self._step == "train":  # the last batch of an epoch may be small
+            message = self._placer.warning_for(total)
+            found += () if message is None else (message,)
+        self._is_first = False
+        return _Prepared(placed, own, position, found)
 
 
-def own_rows(rows: list[list[int]]) -> OwnRows:
-    """Returns which rows of a batch this process has passed.
+def local_rows(rows: list[list[int]]) -> LocalRows:
+    """Returns which rows of a global batch this process passed.
 
     Args:
-        rows: for each array of the batch, how many rows each process brings. The first array with rows counts.
+        rows: for each array of the batch, the number of rows of each process. The first array that has rows counts.
     """
-    of_first = next((of_leaf for of_leaf in rows if sum(of_leaf)), [0] * messaging.count())
+    counts = next((counts for counts in rows if sum(counts)), [0] * messaging.count())
     me = messaging.index()
-    return OwnRows(sum(of_first[:me]), of_first[me], sum(of_first))
+    return LocalRows(sum(counts[:me]), counts[me], sum(counts))
 
 
-def own_rows_of(outputs: Any, rows: list[OwnRows]) -> Any:
-    """Takes the rows of outputs that belong to what this process has passed.
+def select_local_rows(outputs: Any, batches: list[LocalRows]) -> Any:
+    """Returns the rows of outputs that belong to what this process passed.
 
     Args:
-        outputs: host arrays, with the rows of one batch or of several, one after the other.
-        rows: those of the batches.
+        outputs: nested tuples, lists and dicts of host arrays, with the rows of one or several batches, concatenated.
+        batches: this process's rows of each batch.
 
     Returns:
-        The same structure; an array with another number of rows than the batches stays as it is.
+        The same structure. An array with a number of rows other than that of the batches is returned unchanged.
     """
-    starts = itertools.accumulate((of_batch.total for of_batch in rows), initial=0)
-    parts = [
-        slice(start + of_batch.start, start + of_batch.start + of_batch.rows)
-        for start, of_batch in zip(starts, rows, strict=False)
+    total = sum(batch.total for batch in batches)
+    offsets = itertools.accumulate((batch.total for batch in batches), initial=0)
+    slices = [
+        slice(offset + batch.start, offset + batch.start + batch.rows)
+        for offset, batch in zip(offsets, batches, strict=False)
     ]
-    total = sum(of_batch.total for of_batch in rows)
 
-    def own(output):
+    def select(output):
         if np.ndim(output) == 0 or len(output) != total:
             return output
-        return np.concatenate([output[part] for part in parts])
+        return np.concatenate([output[rows] for rows in slices])
 
-    return jax.tree.map(own, outputs)
+    return jax.tree.map(select, outputs)

@@ -1,4 +1,4 @@
-"""An iterator that a thread runs ahead of its consumer: the next item is made while the last one is used."""
+"""An iterator that a thread runs ahead of its consumer: the next item is produced while the current one is used."""
 
 import collections
 import contextvars
@@ -10,90 +10,90 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class LookAhead(Iterator[T], Generic[T]):
-    """Runs an iterator in a thread: one finished item waits while the next is made, never more.
+class Prefetcher(Iterator[T], Generic[T]):
+    """Runs an iterator in a thread: one finished item waits while the next one is produced, never more.
 
-    Items come in the iterator's order. What the iterator raises is raised where the item would have come. The thread
-    ends when the iterator does, when `close` is called, or when nobody holds this object any more.
+    Items keep the iterator's order. An exception of the iterator is raised in place of the item. The thread ends with
+    the iterator, when `close` is called, or when this object is garbage-collected.
 
     Args:
-        items: what is iterated. It is not touched before the first item is asked for, and then by the thread alone.
-        limit: how many items may be made before they are asked for, until `allow` raises it; None for as many as
-            there are. Items that nobody will ask for then stay in their source.
+        items: the iterator. It is not touched before the first item is requested, and then only by the thread.
+        limit: how many items may be produced before they are requested, until `allow` raises the number; None for no
+            limit. Use it to leave items in the source that nobody will request.
 
     Example:
 
-    >>> list(LookAhead(iter("abc")))
+    >>> list(Prefetcher(iter("abc")))
     ['a', 'b', 'c']
     """
 
     def __init__(self, items: Iterator[T], limit: int | None = None):
         self._items: Iterator[T] | None = items
-        self._shared = _Shared(limit)
-        self._stop = weakref.finalize(self, self._shared.stop)
-        self._is_over = False
+        self._buffer = _Buffer(limit)
+        self._stop = weakref.finalize(self, self._buffer.stop)
+        self._is_exhausted = False
 
     def allow(self, items: int) -> None:
-        """Lets so many further items be made before they are asked for, where there is a limit."""
-        self._shared.allow(items)
+        """Allows so many more items to be produced before they are requested, if there is a limit."""
+        self._buffer.allow(items)
 
     def __next__(self) -> T:
-        if self._is_over:
+        if self._is_exhausted:
             raise StopIteration
         if self._items is not None:
-            # A daemon, since a source may take for ever to give its next item.
-            arguments = (_make_items, self._items, self._shared)
+            # A daemon thread, because the source may block forever.
+            arguments = (_produce, self._items, self._buffer)
             threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True).start()
             self._items = None
-        item, error = self._shared.take()
+        item, error = self._buffer.take()
         if error is not None:
-            self._is_over = True
+            self._is_exhausted = True
             raise error
         return item
 
     def close(self) -> None:
-        """Ends the thread, after the item that it is making, which is lost."""
-        self._is_over = True
+        """Ends the thread after the item that it is producing, which is lost."""
+        self._is_exhausted = True
         self._stop()
 
 
-class _Shared:
-    """What the thread and the `LookAhead` share; the thread must not keep the other alive."""
+class _Buffer:
+    """The state that the thread shares with the `Prefetcher`, which the thread must not keep alive."""
 
     def __init__(self, limit: int | None):
-        self._change = threading.Condition()
+        self._changed = threading.Condition()
         self._finished: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._limit = limit
-        self._is_asked = self._is_stopped = False
+        self._is_requested = self._is_stopped = False
 
     def allow(self, items: int) -> None:
-        with self._change:
+        with self._changed:
             if self._limit is not None:
                 self._limit += items
-            self._change.notify_all()
+            self._changed.notify_all()
 
     def take(self) -> tuple[Any, BaseException | None]:
-        with self._change:
-            self._is_asked = True
-            self._change.notify_all()
-            self._change.wait_for(lambda: self._finished)
-            self._is_asked = False
-            self._change.notify_all()
+        with self._changed:
+            self._is_requested = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._finished)
+            self._is_requested = False
+            self._changed.notify_all()
             return self._finished.popleft()
 
     def stop(self) -> None:
-        with self._change:
+        with self._changed:
             self._is_stopped = True
             self._finished.clear()
-            self._change.notify_all()
+            self._changed.notify_all()
 
-    def may_make(self) -> bool:
-        """Waits until an item may be made; False where none will be any more."""
-        with self._change:
-            self._change.wait_for(
+    def may_produce(self) -> bool:
+        """Waits until an item may be produced; returns False if production has been stopped."""
+        with self._changed:
+            self._changed.wait_for(
                 lambda: (
                     self._is_stopped
-                    or (not self._finished and self._is_asked)
+                    or (not self._finished and self._is_requested)
                     or self._limit is None
                     or self._limit > 0
                 )
@@ -102,21 +102,21 @@ class _Shared:
                 self._limit = max(self._limit - 1, 0)
             return not self._is_stopped
 
-    def give(self, item: Any, error: BaseException | None) -> None:
-        with self._change:
-            self._change.wait_for(lambda: self._is_stopped or not self._finished)
+    def put(self, item: Any, error: BaseException | None) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or not self._finished)
             if not self._is_stopped:
                 self._finished.append((item, error))
-                self._change.notify_all()
+                self._changed.notify_all()
 
 
-def _make_items(items: Iterator, shared: _Shared) -> None:
-    while shared.may_make():
+def _produce(items: Iterator, buffer: _Buffer) -> None:
+    while buffer.may_produce():
         try:
             item, error = next(items), None
         except BaseException as raised:
             item, error = None, raised
-        shared.give(item, error)
+        buffer.put(item, error)
         if error is not None:
             return
         del item
