@@ -30,14 +30,14 @@ class DistributionHooks(Protocol):
         """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
         ...
 
-    def feed(
+    def make_input_pipeline(
         self,
         batches: Callable[[], Iterator],
         step: str | None,
         steps_per_epoch: int | None,
-        state_of: Callable[[Iterator], Any] | None,
+        position_of: Callable[[Iterator], Any] | None,
     ) -> Any:
-        """Returns a `Feed` of global batches, made from this process's host batches."""
+        """Returns an `InputPipeline` of global batches, made from this process's host batches."""
         ...
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:

@@ -1,8 +1,8 @@
 """The iterator over the batches of `fit`, `evaluate` and `predict`, in place of Keras's own.
 
-Keras reads a batch, moves it and runs the step, one after the other, and with several processes it accepts only tf.data.
-Here Keras's adapters read every source that Keras accepts, and an `InputPipeline` prepares the batches. Training can
-start in the middle of an epoch.
+Keras reads a batch, moves it and runs the step, one after the other, and with several processes it accepts only
+tf.data. Here Keras's adapters read every source that Keras accepts, and an `InputPipeline` prepares the batches.
+Training can start in the middle of an epoch.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import jax
+import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
 from keras_dist._keras.internals import trainer
@@ -55,7 +55,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         if self._distribution is None:
             super().__init__(*arguments)
             return
-        for leaf in jax.tree.leaves((x, y, sample_weight)):
+        for leaf in keras.tree.flatten((x, y, sample_weight)):
             require_numbers(leaf)
         # Keras's adapters must read all data; the pipeline decides which process uses which rows.
         with no_distribution_in_this_thread():
@@ -66,7 +66,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         if self._distribution is None:
             return super()._get_iterator()
         adapter, must_have_batches, self._has_begun = self.data_adapter, not self._has_begun, True
-        return self._distribution.feed(
+        return self._distribution.make_input_pipeline(
             lambda: ResumableIterator(adapter, start, data_position, must_have_batches),
             self._step,
             self.steps_per_epoch,

@@ -10,7 +10,7 @@ import keras
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.internals import file_utils, legacy_h5_format, saving_lib
-from keras_dist.checkpoint.atomic_write import write_whole
+from keras_dist.checkpoint.atomic_write import write_atomically
 from keras_dist.multihost import messaging
 from keras_dist.variables.process_zero import agree, lead
 
@@ -20,7 +20,7 @@ _REASON = "every process writes the same file"
 def _save(model, path, write: Callable) -> None:
     """Writes a model to a path, by a function of Keras."""
     is_local = isinstance(path, (str, os.PathLike)) and not file_utils.is_remote_path(os.fspath(path))
-    work = functools.partial(write_whole, path, write) if is_local else functools.partial(write, path)
+    work = functools.partial(write_atomically, path, write) if is_local else functools.partial(write, path)
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else type(path).__name__
     return lead(model, f"save {where!r}", work)
 
@@ -97,7 +97,7 @@ def _save_backup(original, distribution, self):
     if file_utils.is_remote_path(self.backup_dir):
         work = functools.partial(original, self)
     else:
-        work = functools.partial(write_whole, self.backup_dir, functools.partial(_backup_in, self, original))
+        work = functools.partial(write_atomically, self.backup_dir, functools.partial(_backup_in, self, original))
     return lead(self.model, "write a backup", work)
 
 

@@ -16,9 +16,9 @@ from keras_dist.data.position import DataPosition, RandomState
 class ResumableIterator:
     """Iterates over the batches of a data adapter, from a batch on, and knows its position.
 
-    Arrays, `keras.utils.PyDataset` and Grain start there without reading what comes before; other sources are read from
-    their beginning, and the batches that are done are dropped. The pass starts when the first batch is requested, in the
-    thread that requests it, as with Keras's own generators.
+    Arrays, `keras.utils.PyDataset` and Grain start there without reading what comes before. Other sources are read
+    from their beginning, and the batches that are done are dropped. The pass starts when the first batch is requested,
+    in the thread that requests it, as with Keras's own generators.
 
     Args:
         adapter: Keras's adapter of the data, after its `on_epoch_begin`.

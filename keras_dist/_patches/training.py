@@ -20,8 +20,8 @@ from keras_dist._keras.active_distribution import (
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, current_distribution, trainer
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
-from keras_dist._patches.epoch_iterator import announce
-from keras_dist.data.input_pipeline import Feed, own_rows_of
+from keras_dist._patches.epoch_iterator import announce_step
+from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.variables.redistribute import place_new_seed_generators
 
@@ -42,7 +42,7 @@ def _distribute_data(original, distribution, data, layouts=None):
 def _predict_on_batch(original, distribution, self, x):
     x, rows = distribution.place_single_batch(x)
     outputs = original(self, x)
-    return outputs if None in rows else own_rows_of(outputs, rows)
+    return outputs if None in rows else select_local_rows(outputs, rows)
 
 
 @INSTALLED.patch(
@@ -123,7 +123,7 @@ def _patch_make_function(step: str) -> None:
                 _warn_if_not_active(self)
             return original(self, force)
         put_values_back(self)
-        announce(step)
+        announce_step(step)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in internals.seed_generator_states(self)}
@@ -150,7 +150,8 @@ def _unchanged(outputs, iterator):
 def _outputs_of_process(outputs, iterator):
     distribution = active_distribution()
     assert distribution is not None
-    return distribution.outputs_of_process(outputs, iterator.take_own_rows() if isinstance(iterator, Feed) else [None])
+    rows = iterator.take_local_rows() if isinstance(iterator, InputPipeline) else [None]
+    return distribution.outputs_of_process(outputs, rows)
 
 
 def _warn_if_not_active(model: keras.Model) -> None:

@@ -1,4 +1,4 @@
-"""A file is written whole or not at all: under another name, beside its place, and then moved there."""
+"""Writes files completely or not at all: under a temporary name next to the target, then renamed."""
 
 import os
 import tempfile
@@ -6,49 +6,49 @@ from collections.abc import Callable
 from typing import Any
 
 
-def write_whole(path: str | os.PathLike, write: Callable[[str], Any]) -> Any:
-    """Lets a function write a file, a folder or a file and others beside it, and puts all in place when it is done.
+def write_atomically(path: str | os.PathLike, write: Callable[[str], Any]) -> Any:
+    """Lets a function write a file, a folder, or a file and others next to it, and moves all into place at the end.
 
-    A process that is killed leaves what was there before, and a folder beside it whose name begins with a dot. Files
-    are put in place one by one, JSON last, since that names the others; other files of a folder stay.
+    A process that is killed leaves the previous files, and a folder next to them whose name starts with a dot. Files
+    are moved one by one, JSON last because it names the others; other files in a target folder stay.
 
     Args:
-        path: where it belongs.
-        write: writes to the path that it is given, which has the same name in another folder.
+        path: the target.
+        write: writes to the path that it is called with, which has the target's name in another folder.
 
     Returns:
         What the function returns.
 
     Raises:
-        OSError: what belongs there cannot be written or put in place. Where the folder of the path is missing or must
-            not be written to, the function is called with the path itself.
+        OSError: the target cannot be written or replaced. If its folder is missing or not writable, the function is
+            called with the target itself, to create the folder or to raise its own error.
 
     Example:
 
     >>> import pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "notes.txt")
-    ...     write_whole(path, lambda other: pathlib.Path(other).write_text("whole"))
+    ...     write_atomically(path, lambda other: pathlib.Path(other).write_text("complete"))
     ...     path.read_text(), os.listdir(folder)
-    5
-    ('whole', ['notes.txt'])
+    8
+    ('complete', ['notes.txt'])
     """
-    given = os.path.basename(os.fspath(path))
-    folder, name = os.path.split(os.path.realpath(path))  # a link stays one
+    given_name = os.path.basename(os.fspath(path))
+    folder, name = os.path.split(os.path.realpath(path))  # a symbolic link stays one
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        return write(os.fspath(path))  # which makes the folder, or says what is wrong
+        return write(os.fspath(path))
     with tempfile.TemporaryDirectory(prefix=f".{name}.part-", dir=folder) as part:
-        result = write(os.path.join(part, given))
-        if given != name:
-            os.rename(os.path.join(part, given), os.path.join(part, name))
+        result = write(os.path.join(part, given_name))
+        if given_name != name:
+            os.rename(os.path.join(part, given_name), os.path.join(part, name))
         _move_all(part, folder)
     return result
 
 
 def _move_all(source: str, target: str) -> None:
     for name in sorted(os.listdir(source), key=lambda name: (name.endswith(".json"), name)):
-        here, there = os.path.join(source, name), os.path.join(target, name)
-        if os.path.isdir(here) and os.path.isdir(there):
-            _move_all(here, there)
+        moved, destination = os.path.join(source, name), os.path.join(target, name)
+        if os.path.isdir(moved) and os.path.isdir(destination):
+            _move_all(moved, destination)
         else:
-            os.replace(here, there)
+            os.replace(moved, destination)

@@ -1,9 +1,8 @@
-"""Which entry of a checkpoint belongs to which variable of a model, by their paths.
+"""Matches the entries of a checkpoint with the variables of a model by their paths.
 
-A checkpoint of Keras names its entries by the paths that the variables had when it was written, and those change: a
-model that is rebuilt from its configuration lacks the names of the models around its layers (`sequential/dense/kernel`
-becomes `dense/kernel`, keras#23251), and one that is made a second time in a program is numbered on
-(`sequential_1/dense_2/kernel`).
+Keras names entries by the paths of the variables at the time of saving, and paths change: a model rebuilt from its
+configuration lacks the names of the models around its layers (`sequential/dense/kernel` becomes `dense/kernel`,
+keras#23251), and the second model of a program is numbered (`sequential_1/dense_2/kernel`).
 """
 
 import re
@@ -13,16 +12,16 @@ from typing import Any, NamedTuple
 
 SEED = "seed_generator_state"  # the last part of the path of a random generator's state
 
-_NUMBER = re.compile(r"(.*?)(?:_(\d+))?$")
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
 
 
-class Pairing(NamedTuple):
-    """Entries of a checkpoint and the variables they belong to.
+class Matching(NamedTuple):
+    """Which entry of a checkpoint belongs to which variable.
 
     Attributes:
-        pairs: the path of the entry for each variable that has one, by the variable's number.
-        missing: the numbers of the variables that have none.
-        unexpected: the paths of the entries that belong to no variable.
+        pairs: the path of the entry, by the index of the variable.
+        missing: indices of the variables without an entry.
+        unexpected: paths of the entries without a variable.
     """
 
     pairs: dict[int, str]
@@ -35,117 +34,124 @@ class Pairing(NamedTuple):
         return not self.missing and not self.unexpected
 
 
-def pair_weights(saved: list[str], paths: list[str], owners: list[str], automatic: set[str]) -> Pairing:
-    """Finds the entry of a checkpoint for each weight of a model.
+def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], automatic: set[str]) -> Matching:
+    """Matches the weights of a model.
 
-    Paths that are equal in whole are taken as they are. Else the names of the layers around a weight decide; else the
-    same names counted otherwise, where Keras has given them.
+    Tried in turn: equal paths; paths whose names all occur in the nested path of just one weight, in the same order;
+    paths and nested paths that are equal without the numbers of names that Keras has given.
 
     Args:
-        saved: the paths in the checkpoint.
-        paths: the paths of the model's weights.
-        owners: the paths of the same weights with the names of all models and layers they are in.
-        automatic: names that Keras gives by itself, without numbers.
+        saved: paths in the checkpoint.
+        paths: paths of the model's weights.
+        nested_paths: paths of the same weights with the names of all models and layers that they are in.
+        automatic: names that Keras gives automatically, without numbers.
 
     Returns:
-        The complete pairing if there is one, else the one that leaves least.
+        The first complete matching, otherwise the one with the most pairs.
 
     Example:
 
-    >>> pair_weights(["sequential/dense/kernel"], ["dense/kernel"], ["sequential/dense/kernel"], {"dense"}).pairs
+    >>> match_weights(["sequential/dense/kernel"], ["dense/kernel"], ["sequential/dense/kernel"], {"dense"}).pairs
     {0: 'sequential/dense/kernel'}
     """
-    attempts: list[Callable[[], Pairing]] = [
-        lambda: _by_key(saved, paths, lambda path: path),
-        lambda: _by_owners(saved, owners),
-        lambda: _by_key(saved, paths, lambda path: _unnumbered(path, automatic)),
-        lambda: _by_key(saved, owners, lambda path: _unnumbered(path, automatic)),
-    ]
-    return _best(attempts)
+
+    def without_numbers(path):
+        stems = ((part, _split(part)[0]) for part in path.split("/"))
+        return "/".join(stem if stem in automatic else part for part, stem in stems)
+
+    return _best(
+        lambda: _match_by_key(saved, paths),
+        lambda: _match_by_nesting(saved, nested_paths),
+        lambda: _match_by_key(saved, paths, without_numbers),
+        lambda: _match_by_key(saved, nested_paths, without_numbers),
+    )
 
 
-def pair_seeds(saved: list[str], paths: list[str]) -> Pairing:
-    """Finds the entry for the state of each random generator: by path, else in the order in which they were made.
+def match_seeds(saved: list[str], paths: list[str]) -> Matching:
+    """Matches the states of random generators: by path, otherwise in the order in which they were created.
 
     Args:
-        saved: the paths of states in the checkpoint.
-        paths: those of the model's generators, none twice.
+        saved: paths of states in the checkpoint.
+        paths: paths of the model's states, without duplicates.
     """
-    return _best([lambda: _by_key(saved, paths, lambda path: path), lambda: _by_key(saved, paths, lambda _: "")])
+    return _best(lambda: _match_by_key(saved, paths), lambda: _match_by_key(saved, paths, lambda _: ""))
 
 
-def pair_slots(saved: list[str], paths: list[str], weights: list[tuple[str, str]]) -> Pairing:
-    """Finds the entry for each variable of an optimizer.
+def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str, str]]) -> Matching:
+    """Matches the variables of an optimizer.
 
     Args:
-        saved: the paths in the checkpoint.
-        paths: the paths of the optimizer's variables.
-        weights: the path of each weight of the model and its path in the checkpoint, in the order in which the
-            optimizer made its slots. A slot bears the name of its weight, with underscores.
+        saved: paths in the checkpoint.
+        paths: paths of the optimizer's variables.
+        weights: for each weight of the model its path and its path in the checkpoint, in the order in which the
+            optimizer created its variables. Those contain the path of their weight with underscores.
 
     Example:
 
-    >>> pair_slots(["adam/sequential_dense_kernel_momentum"], ["adam/dense_kernel_momentum"],
-    ...            [("dense/kernel", "sequential/dense/kernel")]).pairs
+    >>> match_optimizer(["adam/sequential_dense_kernel_momentum"], ["adam/dense_kernel_momentum"],
+    ...                 [("dense/kernel", "sequential/dense/kernel")]).pairs
     {0: 'adam/sequential_dense_kernel_momentum'}
     """
-    expected = name_slots(paths, weights)
+    expected = optimizer_paths(paths, weights)
 
-    def unnumbered(path):  # the name of the optimizer only
+    def without_number_of_optimizer(path):
         head, _, name = path.rpartition("/")
         return "/".join(_split(part)[0] for part in head.split("/")) + "/" + name
 
-    return _best([lambda: _by_key(saved, expected, lambda path: path), lambda: _by_key(saved, expected, unnumbered)])
+    return _best(
+        lambda: _match_by_key(saved, expected), lambda: _match_by_key(saved, expected, without_number_of_optimizer)
+    )
 
 
-def name_slots(paths: list[str], weights: list[tuple[str, str]]) -> list[str]:
+def optimizer_paths(paths: list[str], weights: list[tuple[str, str]]) -> list[str]:
     """Returns the paths that an optimizer's variables have in a checkpoint.
 
     Args:
         paths: their paths in the optimizer.
-        weights: as for `pair_slots`.
+        weights: as for `match_optimizer`.
     """
-    flat = defaultdict(list)  # weights of one path are taken in turn: a rebuilt model can have several
-    for now, before in weights:
-        flat[now.replace("/", "_")].append(before.replace("/", "_"))
+    by_name = defaultdict(list)  # weights that share a path are used in turn: a rebuilt model can have several
+    for path, saved in weights:
+        by_name[path.replace("/", "_")].append(saved.replace("/", "_"))
     seen: Counter[str] = Counter()
 
-    def as_saved(path):
+    def renamed(path):
         head, _, name = path.rpartition("/")
-        stem = name
-        while "_" in stem:
-            stem = stem[: stem.rindex("_")]
-            if stem in flat:
+        weight = name
+        while "_" in weight:
+            weight = weight[: weight.rindex("_")]
+            if weight in by_name:
                 seen[path] += 1
-                return f"{head}/{flat[stem][(seen[path] - 1) % len(flat[stem])]}{name[len(stem) :]}"
+                return f"{head}/{by_name[weight][(seen[path] - 1) % len(by_name[weight])]}{name[len(weight) :]}"
         return path
 
-    return [as_saved(path) for path in paths]
+    return [renamed(path) for path in paths]
 
 
-def name_weights(paths: list[str], owners: list[str]) -> list[str]:
-    """Returns under which paths weights are saved: their own, or, where several have the same one, their owners'.
+def unique_weight_paths(paths: list[str], nested_paths: list[str]) -> list[str]:
+    """Returns a unique path for each weight: its own or, if several share it, its nested path.
 
-    The states of random generators have no owners that tell them apart, and are numbered.
+    Nested paths do not distinguish the states of random generators, which are numbered.
 
     Args:
-        paths: the paths of the weights.
-        owners: as for `pair_weights`.
+        paths: paths of the weights.
+        nested_paths: as for `match_weights`.
 
     Example:
 
-    >>> name_weights(["dense/kernel", "dense/kernel", "head/bias"], ["m/a/dense/kernel", "m/b/dense/kernel", "m/bias"])
+    >>> nested_paths = ["m/a/dense/kernel", "m/b/dense/kernel", "m/head/bias"]
+    >>> unique_weight_paths(["dense/kernel", "dense/kernel", "head/bias"], nested_paths)
     ['m/a/dense/kernel', 'm/b/dense/kernel', 'head/bias']
     """
     count = Counter(paths)
     return number_repeated(
-        owner if count[path] > 1 and not path.endswith(SEED) else path
-        for path, owner in zip(paths, owners, strict=True)
+        nested if count[path] > 1 and not path.endswith(SEED) else path
+        for path, nested in zip(paths, nested_paths, strict=True)
     )
 
 
 def number_repeated(paths: Iterable[str]) -> list[str]:
-    """Returns paths of which none is another one: `~1` follows the second of the same, `~2` the third."""
+    """Makes paths unique: appends `~1` to the second occurrence of a path, `~2` to the third."""
     seen: Counter[str] = Counter()
     numbered = []
     for path in paths:
@@ -154,20 +160,20 @@ def number_repeated(paths: Iterable[str]) -> list[str]:
     return numbered
 
 
-def _best(attempts: Iterable[Callable[[], Pairing]]) -> Pairing:
-    best = None
+def _best(*attempts: Callable[[], Matching]) -> Matching:
+    matchings = []
     for attempt in attempts:
-        pairing = attempt()
-        if pairing.is_complete:
-            return pairing
-        if best is None or len(pairing.pairs) > len(best.pairs):
-            best = pairing
-    assert best is not None
-    return best
+        matchings.append(attempt())
+        if matchings[-1].is_complete:
+            return matchings[-1]
+    return max(matchings, key=lambda matching: len(matching.pairs))  # the first of several
 
 
-def _by_key(saved: list[str], paths: list[str], key: Callable[[str], str]) -> Pairing:
-    """Pairs what has the same key, in the order of the numbers in the paths; nothing where one side has more."""
+def _match_by_key(saved: list[str], paths: list[str], key: Callable[[str], str] = lambda path: path) -> Matching:
+    """Pairs entries and variables with equal keys, in the order of the numbers in their paths.
+
+    If a key has more entries than variables, or more variables than entries, none of them is paired.
+    """
     groups: dict[str, tuple[list, list]] = defaultdict(lambda: ([], []))
     for path in saved:
         groups[key(path)][0].append(path)
@@ -175,54 +181,53 @@ def _by_key(saved: list[str], paths: list[str], key: Callable[[str], str]) -> Pa
         groups[key(path)][1].append(number)
     pairs = {}
     for entries, numbers in groups.values():
-        distinct = len({paths[number] for number in numbers}) == len(numbers)
-        if len(entries) == len(numbers) and (distinct or len(numbers) == 1):
+        are_distinct = len({paths[number] for number in numbers}) == len(numbers)
+        if len(entries) == len(numbers) and are_distinct:
             entries.sort(key=_order)
             numbers.sort(key=lambda number: _order(paths[number]))
             pairs.update(zip(numbers, entries, strict=True))
-    return _pairing(pairs, saved, paths)
+    return _matching(pairs, saved, paths)
 
 
-def _by_owners(saved: list[str], owners: list[str]) -> Pairing:
-    """Pairs each entry with the one weight whose owners have all names in its path, in the same order."""
+def _match_by_nesting(saved: list[str], nested_paths: list[str]) -> Matching:
+    """Pairs each entry with the only weight whose nested path has all names of the entry, in the same order.
+
+    Each round pairs the entries that have one candidate left, and removes these weights from the other entries:
+    `b/kernel` may be `m/b/kernel` only, after which `kernel` can no longer be that and must be `m/kernel`.
+    """
     by_name = defaultdict(set)
-    for number, owner in enumerate(owners):
-        by_name[owner.rpartition("/")[2]].add(number)
-    candidates = {}
-    for path in saved:
-        fitting = by_name[path.rpartition("/")[2]]
-        candidates[path] = {number for number in fitting if _is_within(path, owners[number])}
+    for number, nested in enumerate(nested_paths):
+        by_name[nested.rpartition("/")[2]].add(number)
+    candidates = {
+        path: {number for number in by_name[path.rpartition("/")[2]] if _is_within(path, nested_paths[number])}
+        for path in saved
+    }
     pairs: dict[int, str] = {}
     while settled := [path for path, numbers in candidates.items() if len(numbers) == 1]:
-        wanted = Counter(next(iter(candidates[path])) for path in settled)
+        claims = Counter(next(iter(candidates[path])) for path in settled)
         for path in settled:
             (number,) = candidates.pop(path)
-            if wanted[number] == 1 and number not in pairs:
+            if claims[number] == 1 and number not in pairs:
                 pairs[number] = path
         for numbers in candidates.values():
             numbers.difference_update(pairs)
-    return _pairing(pairs, saved, owners)
+    return _matching(pairs, saved, nested_paths)
 
 
-def _pairing(pairs: dict[int, str], saved: list[str], paths: list[str]) -> Pairing:
-    taken = set(pairs.values())
+def _matching(pairs: dict[int, str], saved: list[str], paths: list[str]) -> Matching:
+    used = set(pairs.values())
     missing = [number for number in range(len(paths)) if number not in pairs]
-    return Pairing(pairs, missing, [path for path in saved if path not in taken])
+    return Matching(pairs, missing, [path for path in saved if path not in used])
 
 
-def _is_within(path: str, owner: str) -> bool:
-    names = iter(owner.split("/"))
+def _is_within(path: str, nested: str) -> bool:
+    names = iter(nested.split("/"))
     return all(name in names for name in path.split("/"))
 
 
 def _split(name: str) -> tuple[str, int]:
-    match: Any = _NUMBER.match(name)
+    match: Any = _NUMBERED.match(name)
     return match[1], int(match[2] or 0)
-
-
-def _unnumbered(path: str, automatic: set[str]) -> str:
-    parts = [_split(part)[0] if _split(part)[0] in automatic else part for part in path.split("/")]
-    return "/".join(parts)
 
 
 def _order(path: str) -> list[tuple[str, int]]:

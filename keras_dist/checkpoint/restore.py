@@ -1,4 +1,4 @@
-"""The variables of a model in a checkpoint of Orbax: all of them, restored where the model's lie, or an error."""
+"""Restores all variables of a model from an Orbax checkpoint into their shards, or raises an error."""
 
 import contextlib
 import os
@@ -12,24 +12,24 @@ import numpy as np
 
 from keras_dist._keras import internals, training_state
 from keras_dist.checkpoint import path_matching
-from keras_dist.checkpoint.path_matching import Pairing
+from keras_dist.checkpoint.path_matching import SEED, Matching
 
-ARRAYS = "pytree"  # what Keras's OrbaxCheckpoint calls the variables in a checkpoint
-WEIGHTS = ("trainable_variables", "non_trainable_variables")
+ARRAYS = "pytree"  # the name of the variables in checkpoints of Keras's OrbaxCheckpoint
+TRAINABLE, NON_TRAINABLE = "trainable_variables", "non_trainable_variables"
 OPTIMIZER, METRICS = "optimizer_variables", "metrics_variables"
 
 
 def orbax() -> Any:
-    """Returns Orbax.
+    """Returns Orbax's module of checkpoints.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: Orbax is not installed.
     """
     try:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            "Checkpoints need Orbax, which is not installed. Install it: pip install 'keras-dist[checkpoint]'"
+            "Orbax is not installed, and checkpoints need it: pip install 'keras-dist[checkpoint]'"
         ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -37,144 +37,154 @@ def orbax() -> Any:
 
 
 def state_tree(model: keras.Model) -> dict[str, dict]:
-    """Returns the values of all variables by kind and path, as `model.get_state_tree()`, which takes no path twice.
+    """Returns the values of all variables by kind and path, as `model.get_state_tree()` does, but without collisions.
 
-    That is what the metrics of two outputs have, and the weights of models in a model that was loaded.
+    Variables share a path in models inside of a loaded model, and in the metrics of two outputs.
     """
     trainable, others = list(model.trainable_variables), list(model.non_trainable_variables)
     optimizer: Any = model.optimizer
-    slots, metrics = list(optimizer.variables), list(model.metrics_variables)
-    owners = internals.owners_of_weights(model)
+    optimizer_variables, metrics = list(optimizer.variables), list(model.metrics_variables)
     weights = [*trainable, *others]
     paths = [variable.path for variable in weights]
-    saved = path_matching.name_weights(paths, [owners.get(id(v)) or str(v.path) for v in weights])
-    of_slots = path_matching.name_slots([v.path for v in slots], list(zip(paths, saved, strict=True)))
+    unique = path_matching.unique_weight_paths(paths, _nested_paths(model, weights))
+    of_optimizer = path_matching.optimizer_paths(
+        [v.path for v in optimizer_variables], list(zip(paths, unique, strict=True))
+    )
     return {
-        WEIGHTS[0]: _nested(trainable, saved[: len(trainable)]),
-        WEIGHTS[1]: _nested(others, saved[len(trainable) :]),
-        OPTIMIZER: _nested(slots, path_matching.number_repeated(of_slots)),
+        TRAINABLE: _nested(trainable, unique[: len(trainable)]),
+        NON_TRAINABLE: _nested(others, unique[len(trainable) :]),
+        OPTIMIZER: _nested(optimizer_variables, path_matching.number_repeated(of_optimizer)),
         METRICS: _nested(metrics, path_matching.number_repeated(v.path for v in metrics)),
     }
+
+
+def _nested_paths(model, variables: list) -> list[str]:
+    """Returns the paths of variables with the names of all models and layers that they are in."""
+    paths = internals.owners_of_weights(model)
+    return [paths.get(id(variable)) or str(variable.path) for variable in variables]
 
 
 def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for variable, path in zip(variables, paths, strict=True):
-        *parts, name = path.split("/")
+        *parents, name = path.split("/")
         inner = tree
-        for part in parts:
-            inner = inner.setdefault(part, {})
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
         inner[name] = variable.value
     return tree
 
 
-def restore(model: keras.Model, path: str, skip_mismatch: bool = False, exactly: bool = False) -> None:
-    """Gives a model the values of a checkpoint. Each device reads its own part.
+def restore(model: keras.Model, path: str, skip_mismatch: bool = False, with_metrics: bool = False) -> None:
+    """Assigns the values of a checkpoint to the variables of a model. Each device reads its own shards.
 
-    Weights are found by their paths, also where a model was rebuilt or made a second time and Keras has named it
-    otherwise. The optimizer, if model and checkpoint have one, is built and restored with the weights. The values of
-    metrics are restored where the checkpoint has them.
+    Weights are matched by path, also if Keras has numbered or nested the model's layers differently since. The
+    optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them.
 
     Args:
-        model: a model that is built.
+        model: a built model.
         path: the checkpoint of one step.
-        skip_mismatch: restore what the model and the checkpoint have in common, and warn about the rest.
-        exactly: metrics are treated as weights are.
+        skip_mismatch: whether to restore what model and checkpoint have in common, and warn about the rest.
+        with_metrics: whether metrics must match as well.
 
     Raises:
-        ValueError: the checkpoint lacks variables of the model, has others, or others of the same path. No value has
-            changed then.
+        ValueError: the model is not built, or the checkpoint lacks variables of the model, has additional ones, or has
+            other shapes or dtypes. No variable has changed then.
     """
     if not internals.is_built(model):
         raise ValueError(
-            f"Weights are restored into a model that is built. Received: {model.name!r}, which is not. Build it "
-            "first: model.build(input_shape), or call it on a batch."
+            f"Model {model.name!r} is not built, so there are no variables to restore. Build it first with "
+            "model.build(input_shape), or call it on a batch."
         )
-    tree = _metadata(path)
+    tree = orbax().metadata(path, checkpointable_name=ARRAYS).metadata
     saved = _flat(tree)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and any(entry.startswith(OPTIMIZER) for entry in saved):
         optimizer.build(model.trainable_variables)
     training_state.put_values_back(model)
-    found, problems = _find(model, saved, exactly)
+    found, problems = _match(model, saved, with_metrics)
     if problems and not skip_mismatch:
         raise ValueError(
-            f"A checkpoint is restored in whole. Received: {path}, which does not fit {model.name!r}: "
-            f"{'; '.join(problems)}. Make the model and its optimizer as they were when the checkpoint was written, or "
-            "restore what they have in common with model.load_weights(path, skip_mismatch=True)."
+            f"Checkpoint {path} does not match model {model.name!r}: {'; '.join(problems)}. Build the model and its "
+            "optimizer as they were when the checkpoint was saved, or restore only what matches with "
+            "model.load_weights(path, skip_mismatch=True)."
         )
     if problems:
-        warnings.warn(f"Parts of {model.name!r} are not restored from {path}: {'; '.join(problems)}.", stacklevel=2)
+        warnings.warn(f"Not restored from {path} into model {model.name!r}: {'; '.join(problems)}.", stacklevel=2)
     values = _load(path, tree, {entry: variable.value for entry, variable in found.items()})
     for entry, variable in found.items():
         variable.assign(values[entry])
 
 
-def _find(model, saved: dict[str, Any], exactly: bool) -> tuple[dict[str, Any], list[str]]:
-    """Returns the variable for each entry that has one, and what does not fit, in words."""
+def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, Any], list[str]]:
+    """Returns the variable for each entry that has one, and descriptions of what does not match."""
+
+    def entries_of(*kinds: str) -> dict[str, str]:  # full names by path
+        return {entry.partition("/")[2]: entry for entry in saved if entry.partition("/")[0] in kinds}
+
     weights = [*model.trainable_variables, *model.non_trainable_variables]
-    # An entry of one kind may be a variable of the other: layers are frozen and thawed.
-    entries = {entry.partition("/")[2]: entry for entry in saved if entry.partition("/")[0] in WEIGHTS}
-    seeds = [path for path in entries if path.endswith(path_matching.SEED)]
-    generators = [variable for variable in weights if variable.path.endswith(path_matching.SEED)]
-    others = [variable for variable in weights if not variable.path.endswith(path_matching.SEED)]
-    owners = internals.owners_of_weights(model)
-    pairing = path_matching.pair_weights(
-        [path for path in entries if path not in set(seeds)],
+    entries = entries_of(TRAINABLE, NON_TRAINABLE)  # of both kinds: layers may have been frozen or unfrozen since
+    seeds = [variable for variable in weights if variable.path.endswith(SEED)]
+    others = [variable for variable in weights if not variable.path.endswith(SEED)]
+    of_weights = path_matching.match_weights(
+        [path for path in entries if not path.endswith(SEED)],
         [variable.path for variable in others],
-        [owners.get(id(variable)) or str(variable.path) for variable in others],
+        _nested_paths(model, others),
         internals.automatic_names(model),
     )
-    of_seeds = path_matching.pair_seeds(seeds, path_matching.number_repeated(v.path for v in generators))
-    groups = [(others, pairing, entries), (generators, of_seeds, entries)]
-    renamed = [(others[number].path, pairing.pairs[number]) for number in sorted(pairing.pairs)]
+    of_seeds = path_matching.match_seeds(
+        [path for path in entries if path.endswith(SEED)], path_matching.number_repeated(v.path for v in seeds)
+    )
+    groups = [(others, of_weights, entries), (seeds, of_seeds, entries)]
 
-    of_optimizer = {entry.partition("/")[2]: entry for entry in saved if entry.startswith(f"{OPTIMIZER}/")}
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and of_optimizer:
-        slots = list(optimizer.variables)
-        paths = [variable.path for variable in slots]
-        groups.append((slots, path_matching.pair_slots(list(of_optimizer), paths, renamed), of_optimizer))
+    optimizer, optimizer_entries = getattr(model, "optimizer", None), entries_of(OPTIMIZER)
+    if optimizer is not None and optimizer_entries:
+        variables = list(optimizer.variables)
+        renamed = [(others[number].path, of_weights.pairs[number]) for number in sorted(of_weights.pairs)]
+        paths = [variable.path for variable in variables]
+        matching = path_matching.match_optimizer(list(optimizer_entries), paths, renamed)
+        groups.append((variables, matching, optimizer_entries))
 
-    of_metrics = {entry.partition("/")[2]: entry for entry in saved if entry.startswith(f"{METRICS}/")}
-    metrics = list(model.metrics_variables)
+    metrics, metric_entries = list(model.metrics_variables), entries_of(METRICS)
     paths = path_matching.number_repeated(variable.path for variable in metrics)
-    in_metrics = path_matching.pair_slots(list(of_metrics), paths, [])
-    if not exactly:
-        in_metrics = Pairing({n: p for n, p in in_metrics.pairs.items() if paths[n] == p}, [], [])
-    groups.append((metrics, in_metrics, of_metrics))
+    matching = path_matching.match_optimizer(list(metric_entries), paths, [])
+    if not with_metrics:
+        matching = Matching({n: path for n, path in matching.pairs.items() if paths[n] == path}, [], [])
+    groups.append((metrics, matching, metric_entries))
 
     found, problems = {}, []
-    for variables, pairing, names in groups:
-        problems += _problems(variables, pairing)
-        for number, path in pairing.pairs.items():
-            variable, meta = variables[number], saved[names[path]]
-            problem = _difference(variable, meta, path)
-            if problem:
-                problems.append(problem)
+    for variables, matching, names in groups:
+        problems += _mismatches(variables, matching)
+        for number, path in matching.pairs.items():
+            variable, saved_as = variables[number], saved[names[path]]
+            difference = _difference(variable, saved_as, path)
+            if difference:
+                problems.append(difference)
             else:
                 found[names[path]] = variable
     return found, problems
 
 
-def _problems(variables, pairing: Pairing) -> Iterator[str]:
-    if pairing.missing:
-        yield f"it lacks {_some([variables[number].path for number in pairing.missing])}"
-    if pairing.unexpected:
-        yield f"the model has no {_some(pairing.unexpected)}"
+def _mismatches(variables, matching: Matching) -> Iterator[str]:
+    if matching.missing:
+        yield f"the checkpoint lacks {_listed([variables[number].path for number in matching.missing])}"
+    if matching.unexpected:
+        yield f"the model lacks {_listed(matching.unexpected)}"
 
 
-def _some(paths: list[str]) -> str:
+def _listed(paths: list[str]) -> str:
     more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     return ", ".join(f"'{path}'" for path in paths[:4]) + more
 
 
-def _difference(variable, meta, path: str) -> str | None:
-    if tuple(meta.shape) != tuple(variable.shape):
-        return f"'{path}' has shape {tuple(meta.shape)} there, and '{variable.path}' {tuple(variable.shape)}"
-    kinds = [jax.numpy.issubdtype(dtype, np.inexact) for dtype in (meta.dtype, variable.value.dtype)]
-    if kinds[0] != kinds[1]:
-        return f"'{path}' is {np.dtype(meta.dtype).name} there, and '{variable.path}' {variable.dtype}"
+def _difference(variable, saved_as, path: str) -> str | None:
+    shapes = tuple(saved_as.shape), tuple(variable.shape)
+    if shapes[0] != shapes[1]:
+        return f"'{path}' has shape {shapes[0]} in the checkpoint, but '{variable.path}' has {shapes[1]} in the model"
+    are_floats = [jax.numpy.issubdtype(dtype, np.inexact) for dtype in (saved_as.dtype, variable.value.dtype)]
+    if are_floats[0] != are_floats[1]:
+        dtype = np.dtype(saved_as.dtype).name
+        return f"'{path}' has dtype {dtype} in the checkpoint, but '{variable.path}' has {variable.dtype} in the model"
     return None
 
 
@@ -182,41 +192,37 @@ def _difference(variable, meta, path: str) -> str | None:
 
 
 def newest(directory: str) -> str | None:
-    """Returns the path of the newest complete checkpoint in a directory of checkpoints, None where there is none."""
+    """Returns the path of the newest complete checkpoint in a directory of checkpoints, None if there is none."""
     with contextlib.closing(orbax().training.Checkpointer(directory)) as checkpointer:
         latest = checkpointer.latest
     return None if latest is None else os.path.join(directory, str(latest.step))
-
-
-def _metadata(path: str) -> Any:
-    return orbax().metadata(path, checkpointable_name=ARRAYS).metadata
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat = {}
-    for name, part in tree.items():
-        flat |= _flat(part, f"{prefix}/{name}" if prefix else name)
+    for name, inner in tree.items():
+        flat |= _flat(inner, f"{prefix}/{name}" if prefix else name)
     return flat
 
 
 def _load(path: str, tree: Any, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Reads entries of a checkpoint, each laid out as an array of the model is.
+    """Reads entries of a checkpoint, each with the shape, dtype and sharding of an array of the model.
 
     Args:
         path: the checkpoint.
-        tree: what it holds.
-        values: the arrays, by the path of their entry.
+        tree: the metadata of its variables.
+        values: the arrays, by entry.
     """
     ocp = orbax()
 
-    def wanted(part, prefix=""):
-        if isinstance(part, dict):
-            return {name: wanted(inner, f"{prefix}/{name}" if prefix else name) for name, inner in part.items()}
+    def abstract(inner, prefix=""):
+        if isinstance(inner, dict):
+            return {name: abstract(part, f"{prefix}/{name}" if prefix else name) for name, part in inner.items()}
         if prefix not in values:
             return ocp.PLACEHOLDER
         value = values[prefix]
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
 
-    return _flat(ocp.load_checkpointables(path, {ARRAYS: wanted(tree)})[ARRAYS])
+    return _flat(ocp.load_checkpointables(path, {ARRAYS: abstract(tree)})[ARRAYS])

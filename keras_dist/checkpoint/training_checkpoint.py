@@ -1,4 +1,4 @@
-"""`TrainingCheckpoint`: training that is cut off at any moment goes on as if it had not been."""
+"""`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
 import asyncio
 import json
@@ -9,46 +9,47 @@ from typing import Any, Literal
 import keras
 
 from keras_dist._keras import internals
-from keras_dist._patches import epoch_iterator
-from keras_dist._patches.resumable_iterator import RandomState, SourceState
+from keras_dist._keras.active_distribution import active_distribution
 from keras_dist.checkpoint import restore
+from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
 
-_PROGRESS = "progress"  # what each process knows, next to the variables in a checkpoint
+_PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
 
 
 class TrainingCheckpoint(keras.callbacks.Callback):
-    """Saves training as it goes, and at the begin of `fit` goes on where the newest complete checkpoint was saved.
+    """Saves the state of training, and resumes from the newest complete checkpoint when `fit` starts.
 
-    A program that is started again with the same arguments trains on as if it had never ended: the same batches in the
-    same order, the same random numbers, the same losses, in the middle of an epoch as well. It may be started on
-    another mesh, under another strategy and as another number of processes; every device then reads its own part.
+    A program that is restarted with the same arguments continues exactly where it was interrupted, also in the middle
+    of an epoch: with the same batches in the same order, the same random numbers and the same losses. It may restart
+    on another mesh, with another strategy or with another number of processes; each device then reads its own shards.
 
-    A checkpoint holds all variables of the model, its optimizer and its metrics, the states of random generators
-    (layers', Keras's global one, Python's `random`, numpy's global one), the epoch and the number of batches done in
-    it, and where the data stand. Arrays and `keras.utils.PyDataset` go on without reading what was done; grain's
-    datasets and loaders from the state of their iterators, which each process writes for itself; a `tf.data.Dataset`,
-    a generator or a PyTorch loader is read from its beginning, and what was done is dropped. It is written while
-    training goes on, and counts only when it is complete: a process that is killed while it writes loses nothing but
-    that one. `model.load_weights(directory)` reads it as well.
+    **What is saved:** all variables of the model, its optimizer and its metrics; the states of random generators (of
+    layers, Keras's global one, Python's `random`, NumPy's global one); the epoch, the number of batches done in it, and
+    the position in the data. Saving runs in the background. A checkpoint counts only when it is complete, so a process
+    that is killed while it writes loses at most that checkpoint. `model.load_weights(directory)` reads it too.
 
-    What other callbacks remember is not in it: `EarlyStopping` and `ReduceLROnPlateau` begin anew, and so does the
-    history that `fit` returns. Nor is what a `PyDataset` keeps of itself, such as an order that it shuffles in
-    `on_epoch_end`. Data whose shuffling is seeded by the program (tf.data, PyTorch) must be seeded the same each time.
-    A `fit` that had come to its last epoch has nothing to do when it is started again; each `fit` of a program needs a
-    directory of its own.
+    **How data resumes:** arrays and `keras.utils.PyDataset` skip the batches that are done. Grain datasets and loaders
+    restore the state of their iterators, which each process saves for itself. A `tf.data.Dataset`, a generator or a
+    PyTorch loader is read from its beginning, and the batches that are done are dropped; if it shuffles, give it a
+    fixed seed.
+
+    **What is not saved:** the state of other callbacks (`EarlyStopping`, `ReduceLROnPlateau` and the history that `fit`
+    returns start anew), and what a `PyDataset` keeps in its own attributes, such as an order that it shuffles in
+    `on_epoch_end`.
 
     Args:
-        directory: where to save; every process must see it. One for each `fit` of a program.
-        save_freq: `"epoch"`, or after how many batches.
-        max_to_keep: how many of the newest checkpoints to keep, None for all.
-        save_on_background: whether training goes on while a checkpoint is written. What is written is the state of the
-            step at which it was begun either way.
+        directory: where to save. All processes must share it, and each `fit` of a program needs its own. A `fit` that
+            had reached its last epoch has nothing left to do when it is restarted.
+        save_freq: `"epoch"`, or a number of batches.
+        max_to_keep: number of newest checkpoints to keep, None for all.
+        save_on_background: whether training continues while a checkpoint is written. Either way, the state of the step
+            at which saving started is written.
 
     Raises:
         ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
-        ValueError: at the begin of `fit`, no distribution of this package is installed, processes see different
-            checkpoints, or the model is not the one that was saved.
+        ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed, the
+            processes find different checkpoints, or the checkpoint is of another model.
 
     Example:
 
@@ -66,7 +67,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     >>> directory = tempfile.mkdtemp()
     >>> train(directory, epochs=2)
     [0, 1]
-    >>> train(directory, epochs=3)  # the program is started again
+    >>> train(directory, epochs=3)  # the program is restarted
     [2]
     """
 
@@ -79,84 +80,87 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     ):
         super().__init__()
         if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
-            raise ValueError(f"save_freq is 'epoch' or a number of batches of at least 1. Received: {save_freq!r}.")
+            raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
         if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep is at least 1, or None for all. Received: {max_to_keep!r}.")
+            raise ValueError(f"max_to_keep={max_to_keep!r} is less than 1. Pass None to keep all checkpoints.")
         self.directory = str(directory)
         self.save_freq = save_freq
-        self._every = None if isinstance(save_freq, str) else save_freq  # batches
+        self._interval = None if isinstance(save_freq, str) else save_freq  # batches
         self.max_to_keep = max_to_keep
         self.save_on_background = save_on_background
         restore.orbax()
         self._checkpointer: Any = None
-        self._epoch = self._batches = 0  # the epoch, and how many batches of it are done
-        self._before_epoch = self._saved_at = 0  # how many were done before it, and when it was saved last
-        self._found: dict | None = None  # what was restored and is not used yet
+        self._epoch = self._batches = 0  # the current epoch, and the batches done in it
+        self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
+        self._progress: dict | None = None  # what was restored and is not used yet
         self._metrics: list[tuple] = []
 
     def on_train_begin(self, logs=None):
         """Restores the newest complete checkpoint, if there is one."""
-        epoch_iterator.require_ours("TrainingCheckpoint")
+        if active_distribution() is None:
+            raise ValueError(
+                "TrainingCheckpoint needs a distribution of keras_dist, but none is installed in this thread. Call "
+                "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, on one device too."
+            )
         model: Any = self.model
-        self._close()  # that of a fit which an exception has ended
+        self._close()  # the checkpointer of a fit that ended with an exception
         self._checkpointer = self._open()
-        self._epoch = self._batches = self._before_epoch = self._saved_at = 0
-        self._found = None
-        step = self._agree_on_step()
+        self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
+        self._progress = None
+        step = self._newest_step()
         if step is None:
             internals.begin_at_epoch(model, None)
             return
-        found = self._progress(step)
-        restore.restore(model, str(self._checkpointer.directory / str(step)), exactly=True)
-        internals.set_global_seed(found["seed"])
-        self._saved_at, self._before_epoch = step, step - found["batches"]
-        self._found = found
+        progress = self._read_progress(step)
+        restore.restore(model, str(self._checkpointer.directory / str(step)), with_metrics=True)
+        internals.set_global_seed(progress["seed"])
+        self._saved_at, self._batches_before_epoch = step, step - progress["batches"]
+        self._progress = progress
         self._metrics = [(variable, variable.value) for variable in model.metrics_variables]
-        internals.begin_at_epoch(model, found["epoch"])
+        internals.begin_at_epoch(model, progress["epoch"])
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Begins an epoch, or goes on in the middle of one."""
+        """Starts an epoch, or resumes in the middle of one."""
         internals.begin_at_epoch(self.model, None)  # for the next fit; this one has begun
         self._epoch, self._batches = epoch, 0
-        found, self._found = self._found, None
-        if found is None:
-            epoch_iterator.resume_next_epoch(0)
+        progress, self._progress = self._progress, None
+        if progress is None:
+            resume_next_epoch(0)
             return
-        if found["batches"]:
-            for variable, value in self._metrics:  # which Keras has reset
+        if progress["batches"]:
+            for variable, value in self._metrics:  # Keras has reset them
                 variable.assign(value)
         self._metrics = []
-        RandomState.from_json(found["random"]).set()
-        state = None if found["data"] is None else SourceState.from_json(found["data"])
-        epoch_iterator.resume_next_epoch(found["batches"], state)
+        RandomState.from_json(progress["random"]).restore()
+        position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
+        resume_next_epoch(progress["batches"], position)
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves after every `save_freq` batches."""
-        self._batches, data = epoch_iterator.current_position()
-        total = self._before_epoch + self._batches
-        if self._every is not None and total - self._saved_at >= self._every:
-            self._save(total, self._epoch, self._batches, data)
+        self._batches, position = current_position()
+        total = self._batches_before_epoch + self._batches
+        if self._interval is not None and total - self._saved_at >= self._interval:
+            self._save(total, self._epoch, self._batches, position)
 
     def on_test_begin(self, logs=None):
-        """Saves where training was stopped in the middle of an epoch, before metrics are those of the validation."""
+        """Saves if training was stopped in the middle of an epoch, before validation overwrites the metrics."""
         self._save_if_stopped()
 
     def _save_if_stopped(self) -> None:
-        batches, data = epoch_iterator.current_position()
-        total = self._before_epoch + self._batches
+        batches, position = current_position()
+        total = self._batches_before_epoch + self._batches
         if batches and total > self._saved_at:
-            self._save(total, self._epoch, batches, data)
+            self._save(total, self._epoch, batches, position)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves at the end of each epoch with `save_freq="epoch"`, and where training ends."""
+        """Saves at the end of each epoch with `save_freq="epoch"`, and at the end of training."""
         self._save_if_stopped()
-        batches, data = epoch_iterator.current_position()
-        self._before_epoch += self._batches
+        batches, position = current_position()
+        self._batches_before_epoch += self._batches
         parameters: Any = self.params
-        epochs: int = parameters["epochs"]
-        is_due = self._every is None or epoch + 1 >= epochs
-        if is_due and batches == 0 and self._before_epoch > self._saved_at:
-            self._save(self._before_epoch, epoch + 1, 0, data)
+        is_due = self._interval is None or epoch + 1 >= parameters["epochs"]
+        if is_due and batches == 0 and self._batches_before_epoch > self._saved_at:
+            self._save(self._batches_before_epoch, epoch + 1, 0, position)
 
     def on_train_end(self, logs=None):
         """Waits until the last checkpoint is written."""
@@ -168,7 +172,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         if checkpointer is not None:
             checkpointer.close()
 
-    # ---------------------------------------------------------------------------------------- what lies on the disk
+    # ------------------------------------------------------------------------------------------------------- files
 
     def _open(self) -> Any:
         training = restore.orbax().training
@@ -181,74 +185,77 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             cleanup_tmp_directories=True,
         )
 
-    def _agree_on_step(self) -> int | None:
-        """Returns after how many batches the newest complete checkpoint was saved, which all processes must see."""
+    def _newest_step(self) -> int | None:
+        """Returns the number of batches before the newest complete checkpoint, which all processes must agree on."""
         latest = self._checkpointer.latest
         step = None if latest is None else latest.step
         steps = messaging.exchange("TrainingCheckpoint", step)
         if any(other != step for other in steps):
+            found = ", ".join(
+                f"{'none' if other is None else f'the one after {other} batches'} on process {process}"
+                for process, other in enumerate(steps)
+            )
             raise ValueError(
-                "All processes see the same directory of checkpoints. Received: the newest one in "
-                f"{self.directory} is that after {dict(enumerate(steps))} batches, by process. Choose a directory on a "
+                f"Processes find different newest checkpoints in {self.directory}: {found}. Choose a directory on a "
                 "file system that all hosts share."
             )
         return step
 
-    def _save(self, total: int, epoch: int, batches: int, data: SourceState | None) -> None:
+    def _save(self, total: int, epoch: int, batches: int, position: DataPosition | None) -> None:
         progress = {
             "epoch": epoch,
             "batches": batches,
-            "data": None if data is None else data.as_json(),
-            "random": RandomState.now().as_json(),
+            "data": None if position is None else position.as_json(),
+            "random": RandomState.capture().as_json(),
             "seed": internals.global_seed(),
         }
         model: Any = self.model
-        arrays = restore.state_tree(model)
-        content = {restore.ARRAYS: arrays, _PROGRESS: _Progress(json.dumps(progress))}
+        content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
         if self.save_on_background:
             self._checkpointer.save_checkpointables_async(total, content)
         else:
             self._checkpointer.save_checkpointables(total, content)
         self._saved_at = total
 
-    def _progress(self, step: int) -> dict:
-        """Returns what this process has written, or, where there were others than now, what process 0 has."""
-        directory = self._checkpointer.directory / str(step) / _PROGRESS
-        file = directory / _name_of_file()
+    def _read_progress(self, step: int) -> dict:
+        """Returns what this process saved or, if the number of processes has changed, what process 0 saved."""
+        folder = self._checkpointer.directory / str(step) / _PROGRESS
+        file = folder / _file_name()
         if file.exists():
             return json.loads(file.read_text())
-        (file,) = directory.glob("process_0-of-*.json")
-        found = json.loads(file.read_text())
-        if found["data"] is not None and found["data"]["source"] is not None:
-            found["data"]["source"] = None
+        (file,) = folder.glob("process_0-of-*.json")
+        progress = json.loads(file.read_text())
+        if progress["data"] is not None and progress["data"]["source"] is not None:
+            progress["data"]["source"] = None
+            before = file.name.removesuffix(".json").rpartition("-")[2]
             warnings.warn(
-                "A grain iterator goes on from where it stood as part of the same number of processes. Received: "
-                f"{self.directory} was written by another number than {messaging.count()}. The first batches of the "
-                "epoch are read and dropped, and its rows may come in another order.",
+                f"{self.directory} was saved by {before} processes, not {messaging.count()}, so its states of Grain "
+                "iterators cannot be restored. The batches of the epoch that are done are read again and dropped, and "
+                "rows may come in another order.",
                 stacklevel=2,
             )
-        return found
+        return progress
 
 
-class _Progress:
-    """What Orbax lets each process write into a checkpoint for itself."""
+class _ProcessFile:
+    """Lets Orbax write one file of each process into a checkpoint."""
 
     def __init__(self, text: str):
         self.text = text
 
     async def save(self, directory):
-        """Writes it, once the directory is there."""
+        """Writes the file, once Orbax has created the directory."""
 
         async def write():
             path = await directory.await_creation()
-            await asyncio.to_thread((path / _name_of_file()).write_text, self.text)
+            await asyncio.to_thread((path / _file_name()).write_text, self.text)
 
         return write()
 
     async def load(self, directory):
-        """Is not called: a process may read what another one has written."""
+        """Is not called: a process may read the file of another one."""
         raise NotImplementedError
 
 
-def _name_of_file() -> str:
+def _file_name() -> str:
     return f"process_{messaging.index()}-of-{messaging.count()}.json"

@@ -60,8 +60,8 @@ class BatchPlacer:
         used = math.prod(sizes[name] for name in self.axes_for(rows))
         axes = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
         return (
-            f"A batch of {rows} rows cannot be split over the {shards} shards of the batch axes {axes}: it is split into "
-            f"{used}, and {shards // used} shards compute the same rows. Use a batch size that is a multiple of {shards}."
+            f"Batches of {rows} rows are too small for {shards} shards (batch axes {axes}): they are split into {used} "
+            f"shards, and each row is computed {shards // used} times. Use a batch size that is a multiple of {shards}."
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
@@ -282,8 +282,9 @@ def require_numbers(leaf: Any) -> None:
     """
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
         raise TypeError(
-            f"Array of shape {leaf.shape} has dtype {leaf.dtype}, but JAX computes with numbers only. Convert it before "
-            "training: text with keras.layers.StringLookup or TextVectorization, objects with array.astype('float32')."
+            f"Array of shape {leaf.shape} has dtype {leaf.dtype}, but JAX computes with numbers only. Convert text in "
+            "the data pipeline, for example with keras.layers.StringLookup or TextVectorization, and objects with "
+            "array.astype('float32')."
         )
 
 

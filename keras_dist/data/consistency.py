@@ -103,7 +103,7 @@ class BatchComparison:
             pass  # nothing is computed from it
         elif self._auto_shard_dataset:
             _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)
-            _require_equal(messages, "digest", f"Digests of the values of {where} differ between processes", _SAME_ORDER)
+            _require_equal(messages, "digest", f"Digests of the rows of {where} differ between processes", _SAME_ORDER)
         elif self._batches == 0:
             self._warn_of_equal_rows(messages)
         self._batches += 1
@@ -122,17 +122,17 @@ class BatchComparison:
             first = seen.setdefault(other["digest"], process)
             if first != process and any(other["rows"]):
                 self._warnings.append(
-                    f"Processes {first} and {process} passed the same rows in their first batch, which count twice with "
-                    "auto_shard_dataset=False. Pass different rows in each process, or use auto_shard_dataset=True if "
-                    "all pass the same global dataset."
+                    f"Processes {first} and {process} passed the same rows in their first batch. With "
+                    "auto_shard_dataset=False these count twice: pass different rows in each process, or use "
+                    "auto_shard_dataset=True if all pass the same global dataset."
                 )
                 return
 
 
 _SAME_RUN = "Run the same program with the same arguments in all processes."
 _SAME_DATASET = (
-    "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if each "
-    "passes its own rows."
+    "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if "
+    "each passes its own rows."
 )
 _SAME_ORDER = (
     f"{_SAME_DATASET} To get the same order, call keras.utils.set_random_seed with the same seed in all processes, and "

@@ -63,8 +63,8 @@ class DataPosition(NamedTuple):
     @classmethod
     def from_json(cls, values: dict) -> "DataPosition":
         """Returns the position that `as_json` was called on."""
-        states = {name: RandomState.from_json(values[name]) for name in ("began", "now")}
-        return cls(**(values | states))
+        began, now = RandomState.from_json(values["began"]), RandomState.from_json(values["now"])
+        return cls(values["batches"], began, now, values["source"])
 
 
 _resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)

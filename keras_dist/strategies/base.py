@@ -13,9 +13,9 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
-from keras_dist.data.batch_placement import BatchPlacer, is_global, join_parts
-from keras_dist.data.consistency import BatchAgreement, agree_on_model
-from keras_dist.data.input_pipeline import Feed, OwnRows, own_rows, own_rows_of
+from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
+from keras_dist.data.consistency import BatchComparison, require_same_model
+from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
 from keras_dist.layout.derived_weights import base_weight_of, derived_axes, packed_axes
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
@@ -75,7 +75,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self.is_multi_process = self._num_processes > 1
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes)
-        self._agreements: dict[bool, BatchAgreement] = {}
+        self._comparisons: dict[bool, BatchComparison] = {}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -273,43 +273,43 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             return leaf
         return self.distribute_batch(leaf)
 
-    def feed(
+    def make_input_pipeline(
         self,
         batches: Callable[[], Iterator],
         step: str | None,
         steps_per_epoch: int | None,
-        state_of: Callable[[Iterator], Any] | None,
-    ) -> Feed:
-        """Returns a `Feed` of global batches, made from this process's host batches."""
-        return Feed(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, state_of)
+        position_of: Callable[[Iterator], Any] | None,
+    ) -> InputPipeline:
+        """Returns an `InputPipeline` of global batches, made from this process's host batches."""
+        return InputPipeline(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, position_of)
 
-    def place_single_batch(self, batch: Any) -> tuple[Any, list[OwnRows | None]]:
+    def place_single_batch(self, batch: Any) -> tuple[Any, list[LocalRows | None]]:
         """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
         if not self.is_multi_process:
             return self._placer.place(batch), [None]
         is_whole = self.auto_shard_dataset
-        is_first = is_whole not in self._agreements
-        agreement = self._agreements.setdefault(is_whole, BatchAgreement("single batches", is_whole, "one batch"))
+        is_first = is_whole not in self._comparisons
+        comparison = self._comparisons.setdefault(is_whole, BatchComparison("single batches", is_whole, "one batch"))
         if is_whole:
             if is_first:
-                agreement.on_batch(batch)
+                comparison.compare_batch(batch)
             return self._placer.place(batch), [None]
-        rows = agreement.on_batch(batch)
+        rows = comparison.compare_batch(batch)
         assert rows is not None  # single batches do not end
-        return join_parts(self._placer.place_parts(batch, rows)), [own_rows(rows)]
+        return assemble(self._placer.place_local(batch, rows)), [local_rows(rows)]
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:
         """Returns the rows of a prediction that this process passed, as arrays that it can read."""
         outputs = self._placer.replicate(outputs)
         if not rows or None in rows:
             return outputs
-        return own_rows_of(jax.tree.map(np.asarray, outputs), rows)
+        return select_local_rows(jax.tree.map(np.asarray, outputs), rows)
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""
         if self.is_multi_process:
             facts = {"random seed": internals.random_seed(), "distribution": repr(self)}
-            agree_on_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
+            require_same_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
 
     def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where variables that a step uses are not placed as this distribution places them."""

@@ -9,7 +9,7 @@ import pytest
 
 import keras_dist as kd
 from keras_dist._keras.internals import saving_lib
-from keras_dist.checkpoint.atomic_write import write_whole
+from keras_dist.checkpoint.atomic_write import write_atomically
 
 
 def new_model():
@@ -73,7 +73,7 @@ def test_names_say_what_comes_last(tmp_path, monkeypatch):
             with open(os.path.join(os.path.dirname(path), name), "w"):
                 placed.append("written")
 
-    write_whole(tmp_path / "a.json", write)
+    write_atomically(tmp_path / "a.json", write)
     assert placed == ["written"] * 3 + ["b.h5", "z.h5", "a.json"]
 
 

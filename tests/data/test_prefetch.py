@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keras_dist as kd
-from keras_dist.data.prefetch import LookAhead
+from keras_dist.data.prefetch import Prefetcher
 
 
 def wait_until(condition):
@@ -48,12 +48,12 @@ class Noting:
 
 @given(st.lists(st.integers()), st.none() | st.integers(0, 5))
 def test_all_items_come_in_their_order(items, limit):
-    assert list(LookAhead(iter(items), limit)) == items
+    assert list(Prefetcher(iter(items), limit)) == items
 
 
 def test_one_item_waits_and_one_is_made():
     source = Noting()
-    ahead = LookAhead(source)
+    ahead = Prefetcher(source)
     assert next(ahead) == 0
     wait_until(lambda: source.asked == 3)  # one was taken, one waits, one is made and waits for room
     time.sleep(0.05)
@@ -65,7 +65,7 @@ def test_one_item_waits_and_one_is_made():
 
 def test_nothing_is_read_before_the_first_item_is_asked_for():
     source = Noting()
-    ahead = LookAhead(source)
+    ahead = Prefetcher(source)
     time.sleep(0.02)
     assert source.asked == 0
     ahead.close()
@@ -73,7 +73,7 @@ def test_nothing_is_read_before_the_first_item_is_asked_for():
 
 def test_no_more_is_read_ahead_than_is_allowed():
     source = Noting()
-    ahead = LookAhead(source, 0)
+    ahead = Prefetcher(source, 0)
     ahead.allow(2)
     assert [next(ahead), next(ahead)] == [0, 1]
     time.sleep(0.05)
@@ -89,7 +89,7 @@ def test_an_error_comes_where_the_item_would_have_come():
         yield 2
         raise KeyError("third")
 
-    ahead = LookAhead(broken())
+    ahead = Prefetcher(broken())
     assert [next(ahead), next(ahead)] == [1, 2]
     with pytest.raises(KeyError, match="third") as raised:
         next(ahead)
@@ -98,13 +98,13 @@ def test_an_error_comes_where_the_item_would_have_come():
 
 
 def test_an_iterator_that_nobody_holds_any_more_ends_its_thread():
-    ahead = LookAhead(Noting())
+    ahead = Prefetcher(Noting())
     next(ahead)
     del ahead  # the fixture waits for the thread
 
 
 def test_a_closed_iterator_is_over():
-    ahead = LookAhead(Noting())
+    ahead = Prefetcher(Noting())
     next(ahead)
     ahead.close()
     assert list(ahead) == []

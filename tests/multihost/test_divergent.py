@@ -110,21 +110,21 @@ def said():
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("seed", ["ValueError", "same random seed", "0 on process 0, but 1 on process 1", "set_random_seed"]),
-        ("values", ["ValueError", "same model with the same values", "bias", "on process 1"]),
-        ("model", ["ValueError", "same model", "kernel (4, 8)", "kernel (4, 16)"]),
-        ("rows", ["ValueError", "auto_shard_dataset=True", "same global dataset", "batch 0", "process 1"]),
-        ("a late row", ["ValueError", "same global dataset", "batch 3"]),
-        ("shuffled", ["ValueError", "same rows in the same order", "set_random_seed"]),
-        ("batch size", ["ValueError", "numbers of rows in batch 0 [7, 7] on process 0, but [6, 6] on process 1"]),
-        ("one batch fewer", ["ValueError", "rows in batch 2|ran out of data after 3 batches"]),
-        ("one batch fewer of a PyDataset", ["ValueError", "rocess 1", "ran out of data after 3 batches"]),
-        ("one batch fewer of a generator", ["ValueError", "rocess 1", "ran out of data after 3 batches"]),
+        ("seed", ["ValueError", "random seed", "0 on process 0, 1 on process 1", "set_random_seed"]),
+        ("values", ["ValueError", "'sequential", "bias", "on process 1"]),
+        ("model", ["ValueError", "'sequential", "kernel (4, 8)", "kernel (4, 16)"]),
+        ("rows", ["ValueError", "auto_shard_dataset=True", "batch 0", "process 1"]),
+        ("a late row", ["ValueError", "auto_shard_dataset=True", "batch 3"]),
+        ("shuffled", ["ValueError", "batch 0", "set_random_seed"]),
+        ("batch size", ["ValueError", "batch 0", "[7, 7] on process 0, [6, 6] on process 1"]),
+        ("one batch fewer", ["ValueError", "batch 2|after 3 batches"]),
+        ("one batch fewer of a PyDataset", ["ValueError", "rocess 1", "after 3 batches"]),
+        ("one batch fewer of a generator", ["ValueError", "rocess 1", "after 3 batches"]),
         ("shapes", ["Error"]),
-        ("dtypes", ["ValueError", "same dtypes and shapes", "float32[..., 4]", "int32[..., 4]"]),
-        ("steps", ["ValueError", "steps 3 on process 0, but 2 on process 1"]),
-        ("method", ["ValueError", "train on process 0, but test on process 1"]),
-        ("single batches", ["ValueError", "numbers of rows", "[7, 7] on process 0, but [6, 6] on process 1"]),
+        ("dtypes", ["ValueError", "batch 0", "float32[..., 4]", "int32[..., 4]"]),
+        ("steps", ["ValueError", "steps_per_epoch", "3 on process 0, 2 on process 1"]),
+        ("method", ["ValueError", "train on process 0, test on process 1"]),
+        ("single batches", ["ValueError", "batch 0", "[7, 7] on process 0, [6, 6] on process 1"]),
     ],
 )
 def test_what_differs_is_said_on_all_processes(said, case, words):
@@ -143,12 +143,12 @@ def test_an_epoch_of_unequal_parts_ends_for_all_with_a_warning(said):
     for steps, words in (of_process["unequal parts"] for of_process in said):
         assert steps == 3
         assert "rocess 1" in words
-        assert "ran out of data after 3 batches" in words
+        assert "after 3 batches" in words
 
 
 def test_parts_that_are_equal_are_warned_of(said):
     for _, words in (of_process["equal parts"] for of_process in said):
-        assert "processes 0 and 1 passed the same rows" in words.lower()
+        assert "processes 0 and 1" in words.lower()
 
 
 def test_after_all_errors_training_still_works(said):

@@ -257,7 +257,7 @@ def test_callbacks_write_once(tmp_path):
     ]
     assert each["first"]
     assert each["laid out"][0] == [6, 4]
-    assert "which is a whole batch. Pass the part" in each["laid out"][1]
+    assert "auto_shard_dataset=False" in each["laid out"][1]
     assert each["backup"] == ["latest.weights.h5", "training_metadata.json"]
     assert each["epochs after backup"] == [1, 2, 3]
     assert not each["backup at the end"]
