@@ -1,4 +1,4 @@
-"""The step that a model runs, with shapes and layouts in place of arrays: made ready, traced, and compiled."""
+"""The step that a model runs, with shapes and layouts in place of arrays: prepared and traced."""
 
 import contextlib
 import math
@@ -16,20 +16,20 @@ from keras_dist._keras import deferred_variables, internals, training_state
 from keras_dist.strategies.base import Distribution
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
-LARGE_CONSTANT = 16 * 2**20  # bytes of an array in a compiled program from which on it is worth a warning
+LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model that is ready to be traced.
+    """A step of a model, ready to be traced.
 
     Attributes:
         model: the built model.
         name: `"train"`, `"test"` or `"predict"`.
-        distribution: under which it runs.
-        variables: those that the step takes and returns, in the parts and the order of Keras's training state.
-        layouts: the layout of each variable, by its `id`.
-        batch: `jax.ShapeDtypeStruct`s with shardings, in the structure in which `fit` hands batches on.
+        distribution: the distribution that the step runs under.
+        variables: variables that the step takes and returns, grouped and ordered as Keras's training state.
+        layouts: layout of each variable, by the variable's `id`.
+        batch: tuple of x, y and sample weights as `jax.ShapeDtypeStruct`s with shardings.
     """
 
     model: keras.Model
@@ -40,10 +40,10 @@ class Step:
     batch: Any
 
     def trace(self) -> Any:
-        """Traces the step that Keras compiles; returns JAX's traced function, which can be lowered.
+        """Traces the step that Keras compiles, and returns JAX's traced function, which can be lowered.
 
         Raises:
-            ValueError: the batch does not fit the model.
+            ValueError: The model cannot process the batch, or cannot be compiled.
         """
         state = self.state_specs()
         shardings = tuple([spec.sharding for spec in part] for part in state)
@@ -51,13 +51,13 @@ class Step:
             internals.pure_step(self.model, self.name),
             donate_argnums=0,
             out_shardings=(None, shardings),
-            keep_unused=True,  # what a step does not use takes memory too
+            keep_unused=True,  # arguments that a step does not use take memory too
         )
-        with self.distribution.scope(), _misfits(self.model, self.batch, self.name):
+        with self.distribution.scope(), _explained_errors(self.model, self.batch, self.name):
             return function.trace(state, self.batch)
 
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
-        """Returns shape, dtype and sharding of each variable."""
+        """Returns the shape, dtype and sharding of each variable."""
         return tuple(
             [
                 jax.ShapeDtypeStruct(
@@ -70,42 +70,39 @@ class Step:
 
 
 def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
-    """Returns what one device holds of an array with a sharding, in bytes."""
+    """Returns the bytes of an array's shard on one device."""
     sharding: Any = spec.sharding
     return math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
 
 
 @contextlib.contextmanager
 def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
-    """Makes the model where it is to be made, and what a step needs besides: optimizer, metrics, the batch's shapes.
+    """Builds a model with its optimizer, loss and metrics, without values, and the shapes of its batch.
 
-    When the block ends, a model that is passed is as it was, and so are Keras's automatic names and random seeds.
+    When the block ends, a model that was passed is unchanged, and so are Keras's automatic names and random seeds.
 
     Args:
         build_model: a model, or a function without arguments that returns one.
-        distribution: under which the step runs.
-        batch: as `keras_dist.plan` takes it.
+        distribution: the distribution that the step runs under.
+        batch: as in `keras_dist.plan`.
         name: `"train"`, `"test"` or `"predict"`.
 
     Yields:
         The step.
 
     Raises:
-        TypeError: no model and no function.
-        ValueError: a function that returns no model, a model that is not compiled, or a batch that does not fit.
+        TypeError: `build_model` is neither a model nor a function.
+        ValueError: The function does not return a model, the model is not compiled, or the batch does not suit it.
     """
     if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
         raise TypeError(
-            "A plan is of a model, or of a function without arguments that returns one. "
-            f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
+            "build_model must be a keras.Model or a function that returns one, but got "
+            f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
     with distribution.scope(), internals.no_trace_left(), deferred_variables.deferring():
-        model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), build_model, name)
+        model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), name)
         if model is build_model and not model.built:
-            raise ValueError(
-                f"A model that is passed is built already. Received: {model.name!r}, which is not. Pass the function "
-                "that makes it."
-            )
+            raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")
         with internals.unbuilt_parts_apart(model):
             specs = batch_specs(model, batch, name, distribution)
             _build(model, specs, name)
@@ -116,13 +113,13 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
-    """Returns the shapes, dtypes and shardings of a batch, in the structure in which `fit` hands it on.
+    """Returns the shapes, dtypes and shardings of a batch.
 
     Args:
-        model: says the inputs and the targets, where the batch is a number of rows.
-        batch: as `keras_dist.plan` takes it.
+        model: provides inputs and targets if the batch is a number of rows.
+        batch: as in `keras_dist.plan`.
         name: `"train"`, `"test"` or `"predict"`.
-        distribution: lays the batch out.
+        distribution: decides how the batch is sharded.
 
     Returns:
         A tuple of one to three structures of `jax.ShapeDtypeStruct`: x, y and sample weights.
@@ -137,36 +134,36 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     parts = batch if isinstance(batch, tuple) and not _is_shape(batch) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise ValueError(
-            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several inputs of "
-            "a model into a list or a dict."
+            f"A batch must be x, (x, y) or (x, y, sample_weight), but got a tuple of {len(parts)}. Pass several inputs "
+            "of a model as a list or a dict."
         )
     return tuple(jax.tree.map(spec, part, is_leaf=_is_leaf) for part in parts)
 
 
 def notes_on_batch(step: Step) -> tuple[str, ...]:
-    """Returns what to know of a batch whose rows the batch axes do not divide."""
-    parts = step.distribution.num_model_replicas
+    """Returns a note if the batch size is not divisible by the size of the batch axes."""
+    replicas = step.distribution.num_model_replicas
     for spec in jax.tree.leaves(step.batch):
         rows = spec.shape[0] if spec.shape else 0
-        if rows % parts:
-            each = spec.sharding.shard_shape(spec.shape)[0]
+        if rows % replicas:
+            rows_per_device = spec.sharding.shard_shape(spec.shape)[0]
             return (
-                f"{rows} rows are not divided by the batch axes, {parts} parts: each device works on {each} of them, "
-                "and several on the same.",
+                f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
+                f"{rows_per_device} rows, so devices repeat each other's work. Use a multiple of {replicas}.",
             )
     return ()
 
 
 def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
-    """Warns where large arrays are part of a program, so that every device holds them, in vain where it is a weight."""
+    """Warns of large arrays that are constants of a program, of which every device holds a copy."""
     large = [value for value in constants if getattr(value, "nbytes", 0) >= LARGE_CONSTANT]
     if large:
         biggest = max(large, key=lambda value: value.nbytes)
         warnings.warn(
-            "Arrays that a step reads belong to its variables or its batch. Received: the "
-            f"{step.name} step of {step.model.name!r} with {len(large)} constants of {LARGE_CONSTANT // 2**20} MiB or "
-            f"more, the largest {biggest.dtype} of shape {tuple(biggest.shape)}, which every device will hold besides. "
-            "Look for a layer that reads a variable's value when it is built, or an array outside of the model.",
+            f"The {step.name} step of {step.model.name!r} embeds {len(large)} constant(s) of "
+            f"{LARGE_CONSTANT // 2**20} MiB or more, the largest {biggest.dtype}{list(biggest.shape)}, and every "
+            "device holds a copy. Make them variables or part of the batch: look for a layer that reads a variable's "
+            "value in build(), or an array outside of the model.",
             stacklevel=4,
         )
 
@@ -174,54 +171,74 @@ def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
 # ------------------------------------------------------------------------------------------------------ the model
 
 
-def _as_model(model: Any, build_model: Any, name: str) -> keras.Model:
+def _as_model(model: Any, name: str) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"build_model returns a keras.Model. Received: {model!r} ({type(model).__name__}) from {build_model!r}. "
-            "Return the model that it builds."
+            f"build_model returned {model!r} ({type(model).__name__}) instead of a keras.Model. Return the compiled "
+            "model."
         )
     if name != "predict" and (not model.compiled or (name == "train" and model.optimizer is None)):
         needs = "a loss and an optimizer" if name == "train" else "a loss"
         raise ValueError(
-            f"A {name} step needs {needs}. Received: {model.name!r}, which is not compiled with them. Call "
-            'model.compile(...) where it is built, or plan with step="predict".'
+            f"Model {model.name!r} is not compiled with {needs}, which a {name} step needs. Call model.compile(...) "
+            'where the model is built, or plan with step="predict".'
         )
     if model.run_eagerly or not model.jit_compile:
         raise ValueError(
-            f"Only a compiled step can be planned. Received: {model.name!r} with run_eagerly={model.run_eagerly}, "
-            f"jit_compile={model.jit_compile}. Compile the model without them."
+            f"Cannot compile a step of {model.name!r}: it has run_eagerly={model.run_eagerly} and "
+            f"jit_compile={model.jit_compile}. Leave both arguments of model.compile at their defaults."
         )
     return model
 
 
 def _build(model: keras.Model, specs: Any, name: str) -> None:
-    """Makes the variables that a model, its loss and its metrics make at their first use."""
+    """Creates the variables that a model, its loss and its metrics create on first use."""
     symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, str(leaf.dtype)), specs)
-    with _misfits(model, specs, name):
+    with _explained_errors(model, specs, name):
         if name != "predict":
             internals.symbolic_build(model, symbolic)
         elif not model.built:
             model(symbolic[0])
 
 
+# Raised where Python needs a value or a shape that is known only when the program runs.
+_DATA_DEPENDENT = (
+    jax.errors.ConcretizationTypeError,  # also the base of TracerBoolConversionError
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 @contextlib.contextmanager
-def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
-    """Says what of a batch a model cannot take, in place of what Keras and JAX say."""
+def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
+    """Raises errors of Keras and JAX again as one ValueError with the batch, the cause and the fix."""
     try:
         yield
     except Exception as error:
         cause: BaseException = error
         while isinstance(cause, RuntimeError) and cause.__context__ is not None:
             cause = cause.__context__  # Keras wraps what went wrong
-        shapes = ", ".join(
-            f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}"
+        text = " ".join(re.sub(r"\x1b\[\d*m", "", str(cause)).split())
+        caller = re.search(r"Exception encountered when calling (.*?)\.(?= |$)", text)
+        reason = text.replace(caller[0], "", 1).split(" Arguments received by ")[0].strip() if caller else text
+        batch = ", ".join(
+            f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}".replace("'", "")
             for part, value in zip(("x", "y", "sample_weight"), specs, strict=False)
         )
-        words = " ".join(re.sub(r"\x1b\[\d*m", "", str(cause)).split())
+        fault = f"Cannot trace the {name} step of {model.name!r} with the batch {batch}"
+        if isinstance(cause, _DATA_DEPENDENT):
+            where = caller[1] if caller else "the step"
+            raise ValueError(
+                f"{fault}: {where} depends on the values of its inputs in Python or in a shape, which a compiled step "
+                f"cannot ({type(cause).__name__}). Use operations of static shape, such as keras.ops.where and "
+                "keras.ops.cond."
+            ) from error
+        if name != "predict" and len(specs) == 1 and model.loss is not None:
+            raise ValueError(f"{fault}: it has no targets, and the model has a loss. Pass (x, y).") from error
         raise ValueError(
-            f"The {name} step of {model.name!r} must take the batch. Received: {shapes}, with which it raises "
-            f"{type(cause).__name__}: {words[:400]}. Pass the shapes of a whole batch, as fit gets it: x, (x, y) or "
-            "(x, y, sample_weight)."
+            f"{fault}: {type(cause).__name__}{f' in {caller[1]}' if caller else ''}: {reason[:400].rstrip('.')}. Pass "
+            "the shapes of a global batch, as fit gets it: x, (x, y) or (x, y, sample_weight)."
         ) from error
 
 
@@ -229,7 +246,7 @@ def _misfits(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
 
 
 def _is_shape(value: Any) -> bool:
-    """Whether a tuple is a shape: sizes, of which some may be left open."""
+    """Whether a value is a shape: a tuple of sizes, some of which may be None."""
     sizes = [size for size in value if size is not None] if isinstance(value, tuple) else []
     return len(sizes) > 0 and all(isinstance(size, int) for size in sizes)
 
@@ -244,30 +261,31 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     else:
         if not hasattr(leaf, "shape") or np.dtype(getattr(leaf, "dtype", object)).kind in "OSUMm":
             raise ValueError(
-                "A batch is made of arrays of numbers or of shapes, in tuples, lists and dicts. Received: "
-                f"{str(leaf)[:80]!r} ({type(leaf).__name__}). Pass one batch of a data source, for example "
-                "next(iter(data))."
+                f"A batch cannot contain {str(leaf)[:80]!r} ({type(leaf).__name__}). Pass arrays of numbers or shapes, "
+                "in tuples, lists and dicts: for example one batch of a data source, next(iter(data))."
             )
         shape, dtype = tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
     if dtype == "float64":
         dtype = keras.config.floatx()  # as Keras's data adapters do
     if any(size is None or size < 1 for size in shape):
         raise ValueError(
-            f"A batch has whole shapes. Received: {list(shape)}. Give every dim its size, the number of rows first."
+            f"Shape {list(shape)} in the batch has an unknown or empty dim. Give every dim its size, the global number "
+            "of rows first."
         )
     return shape, jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
-    """The batch of a number of rows, from a model's inputs and its loss."""
+    """Returns the batch for a number of rows, derived from a model's inputs and losses."""
     inputs, outputs = internals.inputs_and_outputs(model)
-    way_out = "Pass the shapes of a batch, for example with jax.ShapeDtypeStruct(shape, dtype)."
     if rows < 1:
-        raise ValueError(f"A batch has one row or more. Received: batch={rows}. {way_out}")
+        raise ValueError(f"A batch needs at least 1 row, but got batch={rows}.")
+    shapes = jax.tree.map(lambda tensor: tensor.shape, inputs)
     if inputs is None or any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs)):
+        fault = "its inputs are unknown" if inputs is None else f"input shapes contain None: {shapes}"
         raise ValueError(
-            f"A number of rows is enough where the shapes of a model's inputs are known. Received: batch={rows} for "
-            f"{model.name!r} with the inputs {jax.tree.map(lambda tensor: tensor.shape, inputs)}. {way_out}"
+            f"Cannot derive a batch for {model.name!r} from batch={rows}: {fault}. Pass a full batch specification, "
+            f"for example (jax.ShapeDtypeStruct(({rows}, 128), 'int32'), jax.ShapeDtypeStruct(({rows},), 'int32'))."
         )
 
     def tensor(shape, dtype):

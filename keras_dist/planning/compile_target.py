@@ -1,32 +1,34 @@
-"""`target("v5e:4x4")`: devices of hardware that need not be attached, which programs can be compiled for."""
+"""`target("v5e:4x4")`: devices to compile for, attached or not."""
 
 import contextlib
 import dataclasses
 import functools
 import glob
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
 import math
 import os
-import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 
+from keras_dist.mesh.cpu_threads import cpu_thread_count
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, platform_devices
 from keras_dist.mesh.topology import slice_of
 from keras_dist.mesh.tpu_generations import TPU_GENERATIONS, tpu_generation_of
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
+from keras_dist.planning.target_names import EXAMPLES, parse_target_name
 
-# With these libtpu neither asks a metadata server where it runs, nor locks the machine's TPUs against other processes.
-# It reads them when it is loaded; which accelerator type it is told has no part in what it compiles for.
+# With these variables libtpu neither queries a metadata server nor locks the machine's TPUs against other processes. It
+# reads them when it is loaded. The accelerator type does not affect what it compiles for.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -34,20 +36,21 @@ _LIBTPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_GPUS_OF_A_HOST = 8  # of NVIDIA's HGX boards, which hosts are built of
+_GPUS_PER_HOST = 8  # on NVIDIA's HGX boards
+# JAX's CUDA plugin refuses to load without CUDA's libraries, unless this variable is set. Its compiler needs none.
+_CUDA_ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_EXAMPLES = '"v5e:4x4", "v5p:2x2x2", "h100:8" or "h100:2x8" (2 hosts of 8)'
 
 
 @dataclass(frozen=True, repr=False)
 class Target(Sequence):
-    """The devices of hardware that a program is compiled for, as a sequence; anything that takes devices takes it.
+    """Devices of some hardware to compile for, as a sequence: pass it wherever devices are expected.
 
     Attributes:
-        name: hardware and shape: `"v5e:4x4"`.
-        hardware: what each device can hold, compute and send.
-        devices: the devices, as JAX lists them.
-        slices: how many slices of that shape there are, joined by the data center network.
+        name: hardware and shape, such as `"v5e:4x4"`.
+        hardware: memory, compute and bandwidths of each device.
+        devices: the devices, in JAX's order.
+        slices: number of TPU slices, joined by the data center network (DCN).
     """
 
     name: str
@@ -69,33 +72,38 @@ class Target(Sequence):
         return f"<Target {self.name}{slices}: {len(self)} {kind} device{'s' * (len(self) > 1)}{each}>"
 
     def __reduce__(self):
-        return target, (self.name, self.slices)  # devices belong to this process
+        return target, (self.name, self.slices)  # devices cannot leave their process
 
 
 def target(name: str, slices: int = 1) -> Target:
-    """Returns the devices of hardware that need not be attached: programs can be compiled for them, not run.
+    """Returns devices of hardware that need not be attached, to compile programs for.
 
-    TPUs are compiled for by libtpu, `pip install "keras-dist[tpu]"`, and NVIDIA GPUs by JAX's CUDA plugin, `pip install
-    "keras-dist[cuda12]"`; neither needs the hardware. CPUs are those of this process, and programs run on them.
+    Programs for TPUs are compiled by libtpu, `pip install "keras-dist[tpu]"`, and for NVIDIA GPUs by JAX's CUDA plugin,
+    `pip install "keras-dist[cuda12]"`. Neither needs the hardware or its drivers, and the programs cannot be executed.
+    CPU devices are those of this process. If JAX has not started yet, `"cpu:8"` makes it start with 8.
 
-    The same name gives the same devices, so that meshes of them are equal and nothing is compiled twice. TPUs that are
-    registered with a known device kind are compiled for as that kind is: libtpu has its own figures.
+    The same name returns the same devices, so meshes of them are equal and nothing is compiled twice. Registered TPUs
+    are compiled for like the known TPU of their device kind.
 
     Args:
-        name: hardware, which `keras_dist.hardware` lists, and shape. TPUs: the sides of a slice in chips,
-            `"v5e:4x4"`, `"v5p:2x2x2"`. GPUs: how many a host has, `"h100:8"`, or hosts by that, `"h100:2x8"`, where
-            those of one host are joined by NVLink. CPUs: how many, `"cpu:8"`.
-        slices: how many TPU slices of that shape there are, joined by the data center network.
+        name: Hardware from `keras_dist.hardware`, and its shape or number.
+
+            * TPUs: the sides of a slice in chips, `"v5e:4x4"` or `"v5p:2x2x2"`, or the number of chips, `"v5e:16"`.
+            * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink joins those of a host.
+            * CPUs: a number, `"cpu:8"`.
+            * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`.
+        slices: Number of TPU slices of that shape, joined by the data center network.
 
     Returns:
         The target, a sequence of devices.
 
     Raises:
-        ValueError: unknown hardware, a shape that it cannot have, or a compiler that is not installed.
-        TypeError: `name` is no string or `slices` no integer.
+        TypeError: `name` is not a string or `slices` not an integer.
+        ValueError: The hardware is unknown or not available in that shape, its compiler is not installed, or JAX has
+            started with fewer CPU devices.
 
     Warns:
-        UserWarning: more than 8 GPUs, without a number of hosts.
+        UserWarning: More than 8 GPUs without a number of hosts.
 
     Example:
 
@@ -103,31 +111,21 @@ def target(name: str, slices: int = 1) -> Target:
     ('cpu', 4)
     """
     if not isinstance(name, str):
-        raise TypeError(f"A target is named by a string. Received: {name!r}. Write {_EXAMPLES}.")
+        raise TypeError(f"The name of a target must be a string, but got {name!r}. Write {EXAMPLES}.")
     if not isinstance(slices, int) or isinstance(slices, bool):
-        raise TypeError(f"The number of slices is an integer. Received: slices={slices!r}. Write slices=2.")
-    match = re.fullmatch(r"([\w.-]+):([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", name)
-    if match is None:
-        raise _refused("A target is named by hardware and shape", name, f"Write {_EXAMPLES}")
-    chip, shape = match[1], tuple(map(int, match[2].split("x")))
-    if chip not in hardware:
-        names = ", ".join(hardware)
-        raise _refused("A target is of hardware that is registered", name, f"Use one of {names}, or register yours")
-    entry = hardware[chip]
+        raise TypeError(f"slices must be an integer, but got {slices!r}.")
+    entry, shape = parse_target_name(name)
+    name = f"{entry.name}:{'x'.join(map(str, shape))}"
     if slices < 1 or (slices > 1 and entry.platform != "tpu"):
-        way_out = (
-            "Pass 1 or more"
-            if entry.platform == "tpu"
-            else "Leave slices out, and write hosts of GPUs as in 'h100:2x8'"
-        )
-        rule = "There is at least one slice, and only TPUs come in several"
-        raise _refused(rule, name, way_out, f", slices={slices}")
+        hosts = " Write several hosts of GPUs as 'h100:2x8'." if entry.platform == "gpu" else ""
+        limit = "at least 1" if entry.platform == "tpu" else f"1 for {entry.platform.upper()}s"
+        raise ValueError(f"slices must be {limit}, but got slices={slices} for target {name!r}.{hosts}")
     if entry.platform == "cpu":
         return _cpu_target(name, shape, entry)
-    if entry.platform == "gpu" and len(shape) == 1 and shape[0] > _GPUS_OF_A_HOST:
+    if entry.platform == "gpu" and len(shape) == 1 and shape[0] > _GPUS_PER_HOST:
         warnings.warn(
-            f"{name!r} is one host, whose {shape[0]} GPUs are all joined by NVLink. Write '{chip}:1x{shape[0]}' for "
-            f"that, or '{chip}:2x8' for 2 hosts of 8.",
+            f"Target {name!r} is one host with {shape[0]} GPUs, all joined by NVLink. If that is intended, write "
+            f"'{entry.name}:1x{shape[0]}'. For 2 hosts of 8, write '{entry.name}:2x8'.",
             stacklevel=2,
         )
     return _compile_only_target(name, shape, slices, entry, hardware.device_kind_for(entry))
@@ -135,59 +133,71 @@ def target(name: str, slices: int = 1) -> Target:
 
 @functools.cache
 def _compile_only_target(name: str, shape: tuple[int, ...], slices: int, entry: Hardware, kind: str) -> Target:
-    """The target, made once, and anew where other figures were registered under its name."""
-    make = _tpu_devices if entry.platform == "tpu" else _gpu_devices
+    """Returns the target. It is cached until other figures are registered under its name."""
+    make_devices = _tpu_devices if entry.platform == "tpu" else _gpu_devices
     try:
-        devices = make(name, shape, slices, entry, kind)
+        devices = make_devices(name, shape, slices, entry, kind)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if "lockfile" in reason:
-            rule = "libtpu was locked by another process that uses the TPUs of this machine"
-            raise _refused(rule, name, "End it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before JAX starts") from None
-        raise _refused(f"The compiler has no such target ({reason})", name, f"Write {_EXAMPLES}") from None
+            raise ValueError(
+                f"Cannot load libtpu for target {name!r}: another process uses the TPUs of this machine. End that "
+                "process, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before JAX starts."
+            ) from None
+        raise ValueError(f"The compiler does not support target {name!r}: {reason}. Write {EXAMPLES}.") from None
     return Target(name, entry, tuple(devices), slices)
 
 
 def _cpu_target(name: str, shape: tuple[int, ...], entry: Hardware) -> Target:
     if len(shape) != 1:
-        raise _refused("CPU devices are counted by one number", name, "Write 'cpu:8'")
+        raise ValueError(f"Target {name!r} has a shape, but CPU devices have none. Write 'cpu:{math.prod(shape)}'.")
+    [count] = shape
+    is_set_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    configured: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if configured < count and not is_set_by_flag:
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_num_cpu_devices", count)
+            os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
     devices = platform_devices("cpu")
-    if shape[0] > len(devices):
-        raise _refused(
-            f"A CPU target takes the CPU devices of this process, of which there are {len(devices)}",
-            name,
-            f"Call keras_dist.simulate_devices({shape[0]}) first, before JAX starts",
+    if count > len(devices):
+        raise ValueError(
+            f"Target {name!r} needs {count} CPU devices, but JAX has started with {len(devices)}. Call "
+            f"keras_dist.simulate_devices({count}) right after importing keras_dist."
         )
     if entry.memory_bytes is None and hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        source = "the memory of this machine over the CPU devices of this process"
+        source = "memory of this machine divided by the CPU devices of this process"
         entry = dataclasses.replace(
             entry,
             memory_bytes=memory // len(jax.local_devices(backend="cpu")),
             sources={**entry.sources, "memory_bytes": source},
         )
-    return Target(name, entry, tuple(devices[: shape[0]]))
+    return Target(name, entry, tuple(devices[:count]))
 
 
 def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware, _: str) -> list[Device]:
     generation = tpu_generation_of(entry.device_kind)
     if generation is None:
         kinds = ", ".join(known.device_kind for known in TPU_GENERATIONS.values())
-        raise _refused(f"TPUs are of a device kind that libtpu knows: {kinds}", name, "Register it with one of them")
+        raise ValueError(
+            f"libtpu does not know device kind {entry.device_kind!r} of target {name!r}. Register the hardware with "
+            f"one of these: {kinds}."
+        )
     x, y, z = [*shape, 1, 1][:3]
-    if len(shape) == 1 or (generation.is_2d and z > 1):
-        sides, example = ("two", "4x4") if generation.is_2d else ("three", "2x2x2")
-        raise _refused(f"A slice of {entry.name} has {sides} sides", name, f"Write '{entry.name}:{example}'")
+    if generation.is_2d and z > 1:
+        raise ValueError(f"Slices of {entry.name} have two sides, but target {name!r} has three.")
     largest, side = generation.largest_slice, generation.longest_side
     if math.prod(shape) > largest or (generation.is_2d and max(x, y) > side):
         limit = f"{side}x{side}" if generation.is_2d else f"{largest}"
-        raise _refused(
-            f"A slice of {entry.name} has at most {limit} chips",
-            name,
-            "Take several, with slices=2 or more",
+        raise ValueError(
+            f"Target {name!r} exceeds the largest slice of {entry.name}, which has {limit} chips. Use several slices "
+            "with slices=2 or more."
         )
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise _refused("Programs are compiled for TPUs by libtpu", name, 'Run: pip install "keras-dist[tpu]"')
+        raise ValueError(
+            f"Target {name!r} needs libtpu to compile for TPUs, which is not installed. Run: pip install "
+            '"keras-dist[tpu]".'
+        )
     options = {}
     if min(x, y) < 2:
         options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
@@ -195,60 +205,69 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as JAX has them
     if slices > 1:
         options["num_slices"] = slices
-    with _environment_of_libtpu():
+    is_attached = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    with _default_environment({} if is_attached else _LIBTPU_ENVIRONMENT):
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{generation.name}:{'x'.join(map(str, shape))}", **options
         ).devices
 
 
 @contextlib.contextmanager
-def _environment_of_libtpu() -> Iterator[None]:
-    """Sets what libtpu reads while it loads, where the user has not, on machines without TPUs; restores it after."""
-    attached = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
-    ours = {} if attached else {key: value for key, value in _LIBTPU_ENVIRONMENT.items() if key not in os.environ}
-    os.environ.update(ours)
+def _default_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables that the user has not set, for a block."""
+    added = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for key in ours:
+        for key in added:
             os.environ.pop(key, None)
 
 
 def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kind: str) -> list[Device]:
     if len(shape) > 2:
-        raise _refused("GPUs are counted by host, or hosts by that", name, "Write 'h100:8' or 'h100:2x8'")
+        raise ValueError(f"Target {name!r} has {len(shape)} sizes. Write GPUs per host, or hosts x GPUs: 'h100:2x8'.")
     if entry.compiler_target is None or entry.memory_bytes is None or entry.memory_bytes_per_second is None:
-        raise _refused(
-            "The compiler of a GPU must know its memory, its bandwidth and its compiler_target",
-            name,
-            "Register it with these, for example as dataclasses.replace(keras_dist.hardware['h100'], name=...)",
+        raise ValueError(
+            f"Cannot compile for target {name!r}: the GPU compiler needs memory_bytes, memory_bytes_per_second and "
+            "compiler_target. Register the hardware with them, for example as "
+            "dataclasses.replace(keras_dist.hardware['h100'], name=...)."
         )
     plugin = next((plugin for plugin in _CUDA_PLUGINS if importlib.util.find_spec(plugin)), None)
     if plugin is None:
-        rule = "Programs are compiled for NVIDIA GPUs by JAX's CUDA plugin"
-        raise _refused(rule, name, 'Run: pip install "keras-dist[cuda12]"')
+        raise ValueError(
+            f"Target {name!r} needs JAX's CUDA plugin to compile for NVIDIA GPUs, which is not installed. Run: pip "
+            'install "keras-dist[cuda12]".'
+        )
     hosts, gpus = (1, *shape)[-2:]
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=entry.name,
-            # Slices, hosts of a slice, and GPUs of a host. A slice is what NVLink joins, so each host is one.
-            topology=f"{hosts}x1x{gpus}",
-            target_config=_gpu_target_config(entry, entry.compiler_target, kind),
-        ).devices
-    except NotImplementedError:
-        version = importlib.metadata.version(plugin.replace("_", "-"))
-        raise _refused(
-            f"JAX {jax.__version__} does not work with {plugin} {version}",
-            name,
-            'Run: pip install --upgrade "keras-dist[cuda12]"',
-        ) from None
+    get_devices = functools.partial(
+        topologies.get_topology_desc,
+        platform="cuda",
+        topology_name=entry.name,
+        # Slices x hosts per slice x GPUs per host. XLA's slice is what NVLink joins, so each host is one.
+        topology=f"{hosts}x1x{gpus}",
+        target_config=_gpu_target_config(entry, entry.compiler_target, kind),
+    )
+    with _default_environment(_CUDA_ENVIRONMENT):
+        try:
+            return get_devices().devices
+        except NotImplementedError:  # JAX started earlier, and failed to load the plugin
+            pass
+        try:
+            importlib.import_module(f"jax_plugins.xla_{plugin.split('_')[1]}").initialize()
+            return get_devices().devices
+        except Exception as error:
+            version = importlib.metadata.version(plugin.replace("_", "-"))
+            raise ValueError(
+                f"Cannot compile for target {name!r}: JAX {jax.__version__} cannot use {plugin} {version} "
+                f"({type(error).__name__}: {error}). Install matching versions: pip install --upgrade "
+                '"keras-dist[cuda12]".'
+            ) from error
 
 
 def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> str:
-    """The text of a `GpuTargetConfigProto`.
+    """Returns the text of a `GpuTargetConfigProto`. The constants are CUDA's limits since compute capability 8.0.
 
-    What is the same on all GPUs since compute capability 8.0 are limits of CUDA.
     Source: xla/stream_executor/device_description.proto; CUDA C++ Programming Guide, "Compute Capabilities".
     """
     major, minor = gpu.compute_capability
@@ -269,28 +288,29 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
     """
 
 
-def _refused(rule: str, name: str, way_out: str, more: str = "") -> ValueError:
-    return ValueError(f"{rule}. Received: {name!r}{more}. {way_out}.")
-
-
 def require_one_target(mesh: DeviceMesh) -> None:
-    """Raises a ValueError where no compiler compiles for a mesh, or ends the process on it.
+    """Raises a ValueError if no compiler can compile for a mesh, or if it would crash on the mesh.
 
     Args:
-        mesh: of any devices.
+        mesh: a mesh of any devices.
     """
     devices = mesh.backend_mesh.devices.ravel().tolist()
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:
         raise ValueError(
-            f"A step is compiled for devices of one target. Received: {mesh} of {', '.join(kinds)}, from several. Make "
-            "the mesh of one keras_dist.target."
+            f"Cannot compile for {mesh}: its devices ({', '.join(kinds)}) belong to several targets. Make the mesh of "
+            "one keras_dist.target."
         )
     if devices[0].platform == "tpu" and len(set(map(slice_of, devices))) > 1:
         _require_regular_slices(mesh)
 
 
 def _require_regular_slices(mesh: DeviceMesh) -> None:
+    """Raises a ValueError if groups of TPUs along some axes have different numbers of devices in their slices.
+
+    libtpu crashes on such a mesh. Example: axis 'data' of size 6 over two slices, with 4 devices on the first and 2 on
+    the second.
+    """
     slices = np.vectorize(slice_of, otypes=[int])(mesh.backend_mesh.devices)
     dims = range(slices.ndim)
     for chosen in itertools.chain.from_iterable(itertools.combinations(dims, n + 1) for n in dims):
@@ -300,7 +320,6 @@ def _require_regular_slices(mesh: DeviceMesh) -> None:
         if len(counts) > 1:
             names = ", ".join(repr(mesh.axis_names[dim]) for dim in chosen)
             raise ValueError(
-                "The groups of TPUs that talk along an axis have as many devices in each slice they touch. Received: "
-                f"{mesh}, whose groups along {names} have {' and '.join(map(str, counts))} devices in a slice. Take "
-                "whole slices, in the order that DeviceMesh(shape, axis_names) gives them."
+                f"Cannot compile for {mesh}: along {names}, a group has {' and '.join(map(str, counts))} devices in a "
+                "slice, and libtpu needs equal numbers. Use full slices, in the order of DeviceMesh(shape, axis_names)."
             )

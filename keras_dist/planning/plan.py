@@ -1,5 +1,6 @@
-"""`plan`: the real step of a model compiled for the devices of a distribution, and what it holds, sends and takes."""
+"""`plan`: memory, communication and time of a model's real step, compiled for hardware that need not be attached."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
-from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
 from keras_dist.planning.compilation import Compilation, compile_step, extrapolated
 from keras_dist.planning.compile_target import require_one_target, target
@@ -31,35 +32,35 @@ def plan(
     compile_depths: tuple[int, int] = (2, 4),
     progress: bool | None = None,
 ) -> Plan:
-    """Compiles the real step of a model for the devices of a distribution, and says what it costs before anyone pays.
+    """Compiles the real step of a model for the devices of a distribution, and reports what it needs.
 
-    The devices need not be attached: make the mesh of `keras_dist.target("v5e:4x4")`. Nothing runs, no weights are
-    made, and a model that is passed stays as it is.
+    The devices need not be attached: make the mesh from `keras_dist.target("v5e:4x4")`. Nothing is executed and no
+    weights are allocated. A model that is passed stays unchanged.
 
-    A model of many equal blocks can be compiled at two small depths and extrapolated: give `depth`. State and batch are
-    then still exact; what the compiler says (temporaries, collectives, FLOP, memory traffic) grows in a straight line
-    from the two depths to the one asked for. That is right where the blocks are equal and the compiler treats them
-    alike; a test of this package compares it with a whole compilation.
+    A deep model of equal blocks need not be compiled in full: with `depth`, models of two small numbers of blocks are
+    compiled and the result is extrapolated. Variables and batch are still exact; what depends on the compiler
+    (temporaries, collectives, FLOP, memory traffic) is extrapolated linearly. That holds as long as the compiler treats
+    all blocks alike. It does not near the memory limit, where the compiler recomputes activations.
 
     Args:
-        build_model: a function without arguments that returns a compiled model, or a model, deferred or real. With
+        build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
             `depth`, a function of the number of blocks.
-        distribution: how things lie; its mesh says which hardware is planned for.
-        batch: a whole batch as `fit` gets it, `x`, `(x, y)` or `(x, y, sample_weight)`, each an array, a
-            `jax.ShapeDtypeStruct`, a tuple of sizes (float32), or a list or dict of these. Or the number of rows,
-            where the model's inputs have known shapes and its targets follow from its losses.
+        distribution: The distribution to plan for. Its mesh determines the hardware.
+        batch: Global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each is an array, a
+            `jax.ShapeDtypeStruct`, a shape (float32), or a list or dict of these. Or the number of rows, if the
+            model's inputs have static shapes and its targets follow from its losses.
         step: `"train"`, `"test"` or `"predict"`.
-        depth: how many blocks the model has, to extrapolate to.
-        compile_depths: the two numbers of blocks that are compiled for that.
-        progress: whether to show what is being done; by default where standard error is a terminal.
+        depth: Number of blocks to extrapolate to. None compiles the full model.
+        compile_depths: The two numbers of blocks to compile, if `depth` is given.
+        progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
-        The plan. Where the compiler says that memory does not suffice, `plan.fits` is False.
+        The plan. If the memory does not suffice, `plan.fits` is False.
 
     Raises:
-        TypeError: no model and no function, or no distribution.
-        ValueError: a model that is not compiled, a batch that does not fit, an unknown step, depths that are none, or
-            blocks that are not equal.
+        TypeError: `build_model` is neither a model nor a suitable function, or `distribution` is not a distribution.
+        ValueError: The model is not compiled, the batch does not suit it, `step` is unknown, the depths are not
+            increasing, or the blocks are not equal.
 
     Example:
 
@@ -72,82 +73,108 @@ def plan(
     >>> planned.memory.weights, planned.traffic[0].kind, planned.traffic[0].axes
     (2600, 'all-reduce', ('batch',))
     """
-    _require_arguments(build_model, distribution, step, depth, compile_depths)
-    with show_progress(progress) as say:
+    _require_arguments(build_model, distribution, step)
+    if depth is not None:
+        _require_depths(build_model, depth, compile_depths)
+    with show_progress(progress) as report:
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
-                return _planned(prepared, compile_step(prepared, _hardware(prepared), say), None)
-
-        def prepared_with(blocks):
-            say(f"Building {blocks} blocks")
-            return prepared_step(lambda: build_model(blocks), distribution, batch, step)
-
-        held: dict[int, int] = {}
-        for blocks in (*compile_depths, depth):
-            with prepared_with(blocks) as prepared:
-                held[blocks] = _state_bytes(prepared)
-        _require_equal_blocks(held)
-        compiled: dict[int, Compilation] = {}
-        for blocks in compile_depths:
-            with prepared_with(blocks) as prepared:
-                compiled[blocks] = compile_step(prepared, _hardware(prepared), say)
-        with prepared_with(depth) as prepared:
-            return _planned(prepared, extrapolated(compiled, depth), depth)
+                return _plan(_exact_fields(prepared), compile_step(prepared, _hardware(prepared), report), None)
+        state_bytes: dict[int, int] = {}
+        compilations: dict[int, Compilation] = {}
+        fields: dict[str, Any] = {}
+        for blocks in (depth, *compile_depths):
+            report(f"Building {blocks} blocks")
+            with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
+                state_bytes[blocks] = sum(bytes_on_a_device(spec) for part in prepared.state_specs() for spec in part)
+                if blocks == depth:
+                    fields = _exact_fields(prepared)
+                    continue
+                if len(state_bytes) == 3:
+                    _require_equal_blocks(state_bytes)
+                compilations[blocks] = compile_step(prepared, _hardware(prepared), report)
+        return _plan(fields, extrapolated(compilations, depth), depth)
 
 
 def _device(step: Step) -> Any:
     return step.distribution.device_mesh.backend_mesh.devices.flat[0]
 
 
-def _takes_one_argument(function: Any) -> bool:
-    try:
-        inspect.signature(function).bind(1)
-    except TypeError:
-        return False
-    except ValueError:  # a function that does not say what it takes
-        return True
-    return True
-
-
-def _state_bytes(step: Step) -> int:
-    return sum(bytes_on_a_device(spec) for part in step.state_specs() for spec in part)
-
-
 def _hardware(step: Step) -> Hardware | None:
     device = _device(step)
-    # The memory of a CPU device is a part of this machine's, which a target knows.
+    # A CPU device has a share of this machine's memory, which only a target knows.
     return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
 
 
-def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
-    mesh, chip = step.distribution.device_mesh, _hardware(step)
-    variables = _variables(step)
-    held = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
-    batch = sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch))
-    memory = Memory(
-        **held,
-        batch=batch,
-        padding=max(0, round(compiled.argument_bytes) - sum(held.values()) - batch),
+def _exact_fields(step: Step) -> dict[str, Any]:
+    """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
+    chip, variables = _hardware(step), _variables(step)
+    state = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
+    return {
+        "model": step.model.name,
+        "step": step.name,
+        "target": _device(step).device_kind if chip is None else chip.name,
+        "mesh": step.distribution.device_mesh,
+        "distribution": repr(step.distribution),
+        "batch": jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
+        "batch_axes": axis_tuple(step.distribution.batch_dim_name),
+        "variables": variables,
+        "memory": Memory(
+            **state,
+            batch=sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch)),
+            capacity=None if chip is None else chip.memory_bytes,
+        ),
+    }
+
+
+def _variables(step: Step) -> tuple[PlacedVariable, ...]:
+    weights = {id(variable) for variable in step.model.weights}
+    optimizer = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
+    variables = [variable for part in step.variables for variable in part]
+    owners = optimizer_state_owners(step.model, variables)
+    placed = []
+    for variable in variables:
+        layout, shape = step.layouts[id(variable)], tuple(variable.shape)
+        dtype = internals.stored_dtype(variable)
+        sharding = internals.as_sharding(layout)
+        rule = step.distribution.rule(owners.get(id(variable), variable).path)
+        axes = layout.axes if isinstance(layout, TensorLayout) else tuple(sharding.spec)
+        shard_shape = tuple(sharding.shard_shape(shape))
+        placed.append(
+            PlacedVariable(
+                path=variable.path,
+                part="weights" if id(variable) in weights else "optimizer" if id(variable) in optimizer else "other",
+                shape=shape,
+                dtype=dtype,
+                rule=None if rule is None or layout != rule.layout else rule.pattern,
+                axes=tuple(axes),
+                shard_shape=shard_shape,
+                bytes=math.prod(shard_shape) * jax.numpy.dtype(dtype).itemsize,
+            )
+        )
+    return tuple(placed)
+
+
+def _plan(fields: Mapping[str, Any], compiled: Compilation, depth: int | None) -> Plan:
+    memory: Memory = fields["memory"]
+    memory = dataclasses.replace(
+        memory,
+        padding=max(0, round(compiled.argument_bytes) - memory.total),
         outputs=round(compiled.outputs),
         temporaries=round(compiled.temporaries),
         program=round(compiled.program),
-        capacity=None if chip is None else chip.memory_bytes,
     )
     fits = False if compiled.refusal else None if memory.capacity is None else memory.total <= memory.capacity
-    seconds = compiled.roofline.seconds
+    mesh, roofline = fields["mesh"], compiled.roofline
     utilization = None
-    if seconds and compiled.flops and compiled.roofline.compute_seconds is not None:
-        asked = compiled.model_flops / mesh.devices.size / compiled.flops
-        utilization = asked * compiled.roofline.compute_seconds / seconds
-    notes = (f"The compiler says: {compiled.refusal}",) if compiled.refusal else ()
+    if roofline.seconds and compiled.flops and roofline.compute_seconds is not None:
+        required = compiled.model_flops / mesh.devices.size / compiled.flops
+        utilization = required * roofline.compute_seconds / roofline.seconds
+    notes = (
+        (f"The compiler reports: {compiled.refusal}",) if compiled.refusal else _notes_on_idle_axes(fields, compiled)
+    )
     return Plan(
-        model=step.model.name,
-        step=step.name,
-        target=chip.name if chip is not None else _device(step).device_kind,
-        mesh=mesh,
-        distribution=repr(step.distribution),
-        batch=jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
-        variables=variables,
+        **{name: value for name, value in fields.items() if name not in ("memory", "batch_axes")},
         memory=memory,
         fits=fits,
         traffic=compiled.traffic,
@@ -156,7 +183,7 @@ def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
         model_flops=compiled.model_flops,
         model_flops_utilization=utilization,
         memory_traffic=compiled.memory_traffic,
-        roofline=compiled.roofline,
+        roofline=roofline,
         largest_values=compiled.largest_values,
         notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
@@ -164,67 +191,61 @@ def _planned(step: Step, compiled: Compilation, depth: int | None) -> Plan:
     )
 
 
-def _variables(step: Step) -> tuple[PlacedVariable, ...]:
-    weights = {id(variable) for variable in step.model.weights}
-    slots = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
-    variables = [variable for part in step.variables for variable in part]
-    owners = optimizer_state_owners(step.model, variables)
-    planned = []
-    for variable in variables:
-        layout, shape = step.layouts[id(variable)], tuple(variable.shape)
-        sharding = internals.as_sharding(layout)
-        owner = owners.get(id(variable), variable)
-        rule = step.distribution.rule(owner.path)
-        axes = layout.axes if isinstance(layout, TensorLayout) else tuple(sharding.spec)
-        shard_shape = tuple(sharding.shard_shape(shape))
-        planned.append(
-            PlacedVariable(
-                path=variable.path,
-                part="weights" if id(variable) in weights else "optimizer" if id(variable) in slots else "other",
-                shape=shape,
-                dtype=internals.stored_dtype(variable),
-                rule=None if rule is None or layout != rule.layout else rule.pattern,
-                axes=tuple(axes),
-                shard_shape=shard_shape,
-                bytes=math.prod(shard_shape) * jax.numpy.dtype(internals.stored_dtype(variable)).itemsize,
-            )
-        )
-    return tuple(planned)
+def _notes_on_idle_axes(fields: Mapping[str, Any], compiled: Compilation) -> tuple[str, ...]:
+    """Notes on mesh axes over which neither variables nor the batch are sharded, and no collective runs."""
+    used = {axis for variable in fields["variables"] for entry in variable.axes for axis in axis_tuple(entry)}
+    used |= {axis for each in compiled.traffic for axis in each.axes or ()} | set(fields["batch_axes"])
+    return tuple(
+        f"Mesh axis '{axis}' (size {size}) is unused: its {size} devices hold the same values and repeat the same "
+        "work. Shard weights over it with layout map rules, or add it to the batch axes."
+        for axis, size in fields["mesh"].axis_sizes.items()
+        if size > 1 and axis not in used
+    )
 
 
-def _require_arguments(build_model: Any, distribution: Any, step: Any, depth: Any, compile_depths: Any) -> None:
+def _require_arguments(build_model: Any, distribution: Any, step: Any) -> None:
     if not isinstance(distribution, Distribution):
         raise TypeError(
-            "A plan is for a distribution of keras_dist. Received: "
-            f"distribution={distribution!r} ({type(distribution).__name__}). Pass, for example, "
+            f"distribution must be a keras_dist.Distribution, but got {distribution!r} "
+            f"({type(distribution).__name__}). Pass, for example, "
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
     require_one_target(distribution.device_mesh)
     if step not in internals.STEPS:
-        raise ValueError(
-            f"A step is one of {', '.join(map(repr, internals.STEPS))}. Received: step={step!r}. Leave it out for "
-            "'train'."
-        )
-    if depth is None:
-        return
-    if isinstance(build_model, keras.Layer) or not callable(build_model) or not _takes_one_argument(build_model):
+        raise ValueError(f"Unknown step {step!r}. Use one of {', '.join(map(repr, internals.STEPS))}.")
+
+
+def _require_depths(build_model: Any, depth: Any, compile_depths: Any) -> None:
+    advice = "Pass a function such as `def build(depth): ...`, which returns a compiled model of `depth` blocks."
+    if isinstance(build_model, keras.Layer) or not callable(build_model):
         raise TypeError(
-            "With depth, build_model is a function of the number of blocks. "
-            f"Received: {build_model!r} ({type(build_model).__name__}). Pass, for example, lambda depth: build(depth)."
+            f"With depth={depth!r}, build_model must be a function of the number of blocks, but got {build_model!r} "
+            f"({type(build_model).__name__}). {advice}"
         )
-    counts = (*compile_depths, depth) if isinstance(compile_depths, (tuple, list)) else ()
-    if len(counts) != 3 or not all(isinstance(n, int) and n > 0 for n in counts) or sorted(set(counts)) != list(counts):
+    try:
+        signature = inspect.signature(build_model)
+        signature.bind(1)
+    except TypeError:
+        name = getattr(build_model, "__name__", repr(build_model))
+        raise TypeError(
+            f"With depth={depth!r}, build_model is called with the number of blocks, but {name}{signature} does not "
+            f"accept one argument. {advice}"
+        ) from None
+    except ValueError:
+        pass  # a callable without a signature, such as some builtins
+    counts = [*compile_depths, depth] if isinstance(compile_depths, (tuple, list)) else []
+    if len(counts) != 3 or not all(isinstance(n, int) and n > 0 for n in counts) or sorted(set(counts)) != counts:
         raise ValueError(
-            "Two numbers of blocks are compiled, both smaller than the depth that is extrapolated to. Received: "
-            f"depth={depth!r}, compile_depths={compile_depths!r}. Leave depth out to compile the whole model."
+            f"depth must exceed both compile_depths, two increasing positive integers, but got depth={depth!r} and "
+            f"compile_depths={compile_depths!r}. Omit depth to compile the full model."
         )
 
 
-def _require_equal_blocks(held: Mapping[int, int]) -> None:
-    (fewer, less), (more, most), (all_blocks, whole) = held.items()
-    if (whole - less) * (more - fewer) != (most - less) * (all_blocks - fewer):
+def _require_equal_blocks(state_bytes: Mapping[int, int]) -> None:
+    (fewest, least), (fewer, less), (more, most) = sorted(state_bytes.items())
+    if (most - least) * (fewer - fewest) != (less - least) * (more - fewest):
+        sizes = ", ".join(f"{size} bytes with {blocks} blocks" for blocks, size in sorted(state_bytes.items()))
         raise ValueError(
-            "Only models of equal blocks go on in a straight line. Received: variables of "
-            f"{', '.join(f'{size} bytes a device with {blocks} blocks' for blocks, size in held.items())}. Leave depth "
-            "out to compile the whole model."
+            f"Cannot extrapolate to {more} blocks because the blocks are not equal: the variables of a device take "
+            f"{sizes}. Omit depth to compile the full model."
         )

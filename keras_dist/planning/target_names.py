@@ -1,0 +1,96 @@
+"""Names of targets: hardware with a shape (`"v5e:4x4"`) or a count (`"v5e:16"`), and names of cloud machines."""
+
+import difflib
+import re
+
+from keras_dist.mesh.tpu_generations import tpu_generation_of
+from keras_dist.planning.hardware import Hardware, hardware
+
+EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'h100:8' or 'h100:2x8' (2 hosts of 8)"
+
+# Google's TPU accelerator types. Up to v5p they count TensorCores, of which a chip has two: "v5p-8" has 4 chips.
+# Source: https://cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, "Configurations".
+_ACCELERATOR_TYPE = re.compile(r"(v2|v3|v4|v5p|v5e|v5litepod|v6e)-([1-9]\d{0,4})")
+_COUNTS_CORES = ("v2", "v3", "v4", "v5p")
+
+# Machines with GPUs. Without a count, the number is in the name.
+# Source: https://cloud.google.com/compute/docs/gpus; https://aws.amazon.com/ec2/instance-types/accelerated-computing.
+_MACHINES = {
+    r"a2-ultragpu-([1248])g": ("a100", None),
+    r"a3-(?:high|mega)gpu-([1248])g": ("h100", None),
+    r"a3-ultragpu-8g": ("h200", 8),
+    r"a4-highgpu-8g": ("b200", 8),
+    r"p4de\.24xlarge": ("a100", 8),
+    r"p5\.48xlarge": ("h100", 8),
+    r"p5en?\.48xlarge": ("h200", 8),
+    r"p6-b200\.48xlarge": ("b200", 8),
+}
+
+
+def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
+    """Returns the hardware and the shape that the name of a target stands for.
+
+    Args:
+        name: hardware and shape, hardware and number of chips, or the name of a cloud's slice or machine.
+
+    Raises:
+        ValueError: The name has another form, the hardware is unknown, or a number of chips has no usual shape.
+
+    Example:
+
+    >>> entry, shape = parse_target_name("v5litepod-8")
+    >>> entry.name, shape
+    ('v5e', (2, 4))
+    """
+    if slice_name := _ACCELERATOR_TYPE.fullmatch(name):
+        generation, count = slice_name[1].replace("v5litepod", "v5e"), int(slice_name[2])
+        if generation in _COUNTS_CORES:
+            count = max(count // 2, 1)
+        return hardware[generation], _slice_shape(name, hardware[generation], count)
+    for pattern, (chip, count) in _MACHINES.items():
+        if machine := re.fullmatch(pattern, name):
+            return hardware[chip], (count or int(machine[1]),)
+    match = re.fullmatch(r"([\w.-]+):([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", name)
+    if match is None:
+        advice = _suggestion(name) or f"Write hardware and shape: {EXAMPLES}."
+        raise ValueError(f"Cannot read the name of target {name!r}. {advice}")
+    chip, shape = match[1], tuple(map(int, match[2].split("x")))
+    if chip not in hardware:
+        known = f"Use one of {', '.join(hardware)}, or keras_dist.hardware.register(...) yours."
+        raise ValueError(f"Unknown hardware {chip!r} in target {name!r}. {_suggestion(name) or known}")
+    entry = hardware[chip]
+    return entry, _slice_shape(name, entry, shape[0]) if entry.platform == "tpu" and len(shape) == 1 else shape
+
+
+def _slice_shape(name: str, entry: Hardware, chips: int) -> tuple[int, ...]:
+    """Returns the usual shape of a TPU slice of a power of two chips: 2D 8 -> 2x4, 3D 4 -> 2x2x1, 32 -> 2x4x4."""
+    generation = tpu_generation_of(entry.device_kind)
+    dims = 2 if generation is not None and generation.is_2d else 3
+    exponent = chips.bit_length() - 1
+    if chips != 2**exponent:
+        example = "2x4" if dims == 2 else "2x2x4"
+        raise ValueError(
+            f"Target {name!r} has {chips} chips, which is not a power of two. Write the {dims} sides of the slice, for "
+            f"example '{entry.name}:{example}'."
+        )
+    sides = sorted(2 ** (exponent // dims + (dim < exponent % dims)) for dim in range(dims))
+    return tuple(sides if dims == 2 or sides[0] > 1 else reversed(sides))
+
+
+def _suggestion(name: str) -> str:
+    """Returns a question with the nearest target of known hardware, or nothing if none is near."""
+    text = re.sub(r"^(?:google|nvidia|tpu|gpu)[\s_-]*", "", name.strip().lower())
+    text = re.sub(r"^(\d+)\s*x\s*([a-z].*)$", r"\2:\1", text)  # "8xH100"
+    names = {known.lower(): known for known in hardware}
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    match = re.fullmatch(rf"({longest_first})[\s_:x*-]*((?:\d+x){{0,2}}\d+)?", text)
+    if match is None:
+        chip, _, shape = text.partition(":")
+        near = difflib.get_close_matches(chip, names, 1)
+        match = near and [None, near[0], shape if re.fullmatch(r"(\d+x){0,2}\d+", shape) else None]
+    if not match:
+        return ""
+    entry = hardware[names[match[1]]]
+    generation = tpu_generation_of(entry.device_kind)
+    example = "8" if generation is None else "4x4" if generation.is_2d else "2x2x2"
+    return f"Did you mean '{entry.name}:{match[2] or example}'?"

@@ -1,0 +1,88 @@
+"""Which hardware and shape a name stands for."""
+
+import re
+
+import pytest
+
+from keras_dist.planning.target_names import parse_target_name
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "shape"),
+    [
+        ("v5e:4x4", "v5e", (4, 4)),
+        ("v5p:2x2x2", "v5p", (2, 2, 2)),
+        ("h100:2x8", "h100", (2, 8)),
+        ("cpu:8", "cpu", (8,)),
+    ],
+)
+def test_hardware_and_shape(name, hardware, shape):
+    entry, found = parse_target_name(name)
+    assert (entry.name, found) == (hardware, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("v5e:1", (1, 1)),
+        ("v5e:8", (2, 4)),
+        ("v6e:256", (16, 16)),
+        ("v5p:4", (2, 2, 1)),
+        ("v5p:8", (2, 2, 2)),
+        ("v4:32", (2, 4, 4)),
+        ("v4:4096", (16, 16, 16)),
+    ],
+)
+def test_number_of_chips_stands_for_the_usual_slice(name, shape):
+    assert parse_target_name(name)[1] == shape
+
+
+# Source: https://cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, "Configurations": accelerator type and topology.
+@pytest.mark.parametrize(
+    ("name", "hardware", "shape"),
+    [
+        ("v2-8", "v2", (2, 2)),
+        ("v3-32", "v3", (4, 4)),
+        ("v4-8", "v4", (2, 2, 1)),
+        ("v4-512", "v4", (4, 8, 8)),
+        ("v5litepod-8", "v5e", (2, 4)),
+        ("v5e-16", "v5e", (4, 4)),
+        ("v5p-8", "v5p", (2, 2, 1)),
+        ("v5p-128", "v5p", (4, 4, 4)),
+        ("v6e-64", "v6e", (8, 8)),
+        ("a2-ultragpu-4g", "a100", (4,)),
+        ("a3-highgpu-8g", "h100", (8,)),
+        ("a3-ultragpu-8g", "h200", (8,)),
+        ("a4-highgpu-8g", "b200", (8,)),
+        ("p5.48xlarge", "h100", (8,)),
+        ("p5en.48xlarge", "h200", (8,)),
+    ],
+)
+def test_names_of_cloud_slices_and_machines(name, hardware, shape):
+    entry, found = parse_target_name(name)
+    assert (entry.name, found) == (hardware, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("H100:8", "h100:8"),
+        ("H100x8", "h100:8"),
+        ("8xH100", "h100:8"),
+        ("nvidia-h100", "h100:8"),
+        ("h10:2x8", "h100:2x8"),
+        ("TPU v4", "v4:2x2x2"),
+        ("V5E:4x4", "v5e:4x4"),
+        ("v5e", "v5e:4x4"),
+        ("cpu", "cpu:8"),
+    ],
+)
+def test_near_misses_have_a_suggestion_that_is_a_target(name, suggested):
+    with pytest.raises(ValueError, match=re.escape(f"{name!r}. Did you mean {suggested!r}?")):
+        parse_target_name(name)
+    parse_target_name(suggested)
+
+
+def test_numbers_of_chips_without_a_usual_slice_are_refused():
+    with pytest.raises(ValueError, match=r"'v5e:6' has 6 chips.*'v5e:2x4'"):
+        parse_target_name("v5e:6")
