@@ -1,7 +1,7 @@
-"""`python -m keras_dist` is `keras-dist`."""
+"""`python -m keras_dist` runs `keras-dist`."""
 
 import sys
 
-from keras_dist.cli import main
+from keras_dist_cli import main
 
 sys.exit(main())

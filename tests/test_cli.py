@@ -1,4 +1,4 @@
-"""`keras-dist` as a function that returns the exit status, and as a process of its own."""
+"""`keras-dist`, called as a function and as a process of its own."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import pytest
 from support.new_process import run
 
 import keras_dist as kd
-from keras_dist.cli import main
+from keras_dist_cli import main
 
 FUNCTIONS = '''
 """Functions that the command line names."""
@@ -84,8 +84,8 @@ def functions(tmp_path, monkeypatch) -> str:
     return name
 
 
-def words(functions: str, **options) -> list[str]:
-    """The words of a plan of 8 CPU devices; an option that is None is left out."""
+def plan_arguments(functions: str, **options) -> list[str]:
+    """The arguments of a plan for 8 CPU devices; options that are None are left out."""
     named = {"target": "cpu:8", "mesh": "data:2,model:4", "batch": "32", **options}
     pairs = [[f"--{name}", str(value)] for name, value in named.items() if value is not None]
     return ["plan", f"{functions}:build", *(word for pair in pairs for word in pair)]
@@ -103,8 +103,8 @@ def error_of(capsys) -> str:
 # ------------------------------------------------------------------------------------------------------ plans
 
 
-def test_a_plan_prints_as_its_report_and_fits_or_is_not_known(functions, capsys):
-    assert main(words(functions, layout=f"{functions}:layout")) == 0
+def test_plan_prints_its_report(functions, capsys):
+    assert main(plan_arguments(functions, layout=f"{functions}:layout")) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("mlp, train step, 1.93 k parameters ─")
     assert "8 x cpu, mesh data:2 x model:4, ModelParallel" in shown.out
@@ -113,15 +113,15 @@ def test_a_plan_prints_as_its_report_and_fits_or_is_not_known(functions, capsys)
     assert "no part of the answer" in shown.err
 
 
-def test_json_is_all_that_is_printed_for_json(functions, capsys):
-    assert main([*words(functions, layout=f"{functions}:layout"), "--json"]) == 0
+def test_json_is_all_of_standard_output(functions, capsys):
+    assert main([*plan_arguments(functions, layout=f"{functions}:layout"), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["mesh"] == {"data": 2, "model": 4}
     assert [v["axes"] for v in planned["variables"] if v["path"] == "block1/kernel"] == [[None, "model"]]
     assert planned["parameters"] == 16 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
 
 
-def test_a_function_is_found_by_the_path_of_its_file(functions, capsys, monkeypatch, tmp_path):
+def test_function_named_by_the_path_of_its_file(functions, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir("/")
     file = tmp_path / f"{functions}.py"
     assert main(["plan", f"{file}:build", "--target", "cpu:8", "--mesh", "data:8", "--batch", f"{file}:batch"]) == 0
@@ -137,26 +137,24 @@ def test_a_function_is_found_by_the_path_of_its_file(functions, capsys, monkeypa
         ("data_parallel", "data:8", "DataParallel"),
     ],
 )
-def test_the_distribution_is_what_the_layout_says_or_the_batch_over_the_first_axis(
-    functions, capsys, layout, mesh, kind
-):
+def test_distribution_is_the_layout_s_or_shards_the_batch_over_the_first_axis(functions, capsys, layout, mesh, kind):
     layout = layout and f"{functions}:{layout}"
-    assert main([*words(functions, mesh=mesh, layout=layout), "--json"]) == 0
+    assert main([*plan_arguments(functions, mesh=mesh, layout=layout), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["distribution"].startswith(f"<{kind} ")
     batch_bytes = 32 * (16 + 10) * 4 // planned["mesh"]["data"]
     assert planned["memory"]["batch"] == batch_bytes
 
 
-def test_a_step_and_a_depth_can_be_asked_for(functions, capsys):
-    assert main([*words(functions, step="predict", depth=6), "--json"]) == 0
+def test_step_and_depth(functions, capsys):
+    assert main([*plan_arguments(functions, step="predict", depth=6), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["step"], planned["depth"], planned["memory"]["optimizer"]) == ("predict", 6, 0)
     assert sum(v["path"].endswith("/kernel") for v in planned["variables"]) == 7
 
 
 @pytest.mark.parametrize(("fits", "status"), [(True, 0), (None, 0), (False, 1)])
-def test_the_exit_status_says_whether_a_plan_fits(functions, monkeypatch, capsys, fits, status):
+def test_exit_status_is_whether_the_plan_fits(functions, monkeypatch, capsys, fits, status):
     class Planned:
         def __init__(self):
             self.fits = fits
@@ -165,79 +163,81 @@ def test_the_exit_status_says_whether_a_plan_fits(functions, monkeypatch, capsys
             return "the report"
 
     monkeypatch.setattr(kd, "plan", lambda *arguments, **options: Planned())
-    assert main(words(functions)) == status
+    assert main(plan_arguments(functions)) == status
     assert capsys.readouterr().out == "the report\n"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "v9:8"}, "A target is of hardware that is registered"),
-        ({"target": "cpu:eight"}, "A target is named by hardware and shape"),
-        ({"target": "cpu:3"}, r"simulate_devices\(3\)"),
-        ({"slices": "2"}, "There is at least one slice, and only TPUs come in several"),
-        ({"mesh": "data:3"}, "Choose sizes whose product is 8"),
+        ({"target": "v9:8"}, "'v9' in target 'v9:8'"),
+        ({"target": "cpu:eight"}, "'cpu:eight'"),
+        ({"target": "cpu:9"}, "'cpu:9' needs 9 CPU devices"),
+        ({"slices": "2"}, "slices=2 for target 'cpu:8'"),
+        ({"mesh": "data:3"}, "8"),
         ({"mesh": "data"}, "data"),
-        ({"batch": "0"}, "A batch has one row or more"),
-        ({"depth": "1"}, "Two numbers of blocks are compiled"),
+        ({"batch": "0"}, "batch=0"),
+        ({"depth": "1"}, "depth=1 and compile_depths=(2, 4)"),
         ({"layout": "{}:does_not_divide"}, "Cannot shard 'head/kernel'"),
-        ({"layout": "{}:of_another_mesh"}, "A plan is for the mesh that the layout function is given"),
-        ({"layout": "{}:no_layout"}, "A layout function returns a LayoutMap or a distribution"),
-        ({"layout": "{}:nothing"}, "It has Sizes, build, layout, data_parallel"),
-        ({"layout": "{}:SIZE"}, "A function must be there"),
-        ({"layout": "no_such_module:layout"}, "'no_such_module', which is not there"),
-        ({"layout": "no/such/file.py:layout"}, "A function lies in a file that is there"),
-        ({"layout": "layout"}, "A function is named by its module or its file. Received: 'layout'"),
+        ({"layout": "{}:of_another_mesh"}, "other:8"),
+        ({"layout": "{}:no_layout"}, "(dict)"),
+        ({"layout": "{}:nothing"}, "no function 'nothing'. It has Sizes, build, layout, data_parallel"),
+        ({"layout": "{}:SIZE"}, "no function 'SIZE'"),
+        ({"layout": "no_such_module:layout"}, "Module not found: 'no_such_module'"),
+        ({"layout": "no/such/file.py:layout"}, "no/such/file.py'"),
+        ({"layout": "layout"}, "'layout' does not name a function"),
         (
             {"batch": "many"},
-            "A batch is a whole number of rows, or a function that returns a batch. Received: --batch 'many'",
+            "--batch 'many'",
         ),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_what_cannot_be_is_one_line_without_a_traceback(functions, capsys, options, message):
-    assert main(words(functions, **{name: value.format(functions) for name, value in options.items()})) == 2
+def test_errors_are_one_line_without_a_traceback(functions, capsys, options, message):
+    assert main(plan_arguments(functions, **{name: value.format(functions) for name, value in options.items()})) == 2
     assert message in error_of(capsys)
 
 
-def test_an_error_of_a_function_of_the_user_keeps_its_traceback(functions, capsys):
-    assert main(words(functions, layout=None, batch=f"{functions}:with_an_error_of_its_own")) == 2
+def test_error_in_a_user_function_keeps_its_traceback(functions, capsys):
+    assert main(plan_arguments(functions, layout=None, batch=f"{functions}:with_an_error_of_its_own")) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "Traceback" in shown.err
     assert "in with_an_error_of_its_own" in shown.err
 
 
-def test_a_module_that_misses_an_import_of_its_own_keeps_its_traceback(functions, capsys, tmp_path):
+def test_missing_import_in_a_user_module_keeps_its_traceback(functions, capsys, tmp_path):
     (tmp_path / f"{functions}_more.py").write_text("import no_such_module_at_all")
-    assert main(words(functions, layout=f"{functions}_more:layout")) == 2
+    assert main(plan_arguments(functions, layout=f"{functions}_more:layout")) == 2
     assert "No module named 'no_such_module_at_all'" in capsys.readouterr().err
 
 
-def test_a_file_that_failed_is_read_again(functions, capsys, tmp_path):
+def test_file_that_failed_is_imported_again(functions, capsys, tmp_path):
     file = tmp_path / f"{functions}_more.py"
     file.write_text("raise OSError('at first')")
-    assert main(words(functions, layout=f"{file}:layout")) == 2
+    assert main(plan_arguments(functions, layout=f"{file}:layout")) == 2
     file.write_text(FUNCTIONS)
-    assert main(words(functions, layout=f"{file}:layout")) == 0
+    assert main(plan_arguments(functions, layout=f"{file}:layout")) == 0
     assert "at first" in capsys.readouterr().err
 
 
+@pytest.mark.compiler
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
-def test_a_plan_for_a_tpu_slice_that_is_not_attached(functions, capsys):
+def test_plan_for_tpus(functions, capsys):
     options = {"target": "v5e:2x2", "mesh": "data:2,model:2", "layout": f"{functions}:layout"}
-    assert main([*words(functions, **options), "--json"]) == 0
+    assert main([*plan_arguments(functions, **options), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["target"], planned["devices"], planned["fits"]) == ("v5e", 4, True)
 
 
+@pytest.mark.compiler
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
 )
-def test_a_plan_for_gpus_that_are_not_attached(functions, capsys):
+def test_plan_for_gpus(functions, capsys):
     options = {"target": "h100:4", "mesh": "data:2,model:2", "layout": f"{functions}:layout"}
-    assert main([*words(functions, **options), "--json"]) == 0
+    assert main([*plan_arguments(functions, **options), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["target"], planned["devices"], planned["fits"]) == ("h100", 4, True)
 
@@ -245,7 +245,7 @@ def test_a_plan_for_gpus_that_are_not_attached(functions, capsys):
 # ------------------------------------------------------------------------------------------------------ the others
 
 
-def test_a_mesh_prints_what_it_is_made_of_and_its_picture(capsys):
+def test_mesh_prints_its_facts_and_its_picture(capsys):
     assert main(["mesh", "data:2,model:-1"]) == 0
     shown = capsys.readouterr().out
     facts, picture = shown.split("\n\n")
@@ -254,32 +254,34 @@ def test_a_mesh_prints_what_it_is_made_of_and_its_picture(capsys):
     assert "longest link       data 1 hop, model 1 hop" in facts
 
 
-def test_a_mesh_as_json_is_what_its_info_says(capsys):
+def test_mesh_as_json_is_its_info(capsys):
     assert main(["mesh", "data:2,model:2", "--devices", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["total_devices"], shown["available_devices"]) == (4, 8)
     assert shown["longest_link"] == {"data": {"dcn": False, "hops": 1}, "model": {"dcn": False, "hops": 1}}
 
 
-def test_a_mesh_of_more_devices_than_there_are_is_one_line(capsys):
-    assert main(["mesh", "data:16"]) == 2
-    assert "16" in error_of(capsys)
+def test_mesh_of_more_devices_than_there_are_suggests_a_target(capsys):
+    assert main(["mesh", "data:4,model:4"]) == 2
+    assert "needs 16 devices, but this machine has 8. " in (error := error_of(capsys))
+    assert "--target cpu:16" in error
 
 
 def test_slices_without_a_target_are_refused(capsys):
     assert main(["mesh", "data:8", "--slices", "2"]) == 2
-    assert error_of(capsys).startswith("Slices are those of a target. Received: --slices 2.")
+    assert error_of(capsys) == "--slices 2 needs --target."
 
 
+@pytest.mark.compiler
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
-def test_a_mesh_of_two_slices_that_are_not_attached(capsys):
+def test_mesh_of_two_slices(capsys):
     assert main(["mesh", "data:2,model:4", "--target", "v5e:2x2", "--slices", "2"]) == 0
     shown = capsys.readouterr().out
     assert "longest link       data DCN, model 1 hop" in shown
     assert "slice 1" in shown
 
 
-def test_devices_are_those_of_this_process(capsys):
+def test_devices_of_this_process(capsys):
     assert main(["devices"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "kind", "platform", "process", "memory"]
@@ -289,7 +291,7 @@ def test_devices_are_those_of_this_process(capsys):
     assert first == {"name": "cpu:0", "kind": "cpu", "platform": "cpu", "process": 0, "memory_bytes": None}
 
 
-def test_the_hardware_is_the_registry(capsys):
+def test_hardware_is_the_registry(capsys):
     assert main(["devices", "--hardware"]) == 0
     assert capsys.readouterr().out == f"{kd.hardware!r}\n"
     assert main(["devices", "--hardware", "--json"]) == 0
@@ -299,18 +301,28 @@ def test_the_hardware_is_the_registry(capsys):
     assert shown["h100"]["compiler_target"]["compute_capability"] == [9, 0]
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"keras-dist {kd.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["plan"], ["mesh"], ["mesh", "data:8", "--devices", "many"]])
-def test_words_that_are_no_command_are_an_error(arguments, capsys):
+def test_unknown_arguments_are_an_error(arguments, capsys):
     assert main(arguments) == 2
     assert "error: " in capsys.readouterr().err
 
 
-def test_help_names_every_command(capsys):
+def test_help_does_not_import_keras():
+    code = "import sys; from keras_dist_cli import main; main(['plan', '--help']); print('keras' in sys.modules)"
+    assert run(code).stdout.splitlines()[-1] == "False"
+
+
+def test_unused_axis_is_noted(functions, capsys):
+    assert main([*plan_arguments(functions), "--json"]) == 0
+    assert "Mesh axis 'model' (size 4) is unused" in json.loads(capsys.readouterr().out)["notes"][0]
+
+
+def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"    {command}" in shown for command in ("plan", "mesh", "devices"))
@@ -320,15 +332,15 @@ def test_help_names_every_command(capsys):
 
 
 def process(*arguments: str, directory: Path) -> subprocess.CompletedProcess:
-    """`python -m keras_dist.cli` in a directory."""
+    """Runs `python -m keras_dist` in a directory."""
     code = (
         f"import os, runpy, sys; os.chdir({str(directory)!r}); sys.argv = {['keras-dist', *arguments]!r}; "
-        "runpy.run_module('keras_dist.cli', run_name='__main__', alter_sys=True)"
+        "runpy.run_module('keras_dist', run_name='__main__', alter_sys=True)"
     )
     return run(code)
 
 
-def test_a_process_simulates_the_cpu_devices_of_a_target_before_a_module_of_the_user_starts_jax(tmp_path):
+def test_cpu_devices_of_a_target_are_simulated_before_a_user_module_starts_jax(tmp_path):
     (tmp_path / "early.py").write_text(f"import jax; jax.numpy.zeros(1); print('loud')\n{FUNCTIONS}")
     arguments = ["plan", "early:build", "--target", "cpu:6", "--mesh", "data:6", "--batch", "6", "--json"]
     done = process(*arguments, directory=tmp_path)
@@ -337,17 +349,17 @@ def test_a_process_simulates_the_cpu_devices_of_a_target_before_a_module_of_the_
     assert "loud" in done.stderr
 
 
-def test_a_process_ends_with_the_status_of_an_error(tmp_path):
+def test_exit_status_of_an_error_in_a_process(tmp_path):
     done = process("mesh", "data:5", "--target", "cpu:4", directory=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("keras-dist: error: ")
 
 
-def test_a_report_prints_where_standard_output_is_no_unicode(functions, monkeypatch, capsys):
+def test_report_prints_on_a_terminal_without_unicode(functions, monkeypatch, capsys):
     import io
 
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    assert main(words(functions)) == 0
+    assert main(plan_arguments(functions)) == 0
     narrow.flush()
     assert b"mlp, train step" in narrow.buffer.getvalue()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 import keras_dist
-from keras_dist.cli import main
 from keras_dist.multihost.launcher import launch
+from keras_dist_cli import main
 
 
 def run(source, *arguments, processes=3, devices=None, **options):

@@ -1,0 +1,114 @@
+"""`keras-dist`, the command line of keras_dist: its options. `keras_dist/cli.py` has the commands.
+
+A module outside of the package, because importing the package imports Keras, which takes seconds: `--help` and mistyped
+options need none of it.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+_DESCRIPTION = "Plan, inspect and launch distributed training of Keras models on JAX."
+_PLAN = """\
+Compile a step of a model for hardware that need not be attached, and report per device: memory (and whether it fits),
+communication, a lower bound on step time, and the layout of each variable. Nothing is executed.
+
+MODEL, LAYOUT and BATCH name functions, as 'path/to/file.py:function' or 'package.module:function'.
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  keras-dist plan train.py:build --target h100:8 --mesh data:8 --batch 256
+  keras-dist plan train.py:build --target v5e:4x4 --mesh data:4,model:4 --layout train.py:layout --batch 64
+  keras-dist plan train.py:build --target v5p:4x4x4 --mesh fsdp:64 --layout train.py:layout --batch 64 --depth 80
+
+exit status: 0 if the step fits or the capacity is unknown, 1 if it does not fit, 2 after an error
+"""
+_TARGET = "hardware: v5e:4x4, v5e:16, h100:8, h100:2x8 (2 hosts of 8), cpu:8, or a cloud name such as a3-highgpu-8g"
+_AXES = "mesh axes and their sizes, such as data:4,model:4; one size may be -1"
+_SLICES = "number of TPU slices of the target's shape (default: 1)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: The arguments after `keras-dist`; by default those of this process.
+
+    Returns:
+        The exit status: 0; 1 if a plan does not fit; 2 after an error. For `launch`, the status of the first process
+        that failed.
+    """
+    parser = _parser()
+    try:
+        parsed = parser.parse_args(arguments)
+        if parsed.command is None and not parsed.version:
+            parser.error("choose a command: plan, mesh, devices or launch")
+    except SystemExit as ended:  # help, or arguments that are not understood
+        return int(ended.code or 0)
+    from keras_dist import __version__, cli
+
+    if parsed.version:
+        print(f"keras-dist {__version__}")
+        return 0
+    return cli.run(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("keras-dist", description=_DESCRIPTION)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="{plan,mesh,devices,launch}", dest="command")
+
+    plan = commands.add_parser(
+        "plan",
+        help="estimate memory, communication and time of a step, without the hardware",
+        usage="%(prog)s MODEL --target TARGET --mesh AXES --batch BATCH [options]",
+        description=_PLAN,
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
+    plan.add_argument("--target", required=True, help=_TARGET)
+    plan.add_argument("--mesh", required=True, metavar="AXES", help=_AXES)
+    plan.add_argument("--batch", required=True, help="global number of rows, or a function that returns a batch")
+    plan.add_argument(
+        "--layout",
+        help="function of the mesh that returns a distribution, or a LayoutMap if the batch is sharded over the first "
+        "axis (default: weights are replicated and the batch is sharded over the first axis)",
+    )
+    plan.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
+    plan.add_argument(
+        "--depth",
+        type=int,
+        help="number of blocks to extrapolate to: MODEL takes a number of blocks, and is compiled with 2 and 4",
+    )
+    plan.add_argument("--slices", type=int, default=1, help=_SLICES)
+
+    mesh = commands.add_parser("mesh", help="show which device is where in a mesh")
+    mesh.add_argument("axes", metavar="AXES", help=_AXES)
+    devices = mesh.add_mutually_exclusive_group()
+    devices.add_argument("--target", help=_TARGET)
+    devices.add_argument("--devices", type=int, help="number of devices of this machine to use (default: all)")
+    mesh.add_argument("--slices", type=int, default=1, help=_SLICES)
+
+    listing = commands.add_parser("devices", help="list this machine's devices, or the hardware to plan for")
+    listing.add_argument("--hardware", action="store_true", help="list the hardware that targets can name")
+
+    for command in (plan, mesh, listing):
+        command.add_argument("--json", action="store_true", help="print JSON")
+
+    launch = commands.add_parser(
+        "launch",
+        help="run a program as several processes on this machine, for development",
+        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] (script.py | -m module) [argument ...]",
+        epilog="In the program, keras_dist.initialize() without arguments joins the processes.",
+    )
+    launch.add_argument("-n", "--processes", type=int, required=True, help="number of processes")
+    launch.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="N",
+        help="number of simulated CPU devices of each process (default: each process uses this machine's devices)",
+    )
+    launch.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
+    launch.add_argument("program", help="Python script or module")
+    launch.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    return parser
