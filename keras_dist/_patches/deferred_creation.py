@@ -4,7 +4,7 @@ from keras_dist._keras.deferred_variables import DEFERRED, DeferredValue, deferr
 from keras_dist._keras.internals import JaxVariable, KerasVariable
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
-_REASON = "variables that are created without values"
+_REASON = "a variable gets a value when it is created"
 
 
 @DEFERRED.patch(JaxVariable, "_initialize_with_initializer", reason=_REASON)

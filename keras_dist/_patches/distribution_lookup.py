@@ -8,7 +8,7 @@ from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
 @ALWAYS.patch(
     global_state,
     "set_global_attribute",
-    reason="`keras.distribution.set_distribution` with a distribution of keras_dist, which must install the patches",
+    reason="`keras.distribution.set_distribution` installs no patches where it is passed a distribution of keras_dist",
 )
 def _set_global_attribute(original, name, value):
     if name == GLOBAL_NAME:

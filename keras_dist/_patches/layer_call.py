@@ -20,7 +20,7 @@ _this_thread = threading.local()  # call: the innermost `stateless_call` that ru
 @INSTALLED.patch(
     distribution_lib,
     "distribute_tensor",
-    reason="output rules of layers that return several tensors, and for batches that the batch axes do not divide",
+    reason="output rules fail for layers that return several tensors, and for batches that the axes do not divide",
 )
 def _distribute_tensor(original, distribution, tensor, layout):
     return distribution.distribute_outputs(tensor, layout)
@@ -74,7 +74,7 @@ def _current_call() -> _StatelessCall | None:
 @INSTALLED.patch(
     keras.Layer,
     "stateless_call",
-    reason="what layers read is resharded, what optimizers read is not",
+    reason="a layer that reads a weight cannot be told from an optimizer that does",
     every_thread=True,
 )
 def _stateless_call(original, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
@@ -91,8 +91,7 @@ def _stateless_call(original, self, trainable_variables, non_trainable_variables
 @INSTALLED.patch(
     internals.KerasVariable,
     "_maybe_autocast",
-    reason="weights that layers compute with in another layout than they are stored in, and weights that process 0 "
-    "computes with alone",
+    reason="layers compute with a weight in the layout that it is stored in, and process 0 cannot compute with it alone",
     every_thread=True,
 )
 def _read_variable(original, self, value):
@@ -109,8 +108,7 @@ def _read_variable(original, self, value):
 @INSTALLED.patch(
     keras.Operation,
     "__call__",
-    reason="layout map rules for the inputs of layers, and layers that gather their weights again for the backward "
-    "pass",
+    reason="layout maps have no rules for inputs, and a layer cannot gather its weights again for the backward pass",
 )
 def _call_operation(original, distribution, self, *args, **kwargs):
     if not isinstance(self, keras.Layer):

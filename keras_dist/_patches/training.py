@@ -29,7 +29,7 @@ from keras_dist.variables.redistribute import place_new_seed_generators
 @INSTALLED.patch(
     trainer,
     "_distribute_data",
-    reason="batches that the batch axes do not divide, 0-d arrays, and a batch structure that changes between batches",
+    reason="fails for 0-d arrays, batches that the batch axes do not divide, and a batch structure that changes",
     issue="keras#21167",
 )
 def _distribute_data(original, distribution, data, layouts=None):
@@ -112,7 +112,7 @@ def _patch_make_function(step: str) -> None:
     @VARIABLES.patch(
         trainer.JAXTrainer,
         f"make_{step}_function",
-        reason="compiled functions and variables that belong to another distribution than the active one",
+        reason="a function that was compiled for another distribution is used, misplaced variables are not reported",
     )
     def make_function(original, self, force=False):
         function = getattr(self, attribute)

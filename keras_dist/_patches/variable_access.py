@@ -1,7 +1,5 @@
 """Patches that read variables whose shards are on several processes."""
 
-from typing import Any
-
 import keras
 import numpy as np
 
@@ -18,17 +16,6 @@ def _array(original, self, dtype=None, copy=None):
         return np.asarray(global_reads.read(self), dtype=dtype)
     # NumPy does not copy by itself where `__array__` accepts `copy`.
     return np.array(original(self, dtype), copy=copy)
-
-
-@VARIABLES.patch(
-    internals.KerasVariable, "__repr__", reason="printing a variable on one process must not wait for the others"
-)
-def _describe(original, self):
-    value: Any = internals.variable_value(self)
-    if not global_reads.is_held_by_others(value):
-        return original(self)
-    spec = getattr(value.sharding, "spec", value.sharding)
-    return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, sharded over processes as {spec}>"
 
 
 @VARIABLES.patch(keras.Layer, "get_weights", reason=_REASON)

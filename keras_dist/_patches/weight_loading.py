@@ -89,7 +89,7 @@ def _is_asked_for_by_keras() -> bool:
 
 
 def _patch_close(store: type) -> None:
-    @VARIABLES.patch(store, "close", reason="tensors may be read after their file is closed")
+    @VARIABLES.patch(store, "close", reason="closes a file of which tensors are still to be read, by shard")
     def close(original, self):
         if "live_tensors" in vars(self):
             self.live_tensors.load()

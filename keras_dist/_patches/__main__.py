@@ -1,0 +1,39 @@
+"""Prints docs/patches.md: `python -m keras_dist._patches > docs/patches.md`."""
+
+from keras_dist._keras.patch_registry import GROUPS, Patch
+
+_HEAD = """# Patches of Keras
+
+keras_dist replaces these functions of Keras where Keras has no public hook. Each patch calls Keras's own function for
+everything that it is not about, so programs that use plain `keras.distribution` see no change. Before patches are
+installed, the signatures of Keras's functions are compared with those of Keras 3.15.0 and 3.15.1; another signature is
+an error that names the function.
+
+This file is generated: `python -m keras_dist._patches > docs/patches.md`. A patch is declared in the file of
+`keras_dist/_patches/` that the table names, with a decorator from `keras_dist/_keras/patch_registry.py`.
+"""
+
+
+def document() -> str:
+    """Returns the text of docs/patches.md."""
+    parts = [_HEAD]
+    for group in GROUPS:
+        rows = [_row(patch) for patch in sorted(group.patches, key=lambda patch: (_file(patch), patch.target))]
+        parts.append(
+            f"## {group.name.capitalize()} ({len(rows)})\n\n{group.when}\n\n"
+            "| Function of Keras | What is wrong or missing without the patch | Upstream | File |\n"
+            f"|---|---|---|---|\n{''.join(rows)}"
+        )
+    return "\n".join(parts)
+
+
+def _row(patch: Patch) -> str:
+    return f"| `{patch.target.removeprefix('keras.src.')}` | {patch.reason} | {patch.issue} | `{_file(patch)}` |\n"
+
+
+def _file(patch: Patch) -> str:
+    return patch.replacement.__module__.rpartition(".")[2] + ".py"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

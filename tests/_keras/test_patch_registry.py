@@ -1,0 +1,128 @@
+"""Patches call what they replace, wherever the owner has it from, and leave nothing behind."""
+
+import inspect
+
+import pytest
+
+from keras_dist._keras import patch_registry
+from keras_dist._keras.patch_registry import PatchGroup
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A group whose patches act while `group.value` is not None."""
+    monkeypatch.setattr(patch_registry, "GROUPS", [])
+    group = PatchGroup("test", "In this test.", lambda: group.value)
+    group.value = "context"
+    yield group
+    group.remove()
+
+
+@pytest.fixture
+def classes():
+    """A base, a class that only inherits the method, and a subclass that overrides it."""
+
+    class Base:
+        def method(self, x):
+            return [f"Base {x}"]
+
+    class Owner(Base):
+        pass
+
+    class Sub(Owner):
+        def method(self, x):
+            return ["Sub", *super().method(x)]
+
+    return Base, Owner, Sub
+
+
+def patch(group, owner, **kwargs):
+    @group.patch(owner, "method", "a test", **kwargs)
+    def replacement(original, value, self, x):
+        return [f"{owner.__name__} patched in {value}", *original(self, x)]
+
+
+def test_an_inherited_function_is_the_original(group, classes):
+    Base, Owner, Sub = classes
+    patch(group, Owner)
+    group.install()
+    assert Owner().method(1) == ["Owner patched in context", "Base 1"]
+    assert Sub().method(1) == ["Sub", "Owner patched in context", "Base 1"]
+    assert Base().method(1) == ["Base 1"]
+    group.remove()
+    assert "method" not in vars(Owner)
+    assert Sub().method(1) == ["Sub", "Base 1"]
+
+
+def test_an_inherited_function_may_be_patched_itself(group, classes):
+    Base, Owner, Sub = classes
+    patch(group, Owner)
+    patch(group, Base)
+    group.install()
+    assert Sub().method(1) == ["Sub", "Owner patched in context", "Base patched in context", "Base 1"]
+    group.remove()
+    assert Sub().method(1) == ["Sub", "Base 1"]
+
+
+def test_the_original_of_a_class_with_two_bases_is_the_next_in_its_order(group, classes):
+    Base, Owner, _ = classes
+
+    class Mixin(Base):
+        def method(self, x):
+            return ["Mixin", *super().method(x)]
+
+    class Both(Owner, Mixin):
+        pass
+
+    patch(group, Owner)
+    group.install()
+    assert Both().method(1) == ["Owner patched in context", "Mixin", "Base 1"]
+
+
+def test_without_a_context_keras_runs(group, classes):
+    Base, _, _ = classes
+    patch(group, Base)
+    group.install()
+    group.value = None
+    assert Base().method(1) == ["Base 1"]
+
+
+def test_a_patch_of_every_thread_gets_no_context(group, classes):
+    Base, _, _ = classes
+
+    @group.patch(Base, "method", "a test", every_thread=True)
+    def replacement(original, self, x):
+        return ["patched", *original(self, x)]
+
+    group.install()
+    group.value = None
+    assert Base().method(1) == ["patched", "Base 1"]
+
+
+def test_a_patched_function_has_the_signature_of_the_original(group, classes):
+    Base, _, _ = classes
+    before = inspect.signature(Base.method)
+    patch(group, Base)
+    group.install()
+    assert inspect.signature(Base.method) == before
+    assert Base.method.__qualname__.endswith("Base.method")
+
+
+def test_another_signature_is_refused_before_anything_is_installed(group, classes):
+    Base, Owner, _ = classes
+    patch(group, Owner)
+    patch(group, Base, parameters=("self", "x", "y"))
+    with pytest.raises(ValueError, match=r"Base\.method.*\('self', 'x'\).*\('self', 'x', 'y'\)"):
+        group.install()
+    assert "method" not in vars(Owner)
+
+
+def test_a_function_that_another_library_replaced_stays_replaced(group, classes):
+    Base, _, _ = classes
+    patch(group, Base)
+    group.install()
+    ours = Base.method
+    Base.method = lambda self, x: ["other", *ours(self, x)]
+    group.remove()
+    group.value = None
+    assert Base().method(1) == ["other", "Base 1"]
