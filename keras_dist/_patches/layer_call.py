@@ -91,7 +91,7 @@ def _stateless_call(original, self, trainable_variables, non_trainable_variables
 @INSTALLED.patch(
     internals.KerasVariable,
     "_maybe_autocast",
-    reason="layers compute with a weight in the layout that it is stored in, and process 0 cannot compute with it alone",
+    reason="layers compute with a weight in the layout it is stored in, and process 0 cannot compute with it alone",
     every_thread=True,
 )
 def _read_variable(original, self, value):
