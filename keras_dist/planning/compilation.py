@@ -13,7 +13,8 @@ import numpy as np
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.hardware import Hardware
-from keras_dist.planning.hlo.module_costs import Collective, LargeValue, read_module
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.module_costs import LargeValue, read_module
 from keras_dist.planning.model_flops import asked_flops
 from keras_dist.planning.roofline import Roofline, roofline
 

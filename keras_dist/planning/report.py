@@ -18,7 +18,8 @@ from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVa
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.planning.compilation import Traffic
-from keras_dist.planning.hlo.module_costs import Collective, LargeValue
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.roofline import Roofline
 
 _MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part

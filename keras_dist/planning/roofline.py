@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keras_dist.planning.hardware import DTYPES, Hardware
+from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.interconnect import Interconnect, inverse, seconds_for
-
-if TYPE_CHECKING:
-    from keras_dist.planning.hlo.module_costs import Collective
 
 # What joins the devices of a slice or host, and what joins slices or hosts, by platform.
 _LINK_AND_NETWORK = {"tpu": ("ICI", "DCN"), "cpu": ("links", "network")}
@@ -85,7 +82,7 @@ def roofline(
     devices: np.ndarray,
     flops_by_dtype: Mapping[str, float],
     memory_bytes: float,
-    collectives: Iterable["Collective"],
+    collectives: Iterable[Collective],
 ) -> Roofline:
     """Computes a lower bound on step time for one device.
 

@@ -1,9 +1,11 @@
-"""Compiled modules: what they compute, move, and send.
+"""Costs of compiled XLA modules: FLOP, memory traffic and collectives, from their text.
 
-* `parser.py`: the text of a module as data.
-* `replica_groups.py`: which devices take part in a collective, and along which mesh axes.
-* `megascale.py`: transfers between slices of TPUs.
-* `trip_counts.py`: how often loops run.
-* `instruction_costs.py`: FLOP and bytes of one instruction.
-* `module_costs.py`: what a whole module does.
+* `shapes.py`: shapes of values, with layouts and memory spaces.
+* `parser.py`: computations, instructions and attributes.
+* `replica_groups.py`: groups of devices that communicate, and the mesh axes that they follow.
+* `megascale.py`: transfers between TPU slices.
+* `collectives.py`: kind, payload, bytes sent and groups of a collective.
+* `trip_counts.py`: trip counts of while loops.
+* `instruction_costs.py`: FLOP and memory traffic of one instruction.
+* `module_costs.py`: costs of a module.
 """

@@ -1,17 +1,18 @@
-"""What one instruction of a compiled module computes, and what it reads from and writes to device memory."""
+"""FLOP and memory traffic of one instruction."""
 
 import math
 import re
 
-from keras_dist.planning.hlo.parser import MAIN_MEMORY, Array, Computation, Instruction, Module, bits, leaves
+from keras_dist.planning.hlo.parser import Computation, Instruction, Module
+from keras_dist.planning.hlo.shapes import MAIN_MEMORY, Array, bits, leaves, numbers
 
-# Instructions that move nothing by themselves: names for values, and callers of computations that are counted instead.
+# Instructions without memory traffic of their own: aliases, and callers of computations that are counted themselves.
 _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
-    "after-all", "add-dependency", "domain", "opt-barrier", "optimization-barrier", "partition-id", "replica-id",
-    "infeed", "outfeed", "get-dimension-size",
+    "after-all", "add-dependency", "domain", "opt-barrier", "partition-id", "replica-id", "infeed", "outfeed",
+    "get-dimension-size",
 })  # fmt: skip
-# Custom calls of the TPU compiler that are buffers, names, numbers and notes to itself. ZeroCrop pads in place.
+# Custom calls of the TPU compiler that only allocate, alias or annotate. ZeroCrop pads in place.
 _ASYNC_START, _ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _FREE_CUSTOM_CALLS = frozenset({"PrepareAsyncCallStart", "PrepareAsyncCallDone",
     "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "SliceId",
@@ -21,18 +22,18 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 
 
 def flops(computation: Computation, instruction: Instruction) -> tuple[str, float] | None:
-    """Returns the element type and the FLOP of a matrix multiplication or convolution, 2 for each multiply-add.
+    """Returns the element type and the FLOP of a matrix multiplication or convolution, 2 per multiply-add.
 
-    A convolution is counted by the multiply-adds with elements that exist: not those with padding or with the holes
-    of a dilated input. So a forward pass and both of its gradients cost the same, and the dots that TPUs write as
-    dilated convolutions cost what they cost as dots.
+    A convolution counts multiply-adds with elements of the image, not with padding or with the gaps of a dilated image.
+    So a forward pass and each of its two gradients cost the same, and a dot that TPUs write as a dilated convolution
+    costs as much as the dot.
 
     Args:
-        computation: the computation that the instruction is in.
+        computation: the computation that contains the instruction.
         instruction: any instruction.
 
     Returns:
-        The wider of the operands' element types and the FLOP; None for an instruction that is neither.
+        The wider of the operands' element types, and the FLOP; None for other instructions.
 
     Source: `HandleDot` and `HandleConvolution` of XLA's `HloCostAnalysis` count the same multiply-adds.
     """
@@ -40,7 +41,7 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
     is_dot = instruction.opcode in ("dot", "ragged-dot") or target.startswith(("__cublas$", "__onednn$matmul"))
     is_convolution = instruction.opcode == "convolution" or target.startswith("__cudnn$conv")
     if target == "tpu_custom_call":
-        # A Pallas kernel says itself what it costs, where its author did.
+        # A Pallas kernel has a cost estimate if its author gave one.
         estimate = re.search(r'"cost_estimate":\{[^{}]*?"flops":"?(\d+)', instruction.backend_config)
         left = _array(computation, instruction, 0)
         return (left.dtype, float(estimate[1])) if estimate and left else None
@@ -61,7 +62,7 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
 
 
 def is_opaque(instruction: Instruction) -> bool:
-    """Whether it is a custom call that computes something, and of which the text does not say how much."""
+    """Whether an instruction is a custom call that computes an unknown number of FLOP."""
     target = instruction.target
     known = target in _FREE_CUSTOM_CALLS or target.startswith(("__cublas$", "__cudnn$conv", "__onednn$matmul"))
     return bool(target) and not known and '"cost_estimate"' not in instruction.backend_config
@@ -74,19 +75,18 @@ def _array(computation: Computation, instruction: Instruction, index: int) -> Ar
 
 
 def _result(instruction: Instruction) -> Array:
-    # What follows the first array of a library call is its scratch space.
+    # The first array; a library call returns its scratch space too.
     return next(leaves(instruction.shape))
 
 
 def _contracted(instruction: Instruction, left: Array, target: str) -> int:
-    """Length of the sum that makes one element of a dot's result."""
+    """Number of products in the sum that gives one element of a dot's result."""
     if not target:
         return math.prod(left.dims[dim] for dim in instruction.integers("lhs_contracting_dims"))
-    noted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.backend_config)
-    if noted:
-        return math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", noted[1]))
-    transposed = re.search(r'"transpose_a":true', instruction.backend_config)
-    return left.dims[-2 if transposed else -1]
+    contracting_dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.backend_config)
+    if contracting_dims:
+        return math.prod(left.dims[dim] for dim in numbers(contracting_dims[1]))
+    return left.dims[-2 if '"transpose_a":true' in instruction.backend_config else -1]
 
 
 def _convolution(instruction: Instruction, image: Array, kernel: Array, result: Array) -> int:
@@ -109,7 +109,7 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
 
 
 def _window(instruction: Instruction) -> tuple[tuple[list[int], int], ...]:
-    """For each of stride, low padding, dilation of the image and of the kernel: its values by dim, and its default."""
+    """Stride, low padding, image dilation and kernel dilation, each as its values by dim and its default."""
     text = instruction.attribute("window") or ""
 
     def values(key: str) -> list[int]:
@@ -122,12 +122,12 @@ def _window(instruction: Instruction) -> tuple[tuple[list[int], int], ...]:
 def _taps(
     image: int, kernel: int, result: int, stride: int, pad: int, image_dilation: int, kernel_dilation: int
 ) -> int:
-    """Pairs of a result's position and a kernel's position, along one dim, that meet an element of the image."""
+    """Pairs of an output position and a kernel position, along one dim, that hit an element of the image."""
     common = math.gcd(stride, image_dilation)
     period = image_dilation // common
     pairs = 0
     for position in range(kernel):
-        # The result at p meets the dilated image at p * stride + shift: inside it, and on one of its elements.
+        # The output at p reads the dilated image at p * stride + shift, which must be one of the image's elements.
         shift = position * kernel_dilation - pad
         low = max(0, -(shift // stride))
         high = min(result - 1, ((image - 1) * image_dilation - shift) // stride)
@@ -142,36 +142,35 @@ def _taps(
 
 
 def memory_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that one instruction reads from and writes to device memory, by its operands and results.
+    """Estimates the bytes that one instruction reads from and writes to device memory, from its operands and results.
 
-    What only slices an operand reads the slices, and an update in place reads and writes the update. Values in
-    another memory (VMEM of a TPU, the host) are no traffic, copies between the two are. Caches count for nothing.
+    A slice reads only the slice, and an in-place update reads and writes only the update. Values in other memories
+    (VMEM of a TPU, the host) cause no traffic, but copies to and from them do. Caches are ignored.
 
-    XLA's own `cost_analysis()["bytes accessed"]` counts the same on CPUs: within 0.01% in 34 of 35 programs without
-    loops, and twice as much in one, where it takes a fused slice for its whole operand. On TPUs it also counts VMEM,
-    and asynchronous copies at their start and again at their end. With VMEM counted here, too, this is 0.65 to 1.00
-    of it (v5e and v5p, 33 programs each), and equal in the half of them that have no such copies.
+    On CPUs this agrees with XLA's `cost_analysis()["bytes accessed"]` within 0.01% for 34 of 35 programs without loops;
+    for one XLA reports twice as much, because it counts the full operand of a fused slice. On TPUs XLA also counts
+    VMEM, and asynchronous copies both at their start and at their end. With VMEM included, this estimate is 0.65 to
+    1.00 of XLA's (v5e and v5p, 33 programs each), and equal for the half of them without such copies.
 
     Args:
-        module: the module, for the computations of fusions.
-        computation: the computation that the instruction is in, which is none of a fusion.
+        module: the module.
+        computation: the computation that contains the instruction; not that of a fusion.
         instruction: any instruction.
-
-    Returns:
-        Bytes.
     """
     opcode = instruction.base_opcode
     target = instruction.target
     if opcode in ("send", "recv"):
-        # send gives back what it sends and recv makes what it receives, both with scalars and tokens.
+        # The results are the array that is sent or received, scalars and tokens.
         array = next(leaves(instruction.shape))
-        return array.stored_bytes if in_memory(array) else 0
+        return array.stored_bytes if is_in_memory(array) else 0
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
         return 0
     operands = [computation.operand(instruction, number).shape for number in range(len(instruction.operands))]
     sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.space == MAIN_MEMORY) for shape in operands]
     size_of_result = sum(
-        part.stored_bytes for whole, part in made(module, computation, instruction) if in_memory(whole)
+        written.stored_bytes
+        for array, written in written_arrays(module, computation, instruction)
+        if is_in_memory(array)
     )
     if opcode in _SLICES:
         read = sum(leaf.stored_bytes for leaf in _results(instruction)) if sizes and sizes[0] else 0
@@ -179,7 +178,7 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     if opcode == "dynamic-update-slice":
         return size_of_result + sum(sizes[1:])
     if opcode == "scatter":
-        # scatter(arrays..., indices, updates...) adds the updates to what it reads.
+        # scatter(arrays..., indices, updates...) reads and writes only the elements that it updates.
         arrays = (len(sizes) - 1) // 2
         return sum(sizes[arrays:]) + (sum(sizes[arrays + 1 :]) if size_of_result else 0)
     if opcode == "fusion":
@@ -192,24 +191,16 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     return size_of_result + sum(sizes)
 
 
-def in_memory(array: Array) -> bool:
-    """Whether an array lies in the device's main memory."""
+def is_in_memory(array: Array) -> bool:
+    """Whether an array is in the device's main memory."""
     return array.space == MAIN_MEMORY
 
 
-def made(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[Array, Array]]:
-    """Returns the arrays that an instruction makes, each with the part of it that it writes.
+def written_arrays(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[Array, Array]]:
+    """Returns the resulting arrays of an instruction, each with what is written: the update if it is updated in place.
 
-    The part is the array itself, but for those that are updated in place. What a fusion only passes on is left out.
-    For the start of an asynchronous instruction these are the arrays that it will make.
-
-    Args:
-        module: the module, for the computations of fusions.
-        computation: the computation that the instruction is in.
-        instruction: any instruction.
-
-    Returns:
-        Pairs of an array and the part that is written.
+    Values that a fusion only passes through are left out. The start of an asynchronous instruction returns the arrays
+    that it will write.
     """
     arrays = _results(instruction)
     if instruction.opcode != "fusion":
@@ -218,7 +209,7 @@ def made(module: Module, computation: Computation, instruction: Instruction) -> 
     fused = module.computations[instruction.names("calls")[0]]
     root = fused.instructions[fused.root]
     if root.target in (_ASYNC_START, _ASYNC_DONE):
-        # The start of a collective in fragments returns its operand, too; its end returns what is there already.
+        # The start of a fragmented collective also returns its operand; its end returns what is already written.
         return [(array, array) for array in arrays[1:]] if root.target == _ASYNC_START else []
     parts = [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(parts) != len(arrays):
@@ -239,13 +230,13 @@ def _results(instruction: Instruction) -> list[Array]:
 
 
 def chain(instruction: Instruction) -> tuple[str, str | None] | None:
-    """Returns what the fragments have in common that TPUs cut one collective into; None for a whole collective."""
+    """Returns a key shared by the fragments that TPUs split one collective into; None for an unfragmented one."""
     match = re.search(r'[{,]chain_id="([^"]*)"', instruction.attribute("frontend_attributes") or "")
     return (match[1], instruction.attribute("channel_id")) if match else None
 
 
 def starts_chain(computation: Computation) -> bool:
-    """Whether a fusion holds the first fragment of a collective."""
+    """Whether a fusion contains the first fragment of a collective."""
     return computation.instructions[computation.root].target == _ASYNC_START
 
 
@@ -254,13 +245,13 @@ def _is_later_fragment(fused: Computation, instruction: Instruction) -> bool:
 
 
 def _read(module: Module, fused: Computation, name: str) -> float:
-    """Bytes of a value that a fusion reads: the slices that it takes of it, or infinitely many for all of it."""
+    """Bytes that a fusion reads of a value: the sum of its slices, or infinity if it reads all of the value."""
     total = 0.0
     for user in fused.users.get(name, []):
         opcode = user.opcode
         is_first = user.operands.index(name) == 0 and user.operands.count(name) == 1
-        passed_on = (opcode == "tuple" and user.name == fused.root) or user.target == _ASYNC_DONE
-        if passed_on or _is_later_fragment(fused, user) or (opcode == "dynamic-update-slice" and is_first):
+        is_passed_through = (opcode == "tuple" and user.name == fused.root) or user.target == _ASYNC_DONE
+        if is_passed_through or _is_later_fragment(fused, user) or (opcode == "dynamic-update-slice" and is_first):
             continue
         if opcode == "bitcast" or (opcode == "fusion" and _is_bitcast(module, user)):
             total += _read(module, fused, user.name)
@@ -268,8 +259,8 @@ def _read(module: Module, fused: Computation, name: str) -> float:
             total += sum(leaf.stored_bytes for leaf in leaves(user.shape))
         elif opcode == "fusion":
             inner = module.computations[user.names("calls")[0]]
-            numbers = [number for number, operand in enumerate(user.operands) if operand == name]
-            total += sum(_read(module, inner, inner.parameters[number].name) for number in numbers)
+            parameters = [inner.parameters[n] for n, operand in enumerate(user.operands) if operand == name]
+            total += sum(_read(module, inner, parameter.name) for parameter in parameters)
         else:
             return math.inf
     return total
@@ -281,7 +272,7 @@ def _is_bitcast(module: Module, fusion: Instruction) -> bool:
 
 
 def _update_in_place(module: Module, computation: Computation, instruction: Instruction) -> Array | None:
-    """The update, where an instruction updates a slice of its operand in place."""
+    """The update, if an instruction updates a slice of its operand in place."""
     while instruction.opcode == "bitcast":
         instruction = computation.operand(instruction, 0)
     if instruction.opcode == "fusion":

@@ -1,125 +1,14 @@
-"""The text of a compiled XLA module, as data: computations, instructions and shapes.
+"""Parses the text of compiled XLA modules: computations, instructions and their attributes.
 
-Reads what `compiled.as_text()` prints. Nothing here knows what an instruction costs.
+Reads what `compiled.as_text()` prints, and knows nothing about costs.
 """
 
-import math
+import operator
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
-from typing import TypeAlias
+from functools import cached_property
 
-# Values that live outside the device's main memory carry their memory space in the layout: S(1) is a TPU's VMEM,
-# S(2), S(4) and S(6) are semaphores and scalar memory, S(5) is the host.
-MAIN_MEMORY = 0
-
-
-@dataclass(frozen=True)
-class Array:
-    """The shape of one array.
-
-    Args:
-        dtype: its HLO element type.
-        dims: the sizes of its dims.
-        space: the memory space that it lies in.
-        stored_elements: its number of elements with the padding of a tiled layout.
-
-    Example:
-
-    >>> array = parse_shape("bf16[8,100]{1,0:T(8,128)(2,1)S(1)}")
-    >>> str(array), array.space, array.bytes, array.stored_bytes
-    ('bf16[8,100]', 1, 1600, 2048)
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int
-    stored_elements: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        """Size in bytes, without the padding of a tiled layout. Elements of 4 bits take half a byte."""
-        return -(-self.elements * bits(self.dtype) // 8)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size in bytes that it takes in memory, with the padding of a tiled layout."""
-        return -(-self.stored_elements * bits(self.dtype) // 8)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-Shape: TypeAlias = "Array | tuple[Shape, ...]"
-
-
-@cache
-def bits(dtype: str) -> int:
-    """Returns the size in bits of one element of an HLO type: 16 for 'bf16', 0 for 'token'."""
-    if dtype == "pred":
-        return 8
-    digits = re.match(r"[a-z]+(\d+)", dtype)
-    return int(digits[1]) if digits else 0
-
-
-def leaves(shape: Shape) -> Iterator[Array]:
-    """Yields the arrays of a shape, which may be a tuple of tuples."""
-    if isinstance(shape, Array):
-        yield shape
-    else:
-        for part in shape:
-            yield from leaves(part)
-
-
-_SHAPE_TOKEN = re.compile(r"([()])|([a-z]\w*)\[([^\]]*)\](\{[^{}]*\})?")
-
-
-@lru_cache(maxsize=16384)
-def parse_shape(text: str) -> Shape:
-    """Returns the shape that a text like `f32[8,128]{1,0:T(8,128)}` or `(f32[8], (s32[], u32[]))` describes."""
-    stack: list[list] = [[]]
-    for match in _SHAPE_TOKEN.finditer(text):
-        bracket, dtype, dims, layout = match.groups()
-        if bracket == "(":
-            stack.append([])
-        elif bracket == ")" and len(stack) > 1:
-            inner = tuple(stack.pop())
-            stack[-1].append(inner)
-        elif bracket == ")":
-            stack.append([])
-        else:
-            # "<=5" is a dim of at most 5.
-            sizes = tuple(int(size.strip().removeprefix("<=")) for size in dims.split(",") if size.strip())
-            stack[-1].append(_array(dtype, sizes, layout or ""))
-    if len(stack) != 1 or len(stack[0]) != 1:
-        raise ValueError(
-            f"A shape is an array like 'f32[8,128]{{1,0}}' or a tuple of them. Received: {text!r}. "
-            "Pass the text of compiled.as_text() unchanged."
-        )
-    return stack[0][0]
-
-
-def _array(dtype: str, dims: tuple[int, ...], layout: str) -> Array:
-    """An array with a layout like `{1,0:T(8,128)(2,1)S(1)}`: dims from the minor one on, tiles, memory space."""
-    order, _, rest = layout.strip("{}").partition(":")
-    space, tile = re.search(r"S\((\d+)\)", rest), re.match(r"T\(([\d,]+)\)", rest)
-    stored = list(dims)
-    if tile:
-        # The last number of the first tile is for the minor dim. Further tiles only reorder within it.
-        for dim, size in zip(numbers(order), reversed(numbers(tile[1])), strict=False):
-            stored[dim] = -(-dims[dim] // size) * size
-    return Array(dtype, dims, int(space[1]) if space else MAIN_MEMORY, math.prod(stored))
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers in a text."""
-    return tuple(int(number) for number in re.findall(r"\d+", text))
+from keras_dist.planning.hlo.shapes import Shape, numbers, parse_shape
 
 
 @dataclass(frozen=True)
@@ -127,7 +16,9 @@ class Instruction:
     """One instruction: `name = shape opcode(operands), attributes`.
 
     Args:
-        literal: what a constant or a parameter has in place of operands: its value or its number.
+        shape_text: shape of the result, as printed.
+        operands: names of the instructions whose values it uses.
+        literal: value of a constant, or number of a parameter.
         attributes: everything after the operands, as printed.
     """
 
@@ -140,16 +31,16 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """The result's shape."""
+        """Shape of the result."""
         return parse_shape(self.shape_text)
 
     @property
     def base_opcode(self) -> str:
-        """The opcode, without the "-start" of an asynchronous instruction."""
+        """The opcode without the "-start" of an asynchronous instruction."""
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
-        """Returns the text of an attribute, None where the instruction has none of that key."""
+        """Returns the text of an attribute, None if the instruction lacks it."""
         start = self._structure.find(f", {key}=")
         if start < 0:
             return None
@@ -157,7 +48,7 @@ class Instruction:
         return self._structure[start : _end_of_value(self._structure, start)]
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Returns the numbers of an attribute like `dimensions={0,1}`; () where there is none."""
+        """Returns the integers of an attribute like `dimensions={0,1}`; () if the instruction lacks it."""
         return numbers(self.attribute(key) or "")
 
     def names(self, key: str) -> tuple[str, ...]:
@@ -166,31 +57,31 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls, "" for other instructions."""
+        """Target of a custom call, "" for other instructions."""
         return (self.attribute("custom_call_target") or "").strip('"') if self.opcode == "custom-call" else ""
 
     @property
     def op_name(self) -> str:
-        """The JAX operation that asked for it, "" where the compiler kept none."""
+        """The JAX operation that it comes from, "" if the compiler kept none."""
         match = re.search(r'metadata=\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return match[1] if match else ""
 
     @property
     def backend_config(self) -> str:
-        """What the backend wrote about it, "" where it wrote nothing."""
+        """Configuration that the backend attached, "" if there is none."""
         start = self.attributes.find(", backend_config=")
         return self.attributes[start:] if start >= 0 else ""
 
     @cached_property
     def _structure(self) -> str:
-        # Metadata and backend config come last and are free text, in which keys must not be looked for.
+        # Metadata and backend config come last and are free text, which may contain what looks like other attributes.
         ends = (self.attributes.find(f", {key}=") for key in ("metadata", "backend_config"))
         return self.attributes[: min((end for end in ends if end >= 0), default=len(self.attributes))]
 
 
 @dataclass
 class Computation:
-    """A named list of instructions in the order of their schedule."""
+    """A computation: named instructions in the order of their schedule."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -198,12 +89,12 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by number."""
+        """Parameters by number."""
         return {int(each.literal): each for each in self.instructions.values() if each.opcode == "parameter"}
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use a name's value."""
+        """Instructions that use a value, by its name."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -211,13 +102,13 @@ class Computation:
         return users
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
-        """Returns the instruction whose value is the operand of that number."""
+        """Returns the instruction that computes an operand."""
         return self.instructions[instruction.operands[index]]
 
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled module: its computations by name, which one runs, and on how many devices."""
+    """A compiled module: computations by name, the entry computation, and the number of devices that run it."""
 
     name: str
     devices: int
@@ -226,16 +117,10 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Returns the module that `compiled.as_text()` printed.
-
-    Args:
-        text: the module's text. It is read line by line, in time linear in its size.
-
-    Returns:
-        The module.
+    """Parses `compiled.as_text()`, in time linear in its length.
 
     Raises:
-        ValueError: the text is none of an HLO module.
+        ValueError: the text is not an HLO module.
 
     Example:
 
@@ -250,7 +135,7 @@ def parse_module(text: str) -> Module:
     """
     name, devices, entry, computation = "", 1, "", None
     computations: dict[str, Computation] = {}
-    for line in _lines(text):
+    for line in map(operator.itemgetter(0), re.finditer(r".+", text)):  # lazily: texts can have 100 MB
         if line.startswith((" ", "\t")):
             instruction = _parse_instruction(line) if computation else None
             if computation and instruction:
@@ -270,21 +155,9 @@ def parse_module(text: str) -> Module:
             computation = None
     if not entry:
         raise ValueError(
-            f"A compiled module's text has an ENTRY computation. Received: {text[:80]!r}. Pass compiled.as_text()."
+            f"Found no ENTRY computation in the HLO module {text[:80]!r}. Pass the text of compiled.as_text()."
         )
-    for computation in computations.values():
-        # Without "ROOT" the last instruction is the root.
-        computation.root = computation.root or next(reversed(computation.instructions), "")
     return Module(name, devices, entry, computations)
-
-
-def _lines(text: str) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start)
-        end = len(text) if end < 0 else end
-        yield text[start:end]
-        start = end + 1
 
 
 def _parse_instruction(line: str) -> Instruction | None:
@@ -300,15 +173,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     inside, literal, operands = line[opening + 1 : closing], "", ()
     if opcode in ("constant", "parameter"):
         literal = inside
-    elif "%" in inside:
-        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     else:
-        # Printed without percent signs, and perhaps with the operands' shapes before their names.
-        bare = re.sub(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]", "", inside)
-        operands = tuple(part.split()[-1] for part in bare.split(",") if part.split())
+        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     name = line[:equals].split()[-1].removeprefix("%")
     shape = line[start:shape_end]
-    if opcode == "fusion-start":  # (operands, result, context): a fusion like any other, whose "-done" does nothing
+    if opcode == "fusion-start":  # (operands, result, context): counted like a synchronous fusion; "-done" is free
         opcode, shape = "fusion", _second_element(shape)
     return Instruction(name, shape, opcode, operands, literal, line[closing + 1 :])
 
@@ -336,7 +205,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    # `mesh[...], device_ids=(...) {...}` is the one value with a comma outside brackets.
+    # Only `mesh[...], device_ids=(...) {...}` has a comma outside brackets.
     in_mesh, depth = text.startswith("mesh[", start), 0
     for match in _BRACKET_OR_COMMA.finditer(text, start):
         token = match[0]

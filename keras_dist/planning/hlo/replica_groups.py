@@ -1,4 +1,4 @@
-"""Which devices of a mesh run a collective among themselves, and along which axes they differ."""
+"""Replica groups: the groups of devices that run a collective, and the mesh axes that they follow."""
 
 import itertools
 import math
@@ -7,24 +7,23 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
-from keras_dist.planning.hlo.parser import numbers
+import numpy as np
+
+from keras_dist.planning.hlo.shapes import numbers
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=4096)
 def parse_groups(text: str, devices: int) -> Groups:
-    """Returns the groups of devices that run a collective among themselves, in any of XLA's four ways to write them.
+    """Parses replica groups in any of the formats that XLA prints.
 
     Args:
-        text: the attribute `replica_groups`, `device_list` or `source_target_pairs`.
-        devices: how many devices run the module, for `{}`, which is all of them.
-
-    Returns:
-        The groups, each with the numbers of its devices in order.
+        text: value of the attribute `replica_groups`, `device_list` or `source_target_pairs`.
+        devices: number of devices that run the module; `{}` is one group of all of them.
 
     Raises:
-        ValueError: another way to write them.
+        ValueError: unknown format.
 
     Example:
 
@@ -49,8 +48,8 @@ def parse_groups(text: str, devices: int) -> Groups:
         sizes, order = _iota(text)
         return _rows(order, sizes[-1])
     raise ValueError(
-        "Groups of devices are written '{{0,1}}', '[2,4]<=[8]' or \"mesh['a'=2] {'a'}\". "
-        f"Received: {text[:200]!r}. Pass the text of compiled.as_text() unchanged."
+        f"Cannot parse the replica groups {text[:200]!r}. Known formats are '{{{{0,1}}}}', '[2,4]<=[8]' and "
+        "\"mesh['a'=2] {'a'}\"."
     )
 
 
@@ -59,34 +58,27 @@ def _rows(devices: list[int], length: int) -> Groups:
 
 
 def _iota(text: str) -> tuple[tuple[int, ...], list[int]]:
-    """`[4,2]<=[2,4]T(1,0)`: count up in the second shape, transpose it, and give it the first shape."""
+    """`[4,2]<=[2,4]T(1,0)` is `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`."""
     match = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not match:
-        raise ValueError(f"An iota of devices is written '[4,2]<=[2,4]T(1,0)'. Received: {text[:200]!r}.")
+        raise ValueError(f"Cannot parse the iota {text[:200]!r}. The known format is '[4,2]<=[2,4]T(1,0)'.")
     source = numbers(match[2])
     order = numbers(match[3]) if match[3] else tuple(range(len(source)))
-    return numbers(match[1]), transposed(source, order)
+    return numbers(match[1]), _transposed_iota(source, order)
 
 
-def transposed(sizes: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """Returns 0, 1, 2, ... laid out in `sizes`, with the dims put into `order`, flattened.
-
-    Example:
-
-    >>> transposed((2, 3), (1, 0))
-    [0, 3, 1, 4, 2, 5]
-    """
-    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    steps = [range(0, sizes[dim] * strides[dim], strides[dim]) for dim in order]
-    return [sum(offsets) for offsets in itertools.product(*steps)]
+def _transposed_iota(sizes: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel().tolist()
 
 
 def _mesh_groups(text: str) -> Groups:
-    """`mesh['a'=2,'b'=4], device_ids=(...) {'b':(1)2}`: groups along axes, or along parts of axes, of a mesh."""
+    """`mesh['a'=2,'b'=4], device_ids=(...) {'b':(1)2}`: groups along axes of a mesh, or along sub-axes.
+
+    The sub-axis `'b':(2)2` has size 2 and another factor of size 2 outside it. An axis is split into one dim for each
+    factor: 'b' of size 8 with `'b':(2)2` becomes the dims 2 x 2 x 2, and the groups run along the middle one.
+    """
     mesh, _, named = text.rpartition("{")
     sizes = {axis: int(size) for axis, size in re.findall(r"'?([^',=\[\]]+)'?=(\d+)", mesh.split("]")[0])}
-    # An axis is cut into dims at the borders of the parts that are named: `'b':(2)2` is the part of size 2 that
-    # has a part of size 2 outside it.
     parts: list[tuple[str, int, int]] = []
     for axis, outside, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|\})", named):
         parts.append((axis, int(outside or 1), int(size or sizes[axis])))
@@ -101,7 +93,7 @@ def _mesh_groups(text: str) -> Groups:
         if dim_axis == axis and outside <= low and low * dim_size <= outside * size
     ]
     order = tuple(number for number in range(len(dims)) if number not in grouped) + tuple(grouped)
-    positions = transposed(tuple(size for *_, size in dims), order)
+    positions = _transposed_iota(tuple(size for *_, size in dims), order)
     device_ids = re.search(r"device_ids=\((.*)\)", mesh)
     if device_ids:
         ids = _device_ids(device_ids[1])
@@ -110,7 +102,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _device_ids(text: str) -> Sequence[int]:
-    """`0,2,1,3`, `[4,2]<=[2,4]T(1,0)`, or short for the latter `[2,4]T(1,0)`."""
+    """`0,2,1,3`, `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`, which is short for the second."""
     if not text.startswith("["):
         return numbers(text)
     return _iota(text if "<=" in text else f"{text.partition('T')[0]}<={text}")[1]
@@ -119,17 +111,16 @@ def _device_ids(text: str) -> Sequence[int]:
 def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which the devices of each group differ.
 
-    The groups may run along whole axes, or along parts of them, as those of a collective that is taken apart into one
-    inside each slice and one between slices. Groups are the places of one axis, or of several axes each with each, and
-    all of one shape; otherwise they follow no axes.
+    Groups follow axes if each is a Cartesian product of coordinates, and all have the same shape. They may span only a
+    part of an axis, as for a collective that is split into one within each slice and one between slices.
 
     Args:
         groups: positions in the flattened mesh.
-        axes: sizes of the mesh's axes by name, outermost first.
+        axes: sizes of the mesh axes by name, outermost first.
 
     Returns:
-        Names of axes, outermost first, () for groups of one; None where the groups follow no axes, or are not all
-        devices of the mesh.
+        Names of axes, outermost first; () for groups of one device; None if the groups do not follow axes or do not
+        cover the mesh.
 
     Example:
 
@@ -143,13 +134,11 @@ def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] |
     if all(len(group) == 1 for group in groups):
         return ()
     sizes = tuple(axes.values())
-    devices = math.prod(sizes)
-    if not sizes or sorted(device for group in groups for device in group) != list(range(devices)):
+    if not sizes or sorted(device for group in groups for device in group) != list(range(math.prod(sizes))):
         return None
     shapes = set()
     for group in groups:
-        places = zip(*(_place(device, sizes) for device in group), strict=True)
-        shape = tuple(len(set(along)) for along in places)
+        shape = tuple(len(np.unique(coordinates)) for coordinates in np.unravel_index(group, sizes))
         if math.prod(shape) != len(group):
             return None
         shapes.add(shape)
@@ -163,7 +152,7 @@ def axes_of_pairs(pairs: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | N
 
     Args:
         pairs: positions of source and target in the flattened mesh.
-        axes: sizes of the mesh's axes by name, outermost first.
+        axes: sizes of the mesh axes by name, outermost first.
 
     Returns:
         Names of axes, outermost first; None without axes, or for devices outside the mesh.
@@ -178,13 +167,5 @@ def axes_of_pairs(pairs: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | N
         return ()
     if not sizes or any(device >= math.prod(sizes) for pair in pairs for device in pair):
         return None
-    places = [(_place(source, sizes), _place(target, sizes)) for source, target in pairs]
-    return tuple(name for dim, name in enumerate(axes) if any(source[dim] != target[dim] for source, target in places))
-
-
-def _place(device: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    place = []
-    for size in reversed(sizes):
-        device, position = divmod(device, size)
-        place.append(position)
-    return tuple(reversed(place))
+    sources, targets = (np.unravel_index(side, sizes) for side in zip(*pairs, strict=True))
+    return tuple(name for name, source, target in zip(axes, sources, targets, strict=True) if (source != target).any())

@@ -1,26 +1,25 @@
-"""How often the while loops of a compiled module run."""
+"""Trip counts of the while loops in a compiled module."""
 
 import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from keras_dist.planning.hlo.parser import Computation, Instruction, Module, bits, leaves
+from keras_dist.planning.hlo.parser import Computation, Instruction, Module
+from keras_dist.planning.hlo.shapes import bits, leaves
 
-_PASSES_ON = frozenset(
-    {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
-)
+_PASSES_ON = frozenset({"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier"})
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 @dataclass(frozen=True)
 class _Value:
-    """An integer that is known, or that is a known distance from an element of the tuple that a loop carries.
+    """A known integer, or an element of a loop's carried tuple plus a known integer.
 
     Args:
-        offset: the integer or the distance.
-        loop: name of the loop's condition or body, None for an integer that is known.
-        element: number of the element.
+        offset: the integer.
+        loop: name of the loop's condition or body; None for a known integer.
+        element: index of the element in the carried tuple.
     """
 
     offset: int
@@ -30,42 +29,44 @@ class _Value:
 
 @dataclass
 class Loops:
-    """Answers how often each while loop of a module runs."""
+    """Computes trip counts of a module's while loops."""
 
     module: Module
     _depth: int = field(default=0, init=False)
     _values: dict[tuple, _Value | None] = field(default_factory=dict, init=False)
 
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns how often a loop runs, each time it is reached.
+        """Returns the number of iterations of a loop, None if it is unknown.
 
-        The compiler's own note is taken where there is one. Otherwise it follows from the condition, the first value
-        and the step of the counter, where these are constants: written down, carried unchanged, or passed through
-        copies, tuples, fusions and calls.
+        Uses the compiler's `known_trip_count` if there is one. Otherwise the condition, the initial value and the step
+        of the counter must be constants: literals, or values that are carried unchanged or passed through copies,
+        tuples, fusions and calls.
+
+        Example: condition `i < 10`, body `(i + 3, ...)`, initial tuple `(1, ...)`: the compared value is element 0 of
+        the carried tuple plus 0, the body returns element 0 plus 3, and the initial element 0 is 1. So `i` is 1, 4, 7,
+        and the loop runs 3 times.
 
         Args:
-            computation: the computation that the loop is in.
+            computation: the computation that contains the loop.
             loop: the `while` instruction.
-
-        Returns:
-            The number of runs of the body, None where it cannot be known.
         """
-        noted = re.search(r'known_trip_count"?:\{"n":"?(\d+)', loop.backend_config)
-        if noted:
-            return int(noted[1])
+        known = re.search(r'known_trip_count"?:\{"n":"?(\d+)', loop.backend_config)
+        if known:
+            return int(known[1])
         condition = self.module.computations[loop.names("condition")[0]]
         body = self.module.computations[loop.names("body")[0]]
-        compared = self._comparison(condition)
-        if compared is None:
+        comparison = self._comparison(condition)
+        if comparison is None:
             return None
-        place, compare, left, right = compared
+        compared_in, compare, left, right = comparison
         for direction, counter, bound in ((compare, left, right), (_MIRRORED[compare], right, left)):
-            carried, limit = self._value(place, counter, condition.name), self._value(place, bound, None)
+            carried = self._value(compared_in, counter, condition.name)
+            limit = self._value(compared_in, bound, None)
             if carried is None or carried.loop is None or limit is None:
                 continue
             step, first = self._step(body, carried.element), self._first(computation, loop, carried.element)
             if step and first is not None:
-                return _runs(direction, first + carried.offset, step, limit.offset)
+                return _iterations(direction, first + carried.offset, step, limit.offset)
         return None
 
     @cached_property
@@ -80,7 +81,7 @@ class Loops:
         return callers
 
     def _comparison(self, condition: Computation) -> tuple[Computation, str, str, str] | None:
-        """Where a condition compares, the direction, and the names of what is compared."""
+        """The computation in which a condition compares, the direction, and the names of the two operands."""
         computation, instruction = condition, condition.instructions[condition.root]
         while instruction.opcode in _PASSES_ON or instruction.opcode in ("fusion", "call"):
             if instruction.opcode in _PASSES_ON:
@@ -98,7 +99,7 @@ class Loops:
         return self.module.computations[(instruction.names("calls") or instruction.names("to_apply"))[0]]
 
     def _step(self, body: Computation, element: int) -> int | None:
-        """What the body adds to an element of the tuple that it carries, None where it does something else."""
+        """What the body adds to an element of its carried tuple; None if it does anything else."""
         value = self._value(body, body.root, body.name, element)
         return value.offset if value and value.loop == body.name and value.element == element else None
 
@@ -107,15 +108,15 @@ class Loops:
         return value.offset if value and value.loop is None else None
 
     def _value(self, computation: Computation, name: str, loop: str | None, element: int | None = None):
-        """The value of a name, or of one element of its tuple; None where it cannot be known.
+        """The value of an instruction, or of one element of its tuple; None if unknown.
 
-        Inside the loop of that name, elements that it carries stand for themselves. Elsewhere they are known where
-        they are the same in every run.
+        Within the condition or body named `loop`, carried elements are symbolic. Elsewhere a carried element is known
+        only if the loop does not change it.
         """
         key = computation.name, name, loop, element
-        # Values go through a handful of instructions. A chain that is longer says nothing about a counter.
+        # Counters pass through a handful of instructions. Longer chains are not followed.
         if key not in self._values and self._depth < 200:
-            # Unknown while it is being found: what depends on itself is no constant.
+            # Unknown while it is being computed: a value that depends on itself is not constant.
             self._values[key] = None
             self._depth += 1
             self._values[key] = self._follow(computation, computation.instructions[name], loop, element)
@@ -140,13 +141,12 @@ class Loops:
             return self._value(called, called.root, loop, element)
         if opcode == "while" and element is not None:
             body = self.module.computations[instruction.names("body")[0]]
-            # What a loop carries unchanged comes out as it went in.
-            unchanged = self._step(body, element) == 0
-            return self._value(computation, instruction.operands[0], loop, element) if unchanged else None
+            is_unchanged = self._step(body, element) == 0
+            return self._value(computation, instruction.operands[0], loop, element) if is_unchanged else None
         if opcode in ("add", "subtract"):
             left, right = (self._value(computation, operand, loop) for operand in instruction.operands)
             if left and right and left.loop is not None and right.loop is not None:
-                # Of two carried elements one may be the same in every run.
+                # Both are carried; one of them may be unchanged by the loop, and so a known integer.
                 fixed = self._value(computation, instruction.operands[1], None)
                 if fixed is None:
                     left = self._value(computation, instruction.operands[0], None)
@@ -170,7 +170,7 @@ class Loops:
 
 
 def _signed(number: int, instruction: Instruction) -> int:
-    """Adding 2^32 - 1 to an unsigned counter takes 1 away."""
+    """Reads a large unsigned number as negative: adding 2^32 - 1 to a uint32 counter subtracts 1."""
     dtype = next(leaves(instruction.shape)).dtype
     width = bits(dtype)
     return number - (1 << width) if dtype.startswith("u") and width and number >= 1 << (width - 1) else number
@@ -183,8 +183,8 @@ def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
     return _Value(left.offset + sign * right.offset, carried.loop, carried.element)
 
 
-def _runs(direction: str, first: int, step: int, bound: int) -> int | None:
-    """How often `for (i = first; i <direction> bound; i += step)` runs; None for ever."""
+def _iterations(direction: str, first: int, step: int, bound: int) -> int | None:
+    """Number of iterations of `for (i = first; i <direction> bound; i += step)`; None if it does not end."""
     distance = bound - first
     if direction == "NE":
         return distance // step if step and distance % step == 0 and distance // step >= 0 else None

@@ -20,7 +20,8 @@ from support.hlo_programs import (
 )
 
 from keras_dist.mesh.topology import networks_of
-from keras_dist.planning.hlo.module_costs import read_module, wire_bytes
+from keras_dist.planning.hlo.collectives import wire_bytes
+from keras_dist.planning.hlo.module_costs import read_module
 
 SHARD = ((256, 1024), jnp.float32)
 SHARD_BYTES = 256 * 1024 * 4

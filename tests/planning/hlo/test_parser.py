@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,12 +7,15 @@ from hypothesis import strategies as st
 
 from keras_dist.planning.hlo.megascale import parse_target, slices_of
 from keras_dist.planning.hlo.module_costs import read_module
-from keras_dist.planning.hlo.parser import Array, leaves, parse_module, parse_shape
+from keras_dist.planning.hlo.parser import parse_module
 from keras_dist.planning.hlo.replica_groups import axes_of_groups, axes_of_pairs, parse_groups
+from keras_dist.planning.hlo.shapes import Array, leaves, parse_shape
 
 
 def module_of(*entry, computations="", devices=8):
-    lines = "\n".join(f"  {line}" for line in entry)
+    *others, last = entry
+    root = "" if any(line.startswith("ROOT ") for line in entry) else "ROOT "
+    lines = "\n".join(f"  {line}" for line in (*others, root + last))
     header = f"HloModule jit_f, is_scheduled=true, num_partitions={devices}"
     return f"{header}\n\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n"
 
@@ -68,7 +73,7 @@ class TestShapes:
 
     @pytest.mark.parametrize("text", ["", "f32", "(f32[8]", "f32[8])"])
     def test_what_is_no_shape_is_refused(self, text):
-        with pytest.raises(ValueError, match="A shape is an array"):
+        with pytest.raises(ValueError, match="HLO shape"):
             parse_shape(text)
 
 
@@ -194,13 +199,13 @@ class TestGroups:
 
     @pytest.mark.parametrize("text", ["0,1", "<=", "[2,2]<=2"])
     def test_another_syntax_is_refused(self, text):
-        with pytest.raises(ValueError, match="written"):
+        with pytest.raises(ValueError, match=re.escape(repr(text))):
             parse_groups(text, 4)
 
 
 class TestModules:
     def test_what_is_no_module_is_refused(self):
-        with pytest.raises(ValueError, match=r"has an ENTRY computation. Received: 'nonsense'. Pass compiled.as_text"):
+        with pytest.raises(ValueError, match="'nonsense'"):
             read_module("nonsense")
 
     def test_keys_in_names_and_configurations_are_no_attributes(self):
@@ -215,12 +220,12 @@ class TestModules:
         assert (instruction.attribute("calls"), instruction.attribute("body")) == (None, None)
         assert instruction.op_name == "f, calls=%g, index=7"
 
-    def test_names_without_percent_signs_and_operands_with_shapes(self):
-        for operands in ("x, y", "f32[8,4]{1,0} x, f32[4,2]{0,1:T(8,128)} y", "f32[8,4] %x, /*index=1*/f32[4,2] %y"):
+    def test_operands_with_and_without_shapes(self):
+        for operands in ("%x, %y", "f32[8,4] %x, /*index=1*/f32[4,2] %y"):
             text = module_of(
-                "x = f32[8,4]{1,0} parameter(0)",
-                "y = f32[4,2]{1,0} parameter(1)",
-                f"ROOT z = f32[8,2]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+                "%x = f32[8,4]{1,0} parameter(0)",
+                "%y = f32[4,2]{1,0} parameter(1)",
+                f"ROOT %z = f32[8,2]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
             )
             assert read_module(text).flops == 2 * 8 * 4 * 2
 
