@@ -21,6 +21,13 @@ from keras_dist.planning.roofline import Roofline, roofline
 # With this libtpu finishes a program that does not fit, so that what it would need is known; before 0.0.50.
 _COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}
 
+# Without a GPU to measure on, XLA chooses tile sizes of Triton kernels from a table, and finds none for some matrices.
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+_TRITON_NOTE = (
+    "Compiled without Triton matrix multiplications (xla_gpu_enable_triton_gemm=False) because XLA, without a GPU to "
+    "measure on, found no tile sizes for one of them. With the GPUs, memory traffic and temporaries may be lower."
+)
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -104,7 +111,7 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
     model_flops = asked_flops(traced.jaxpr.jaxpr)
     say(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()
-    compiled, refusal = _compile(traced.lower())
+    compiled, refusal, compiler_notes = _compile(traced.lower())
     seconds = time.perf_counter() - started
     if compiled is None:
         return _refused(step, str(refusal), model_flops, seconds)
@@ -127,23 +134,30 @@ def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation
         roofline=roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives),
         largest_values=costs.largest_values,
         refusal=refusal,
-        notes=(*notes_on_batch(step), *_notes(costs, model_flops)),
+        notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops)),
         seconds=seconds,
     )
 
 
-def _compile(lowered: Any) -> tuple[Any, str | None]:
-    """The compiled program, None where there is none; and what the compiler said of memory that does not suffice."""
+def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
+    """Returns the compiled program or None, the compiler's message if memory does not suffice, and notes."""
+    options, notes = {}, ()
     try:
-        return lowered.compile(), None
+        try:
+            return lowered.compile(), None, ()
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("INTERNAL: Couldn't find output tile sizes"):
+                raise
+        options, notes = _WITHOUT_TRITON, (_TRITON_NOTE,)
+        return lowered.compile(compiler_options=options), None, notes
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         refusal = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise RuntimeError(f"The compiler failed with an error of its own: {refusal[:400]}") from error
     try:
-        return lowered.compile(compiler_options=_COMPILE_ALL_THE_SAME), refusal
+        return lowered.compile(compiler_options={**options, **_COMPILE_ALL_THE_SAME}), refusal, notes
     except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50
-        return None, refusal
+        return None, refusal, notes
 
 
 def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float) -> Compilation:

@@ -1,4 +1,4 @@
-"""`Hardware`: what one device of a kind holds, computes and sends, each figure with its public source; the registry."""
+"""`Hardware`: memory, compute and bandwidths of devices, each figure with its public source; and their registry."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _FIGURES = (
 
 
 class FrozenMapping(Mapping):
-    """A mapping that cannot be changed and can be hashed."""
+    """An immutable, hashable mapping."""
 
     def __init__(self, pairs: Mapping | Iterable[tuple[Any, Any]] = ()):
         self._values = dict(pairs)
@@ -50,16 +50,16 @@ class FrozenMapping(Mapping):
 
 @dataclass(frozen=True)
 class GpuCompilerTarget:
-    """What XLA's GPU compiler must know of a GPU that is not attached, named as in XLA's `GpuDeviceInfoProto`.
+    """What XLA's compiler needs to know of a GPU that is not attached, named as in XLA's `GpuDeviceInfoProto`.
 
     Attributes:
-        compute_capability: CUDA's, as `(major, minor)`.
-        core_count: how many streaming multiprocessors there are.
-        fpus_per_core: how many float32 units each of them has.
-        clock_rate_ghz: their highest clock rate, GHz.
+        compute_capability: CUDA compute capability, `(major, minor)`.
+        core_count: streaming multiprocessors.
+        fpus_per_core: float32 units per streaming multiprocessor.
+        clock_rate_ghz: highest clock rate, GHz.
         l2_cache_size: bytes.
         shared_memory_per_core: bytes.
-        shared_memory_per_block_optin: bytes that one block of threads can ask for.
+        shared_memory_per_block_optin: bytes that one thread block can request.
     """
 
     compute_capability: tuple[int, int]
@@ -73,31 +73,32 @@ class GpuCompilerTarget:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one JAX device of a kind can hold, compute and send: peaks that no program exceeds.
+    """Memory, peak compute and bandwidths of one JAX device. No program exceeds them.
 
-    A figure is None where it is not known, and what depends on it is then not known either. To plan for a part that is
-    not built in, change one that is: `dataclasses.replace(hardware["h100"], name="h100-96gb", memory_bytes=...)`.
+    A figure is None if it is unknown; what depends on it is then unknown in plans. To plan for other hardware, change
+    known hardware: `dataclasses.replace(hardware["h100"], name="h100-96gb", memory_bytes=...)`.
 
     Attributes:
-        name: what targets call it: `"v5e"`, `"h100"`.
+        name: name in targets: `"v5e"`, `"h100"`.
         platform: `"tpu"`, `"gpu"` or `"cpu"`.
-        device_kind: what JAX calls such a device: `"TPU v5 lite"`, `"NVIDIA H100 80GB HBM3"`.
-        memory_bytes: the device memory that programs can have, bytes: on TPUs what the compiler allots, on GPUs what
-            CUDA reports. JAX takes 75% of a GPU's at its start unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-        memory_bytes_per_second: how fast a device reads and writes its memory, bytes per second.
-        flops_per_second: FLOP per second of dense matrix multiplications, by dtype: `"float32"`, `"bfloat16"`,
-            `"float8"`, `"int8"`, those that are known. Float32 is what JAX's default precision runs at: one bfloat16
-            pass on TPUs, TF32 tensor cores on NVIDIA GPUs.
-        link_bytes_per_second: one ICI link or NVLink in one direction, bytes per second.
-        links: how many of them there are: of a TPU chip, which several devices may share, 4 on a 2D torus and 6 on a
-            3D torus; of a GPU.
-        network_bytes_per_second: what one device can send to other slices or hosts, in one direction, bytes per second.
-        sources: the public source of each figure, by the name of its field. No part of what makes two equal.
-        compiler_target: what the compiler of a GPU must know; None for TPUs and CPUs.
+        device_kind: `jax.Device.device_kind`, such as `"TPU v5 lite"` or `"NVIDIA H100 80GB HBM3"`.
+        memory_bytes: device memory in bytes: on TPUs what the compiler allots, on GPUs what CUDA reports. By default
+            JAX allocates 75% of a GPU's; see XLA_PYTHON_CLIENT_MEM_FRACTION.
+        memory_bytes_per_second: memory bandwidth.
+        flops_per_second: peak of dense matrix multiplications by dtype (`"float32"`, `"bfloat16"`, `"float8"`,
+            `"int8"`), as far as known. Float32 is at JAX's default precision: one bfloat16 pass on TPUs, TF32 on NVIDIA
+            GPUs.
+        link_bytes_per_second: bandwidth of one ICI link or NVLink in one direction.
+        links: number of links: of a GPU, or of a TPU chip (4 in a 2D torus, 6 in a 3D torus), which several devices may
+            share.
+        network_bytes_per_second: bandwidth of one device to other slices or hosts, in one direction.
+        sources: public source of each figure, by field name. Ignored in comparisons.
+        compiler_target: what the compiler needs to know of a GPU; None for TPUs and CPUs.
 
     Raises:
-        ValueError: a figure that is NaN, infinite, zero or negative, one without a source, an unknown platform or
-            dtype, or a name that a target could not spell.
+        TypeError: `flops_per_second` or `sources` is not a mapping.
+        ValueError: A figure is not a finite positive number or has no source, the platform or a dtype is unknown, or
+            the name cannot be written in a target.
 
     Example:
 
@@ -125,60 +126,50 @@ class Hardware:
         for field in ("flops_per_second", "sources"):
             value = getattr(self, field)
             if not isinstance(value, Mapping):
-                raise TypeError(f"{field} is a mapping. Received: {value!r}. Write a dict.")
+                raise TypeError(f"{field} must be a mapping, but got {value!r}.")
             object.__setattr__(self, field, FrozenMapping(value))
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(
-                "The name of hardware is made of letters, digits, '-', '_' and '.', since targets are written "
-                f"'name:shape'. Received: name={self.name!r}. Write, for example, 'my-h100'."
+                f"Hardware cannot be named {self.name!r}, since targets are written 'name:shape'. Use letters, digits, "
+                "'-', '_' and '.'."
             )
         if self.platform not in PLATFORMS:
-            raise self._error(f"The platform is one of {', '.join(PLATFORMS)}", "platform", "Choose one of them")
+            raise self._error("platform", f"be one of {', '.join(PLATFORMS)}")
         if not isinstance(self.device_kind, str) or not self.device_kind:
-            raise self._error("The device kind is JAX's name of such a device", "device_kind", "Copy it from JAX")
+            raise self._error("device_kind", "be the device kind that JAX reports")
         for field in ("memory_bytes", "memory_bytes_per_second", "link_bytes_per_second", "network_bytes_per_second"):
             value = getattr(self, field)
-            if value is not None and not _is_figure(value):
-                raise self._error(f"{field} is a finite number above 0", field, "Pass None where it is not known")
+            if value is not None and not _is_positive(value):
+                raise self._error(field, "be a finite positive number, or None if unknown")
         if self.memory_bytes is not None and not isinstance(self.memory_bytes, numbers.Integral):
-            raise self._error("memory_bytes is a whole number of bytes", "memory_bytes", "Round it down")
+            raise self._error("memory_bytes", "be an integer")
         if isinstance(self.links, bool) or not isinstance(self.links, int) or self.links < 0:
-            raise self._error("links is a number of links, 0 where there are none", "links", "Count those of a chip")
+            raise self._error("links", "be a number of links, 0 or more")
         for dtype, flops in self.flops_per_second.items():
-            if dtype not in DTYPES or not _is_figure(flops):
-                raise self._error(
-                    f"Peaks are finite numbers above 0 for {', '.join(DTYPES)}",
-                    "flops_per_second",
-                    "Leave out what is not known",
-                )
+            if dtype not in DTYPES or not _is_positive(flops):
+                raise self._error("flops_per_second", f"have finite positive numbers for some of {', '.join(DTYPES)}")
         is_gpu_target = isinstance(self.compiler_target, GpuCompilerTarget)
         if self.compiler_target is not None and not (self.platform == "gpu" and is_gpu_target):
-            raise self._error("compiler_target is a GpuCompilerTarget of a GPU", "compiler_target", "Pass None")
+            raise self._error("compiler_target", "be a GpuCompilerTarget for a GPU, and None otherwise")
         for field in _FIGURES:
             source = self.sources.get(field)
             if getattr(self, field) and not (isinstance(source, str) and source.strip()):
-                raise ValueError(
-                    f"Each figure has a public source. Received: {self.name!r} with {field}, but "
-                    f"sources[{field!r}]={source!r}. Name a datasheet or a measurement there."
-                )
+                raise self._error("sources", f"name a public source of {field}, such as a datasheet or a measurement")
         unknown = [field for field in self.sources if field not in _FIGURES]
         if unknown:
-            raise ValueError(
-                f"Sources are those of figures. Received: {self.name!r} with sources of {', '.join(map(str, unknown))}."
-                f" Figures are {', '.join(_FIGURES)}."
-            )
+            raise self._error("sources", f"have no {unknown[0]!r}. Figures are {', '.join(_FIGURES)}")
 
-    def _error(self, rule: str, field: str, way_out: str) -> ValueError:
-        return ValueError(f"{rule}. Received: {field}={getattr(self, field)!r} for {self.name!r}. {way_out}.")
+    def _error(self, field: str, rule: str) -> ValueError:
+        return ValueError(f"Hardware {self.name!r} has {field}={getattr(self, field)!r}, which must {rule}.")
 
 
-def _is_figure(value) -> bool:
+def _is_positive(value: Any) -> bool:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_number and 0 < float(value) < math.inf
 
 
 class HardwareRegistry(Mapping[str, Hardware]):
-    """The hardware that targets can name: a mapping from names that grows by `register`. It prints as a table.
+    """The hardware that targets can name, as a mapping from names to `Hardware`. Prints as a table.
 
     Example:
 
@@ -191,7 +182,7 @@ class HardwareRegistry(Mapping[str, Hardware]):
 
     def __getitem__(self, name: str) -> Hardware:
         if name not in self._entries:
-            raise KeyError(f"No hardware is named {name!r}. There are {', '.join(self)}; register others.")
+            raise KeyError(f"Unknown hardware {name!r}. Known: {', '.join(self)}; register(...) adds more.")
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -204,48 +195,44 @@ class HardwareRegistry(Mapping[str, Hardware]):
         """Adds hardware under its name.
 
         Args:
-            hardware: what to add.
-            replace: whether it takes the place of other figures under the same name.
+            hardware: The hardware to add.
+            replace: Whether it may replace other figures of the same name.
 
         Returns:
             The hardware.
 
         Raises:
-            TypeError: no `Hardware`.
-            ValueError: the name stands for other figures and `replace` is false, or CPUs under another name.
+            TypeError: `hardware` is not a `Hardware`.
+            ValueError: The name is taken and `replace` is false, or the hardware is a CPU not named "cpu".
         """
         if not isinstance(hardware, Hardware):
             raise TypeError(
-                f"Only a Hardware can be registered. Received: {hardware!r}. Make one with "
+                f"register() takes a Hardware, but got {hardware!r}. Make one with "
                 "dataclasses.replace(keras_dist.hardware['h100'], name=...)."
             )
         known = self._entries.get(hardware.name)
         if known is not None and known != hardware and not replace:
             raise ValueError(
-                f"A name stands for one set of figures. Received: {hardware.name!r}, which is registered with others. "
-                "Choose another name, or pass replace=True."
+                f"Hardware {hardware.name!r} is already registered with other figures. Choose another name, or pass "
+                "replace=True."
             )
         if hardware.platform == "cpu" and hardware.name != "cpu":
             raise ValueError(
-                f"The CPUs of a target are those of this machine, under the name 'cpu'. Received: {hardware.name!r}. "
-                "Use that name, and replace=True."
+                f"Cannot register CPU hardware as {hardware.name!r}: CPU targets are this machine's, named 'cpu'. Use "
+                "that name, with replace=True."
             )
         self._entries[hardware.name] = hardware
         return hardware
 
     def of_device(self, device: Device) -> Hardware | None:
-        """Returns the hardware of a device, attached or compiled for, by what JAX calls its kind; None if unknown.
-
-        Args:
-            device: a `jax.Device`, or a described one.
-        """
+        """Returns the hardware of a `jax.Device` or a device of a target by its device kind, or None if unknown."""
         kind = canonical_device_kind(device.device_kind)
         candidates = [entry for entry in self.values() if entry.platform == device.platform]
         labelled = [entry for entry in candidates if kind == _label(entry)]
         return next(iter(labelled + [entry for entry in candidates if kind == entry.device_kind]), None)
 
     def device_kind_for(self, hardware: Hardware) -> str:
-        """Returns the device kind that `of_device` takes for this hardware, where others may have the same."""
+        """Returns a device kind by which `of_device` finds this hardware, even if other hardware has the same kind."""
         first = next((entry for entry in self.values() if entry.device_kind == hardware.device_kind), hardware)
         return hardware.device_kind if first.name == hardware.name else _label(hardware)
 
@@ -304,7 +291,7 @@ _TPUS = (
     ("tpu7x", 94.75, 7380e9, {"bfloat16": 2307e12, "float8": 4614e12}, 100e9, 100e9 / 8),
 )
 
-# Where the sources are others than the page of Google Cloud about the generation.
+# Sources other than Google Cloud's page about the generation.
 _TPU_SOURCES: dict[str, dict[str, str]] = {
     "v2": dict.fromkeys(_FIGURES[1:-1], _JOUPPI),
     "v3": {"link_bytes_per_second": _JOUPPI + _POD.format(_CLOUD.format("v3"))},
@@ -364,8 +351,8 @@ _AMPERE_PEAKS = {"float32": 156e12, "bfloat16": 312e12, "int8": 624e12}
 _HOPPER_PEAKS = {"float32": 494.7e12, "bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12}
 _BLACKWELL_PEAKS = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}
 
-# Name, device kind, bytes, HBM bytes/s, peaks of dense TF32, bfloat16 and so on, bytes/s of an NVLink in one
-# direction, NVLinks, network bytes/s, what the compiler is told.
+# Name, device kind, bytes, HBM bytes/s, peak dense FLOP/s (float32 as TF32), bytes/s of an NVLink in one direction,
+# NVLinks, network bytes/s, compiler target.
 _GPUS = (
     ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 2039e9, _AMPERE_PEAKS, 25e9, 12, 200e9 / 8, _AMPERE),
     ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
@@ -373,7 +360,7 @@ _GPUS = (
     ("b200", "NVIDIA B200", 191514411008, 8000e9, _BLACKWELL_PEAKS, 50e9, 18, 400e9 / 8, _BLACKWELL),
 )
 
-# Of memory, memory bandwidth, peaks, the network, and what the compiler is told.
+# Sources of memory, memory bandwidth, peaks, network, compiler target.
 _GPU_SOURCES = {
     "a100": (_XLA.format("a100_sxm_80"), _A100, _A100, _DGX.format("DGX A100", 200), _XLA.format("a100_sxm_80")),
     "h100": (_XLA_H100, _XLA_H100, _H100, _DGX.format("DGX H100/H200", 400), _XLA_H100),

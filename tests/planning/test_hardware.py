@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pickle
+import re
 from types import SimpleNamespace
 
 import jax
@@ -93,47 +94,47 @@ def test_figures_may_be_numpy_numbers():
 
 @pytest.mark.parametrize("figure", ["memory_bytes", "memory_bytes_per_second", "link_bytes_per_second"])
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "5", True])
-def test_a_figure_is_a_finite_number_above_0(figure, value):
-    with pytest.raises(ValueError, match=f"{figure} is a finite number above 0. Received: .*'own'. Pass None"):
+def test_figures_must_be_finite_positive_numbers(figure, value):
+    with pytest.raises(ValueError, match=re.escape(f"'own' has {figure}={value!r},")):
         own(**{figure: value})
 
 
 @pytest.mark.parametrize("peaks", [{"bfloat16": 0}, {"float16": 1e12}, {"int8": math.nan}])
-def test_a_peak_is_a_number_for_a_known_dtype(peaks):
-    with pytest.raises(ValueError, match=r"Peaks are finite numbers above 0 for float32, .*Received: flops"):
+def test_peaks_must_be_positive_numbers_for_known_dtypes(peaks):
+    with pytest.raises(ValueError, match=re.escape(f"flops_per_second={peaks!r}")):
         own(flops_per_second=peaks)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"name": "a:b"}, r"made of letters.*Received: name='a:b'"),
-        ({"name": ""}, "made of letters"),
-        ({"platform": "quantum"}, r"one of tpu, gpu, cpu. Received: platform='quantum'"),
-        ({"device_kind": ""}, "device kind is JAX's name"),
-        ({"memory_bytes": 1.5}, "whole number of bytes"),
-        ({"links": -1}, r"links is a number of links.*links=-1"),
-        ({"links": 2.0}, "links is a number of links"),
-        ({"compiler_target": GpuCompilerTarget((9, 0), 1, 1, 1.0, 1, 1, 1)}, "compiler_target is a GpuCompilerTarget"),
-        ({"platform": "gpu", "compiler_target": {}}, "compiler_target is a GpuCompilerTarget of a GPU"),
-        ({"memory_bytes_per_second": 1e9}, r"has a public source. Received: 'own' with memory_bytes_per_second"),
-        ({"memory_bytes": 1, "sources": {"memory_bytes": " "}}, "has a public source"),
-        ({"links": 4}, "with links"),
-        ({"sources": {"speed": "a datasheet"}}, r"Sources are those of figures.*speed"),
+        ({"name": "a:b"}, "'a:b'"),
+        ({"name": ""}, "''"),
+        ({"platform": "quantum"}, r"platform='quantum'.* tpu, gpu, cpu"),
+        ({"device_kind": ""}, "device_kind=''"),
+        ({"memory_bytes": 1.5}, "memory_bytes=1.5"),
+        ({"links": -1}, "links=-1"),
+        ({"links": 2.0}, "links=2.0"),
+        ({"compiler_target": GpuCompilerTarget((9, 0), 1, 1, 1.0, 1, 1, 1)}, "compiler_target=GpuCompilerTarget"),
+        ({"platform": "gpu", "compiler_target": {}}, "compiler_target={}"),
+        ({"memory_bytes_per_second": 1e9}, "source of memory_bytes_per_second"),
+        ({"memory_bytes": 1, "sources": {"memory_bytes": " "}}, "source of memory_bytes"),
+        ({"links": 4}, "source of links"),
+        ({"sources": {"speed": "a datasheet"}}, "'speed'"),
     ],
 )
-def test_what_makes_no_hardware_is_one_sentence(wrong, message):
+def test_invalid_fields_are_refused_with_their_value(wrong, message):
     with pytest.raises(ValueError, match=message):
         own(**wrong)
 
 
 @pytest.mark.parametrize("field", ["flops_per_second", "sources"])
-def test_mappings_are_mappings(field):
-    with pytest.raises(TypeError, match=f"{field} is a mapping. Received: 5"):
+def test_other_types_in_place_of_a_mapping_are_refused(field):
+    with pytest.raises(TypeError, match=f"{field} .* 5"):
         own(**{field: 5})
 
 
-def test_a_frozen_mapping_is_a_mapping_that_can_be_a_key():
+def test_frozen_mapping_is_hashable():
     frozen = FrozenMapping({"a": 1, "b": 2})
     assert frozen == {"a": 1, "b": 2} == dict(frozen)
     assert {frozen: 3}[FrozenMapping([("b", 2), ("a", 1)])] == 3
@@ -151,19 +152,19 @@ class TestRegistry:
         registry.register(own())
         assert registry.register(own()) == own()
 
-    def test_a_name_stands_for_one_set_of_figures(self, registry):
+    def test_replacing_figures_must_be_explicit(self, registry):
         slower = dataclasses.replace(registry["v5e"], network_bytes_per_second=1e9)
-        with pytest.raises(ValueError, match=r"'v5e', which is registered with others.*pass replace=True"):
+        with pytest.raises(ValueError, match="'v5e'"):
             registry.register(slower)
         registry.register(slower, replace=True)
         assert registry["v5e"].network_bytes_per_second == 1e9
 
-    def test_only_hardware_can_be_registered(self, registry):
-        with pytest.raises(TypeError, match=r"Only a Hardware can be registered. Received: 'v5e'"):
+    def test_other_objects_cannot_be_registered(self, registry):
+        with pytest.raises(TypeError, match="got 'v5e'"):
             registry.register("v5e")
 
-    def test_an_unknown_name_is_answered_with_the_known_ones(self, registry):
-        with pytest.raises(KeyError, match=r"No hardware is named 'v9'. There are v2, .*cpu"):
+    def test_unknown_name_lists_the_known(self, registry):
+        with pytest.raises(KeyError, match=r"'v9'.* v2, .*cpu"):
             registry["v9"]
         assert registry.get("v9") is None
 
@@ -180,26 +181,26 @@ class TestRegistry:
         registry.register(own())
         shown = registry._repr_html_()
         assert shown.count("<tr>") == len(registry) + 1
-        assert "<td>15.75 GiB</td>" in shown
+        assert ">15.75 GiB</td>" in shown
 
 
 class TestDevices:
     @pytest.mark.parametrize("name", ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"])
-    def test_described_tpus_are_known(self, name):
+    def test_mock_tpus(self, name):
         assert hardware.of_device(kd.mock_tpus(f"{name}:2x2")[0]) is hardware[name]
 
-    def test_the_other_names_of_tpus_are_known(self):
+    def test_aliases_of_tpu_device_kinds(self):
         for kind, name in {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}.items():
             assert hardware.of_device(SimpleNamespace(platform="tpu", device_kind=kind)) is hardware[name]
 
-    def test_gpus_are_known_by_all_of_their_name(self):
+    def test_gpus_are_identified_by_their_full_device_kind(self):
         assert hardware.of_device(gpu("NVIDIA H100 80GB HBM3")) is hardware["h100"]
         assert hardware.of_device(gpu("NVIDIA H100 PCIe")) is None
         assert hardware.of_device(gpu("NVIDIA A100-SXM4-40GB")) is None
         assert hardware.of_device(SimpleNamespace(platform="cpu", device_kind="NVIDIA H100 80GB HBM3")) is None
         assert hardware.of_device(kd.mock_gpus(1, 1)[0]) is None
 
-    def test_the_cpu_of_this_machine_is_known(self):
+    def test_cpu_of_this_machine(self):
         assert hardware.of_device(jax.devices("cpu")[0]) is hardware["cpu"]
 
     def test_hardware_of_the_same_device_kind_is_told_apart_by_a_label(self, registry):

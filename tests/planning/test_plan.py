@@ -543,7 +543,7 @@ def test_loops_of_unknown_length_are_counted_as_they_are_executed():
     ],
 )
 def test_a_program_that_the_compiler_does_not_finish_is_an_answer_too(words, needed, monkeypatch):
-    monkeypatch.setattr(compilation, "_compile", lambda lowered: (None, words))
+    monkeypatch.setattr(compilation, "_compile", lambda lowered: (None, words, ()))
     planned = kd.plan(perceptron, LAYOUTS["data parallel"](), 16)
     assert planned.fits is False
     assert planned.memory.total == needed * 2**30
