@@ -35,7 +35,7 @@ def test_a_distribution_implements_every_hook():
     members = {name for name in vars(DistributionHooks) if not name.startswith("_")}
     members |= set(DistributionHooks.__annotations__)
     distribution = kd.DataParallel()
-    assert "feed" in members
+    assert "distribute_batch" in members
     for name in members:
         assert getattr(kd.Distribution, name, None) is not vars(DistributionHooks).get(name, "annotation"), name
         assert hasattr(distribution, name)
