@@ -1,7 +1,9 @@
-"""Every private name of Keras that this package uses, and which distribution is active.
+"""Private names of Keras, how its functions are patched, and which distribution is active.
 
 * `internals.py`: small functions around Keras's private names.
-* `patch_registry.py`: how functions of Keras are replaced, and which distribution is active.
-* `training_state.py`: the state of a model that runs: from its variables into steps, and back.
+* `patch_registry.py`: declares, installs and removes patches of Keras's functions.
+* `distribution_hooks.py`: what patches ask of a distribution.
+* `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.
+* `training_state.py`: moves the state of a running model between its variables and the steps.
 * `deferred_variables.py`: variables without values.
 """
