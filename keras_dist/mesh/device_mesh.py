@@ -126,6 +126,8 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         """The name of each axis, as a tuple if names were given as a tuple, else as a list."""
         return self._axis_names[:]
 
+    axis_name = axis_names  # KerasHub's errors about a mesh that lacks an axis show `device_mesh.axis_name`
+
     @property
     def devices(self) -> np.ndarray:
         """The devices, as names or objects as they were given, in a read-only array of the mesh's shape."""

@@ -1,4 +1,4 @@
-"""KerasHub with meshes and layout maps of this package, and this package with KerasHub's layout maps."""
+"""KerasHub's layout maps and models with meshes and distributions of keras_dist."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ def mesh():
 
 
 def llama(**arguments):
-    """A Llama of two tiny blocks."""
+    """A Llama with two small blocks."""
     keras.utils.set_random_seed(0)
     return keras_hub.models.LlamaBackbone(
         vocabulary_size=64,
@@ -35,7 +35,7 @@ def inputs(rows):
     return {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
 
 
-def test_its_layout_map_takes_our_mesh_and_our_distribution_takes_its_map(mesh):
+def test_a_layout_map_of_keras_hub_on_a_mesh_of_keras_dist(mesh):
     layout_map = keras_hub.models.LlamaBackbone.get_layout_map(mesh)
     assert type(layout_map) is keras.distribution.LayoutMap
     expected = llama().predict(inputs(7), verbose=0)
@@ -46,6 +46,15 @@ def test_its_layout_map_takes_our_mesh_and_our_distribution_takes_its_map(mesh):
     np.testing.assert_allclose(model.predict(inputs(7), verbose=0), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mesh_without_the_axis_batch():
+    """KerasHub's own error shows the mesh's axes; the names can be passed."""
+    mesh = kd.DeviceMesh((2, 4), ["data", "model"])
+    with pytest.raises(ValueError, match=r"batch.*\['data', 'model'\]"):
+        keras_hub.models.LlamaBackbone.get_layout_map(mesh)
+    assert len(keras_hub.models.LlamaBackbone.get_layout_map(mesh, data_parallel_dim_name="data"))
+
+
+@pytest.mark.slow
 def test_a_causal_language_model_trains_and_generates(mesh):
     def run():
         model = keras_hub.models.LlamaCausalLM(backbone=llama(), preprocessor=None)

@@ -1,4 +1,4 @@
-"""Tensor parallel rules for KerasHub's models: never less than their own layout maps, and for models without one."""
+"""Tensor parallel rules for KerasHub's models, compared with their own layout maps if they have one."""
 
 import math
 import warnings
@@ -13,6 +13,8 @@ keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install
 models = keras_hub.models
 SIZES = {"vocabulary_size": 512, "num_layers": 2, "hidden_dim": 64, "intermediate_dim": 128}
 HEADS = {"num_query_heads": 8, "num_key_value_heads": 8}
+
+pytestmark = pytest.mark.slow
 
 
 def llama3(**sizes):
@@ -70,21 +72,21 @@ def causal_lm(build, kind):
 
 
 @pytest.mark.parametrize("name", OWN_MAPS)
-def test_never_less_sharded_and_never_more_traffic_than_by_their_own_map(name):
+def test_no_less_sharding_and_no_more_traffic_than_with_keras_hubs_map(name):
     build, backbone, kind = OWN_MAPS[name]
     mesh = kd.create_device_mesh("batch:1,model:8")
-    theirs = kd.ModelParallel(layout_map=backbone.get_layout_map(mesh, "model", "batch"), batch_dim_name="batch")
-    ours = kd.ModelParallel(layout_map=rules_for(build))
+    hub_map = kd.ModelParallel(layout_map=backbone.get_layout_map(mesh, "model", "batch"), batch_dim_name="batch")
+    rules = kd.ModelParallel(layout_map=rules_for(build))
     tokens = np.ones((8, 64), "int32")
     batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
-    by_them, by_us = (kd.plan(lambda: causal_lm(build, kind), each, batch) for each in (theirs, ours))
-    held = {v.path: v.bytes for v in by_them.variables if v.part == "weights" and len(v.shape) > 1}
-    for v in by_us.variables:
+    of_hub, of_rules = (kd.plan(lambda: causal_lm(build, kind), each, batch) for each in (hub_map, rules))
+    held = {v.path: v.bytes for v in of_hub.variables if v.part == "weights" and len(v.shape) > 1}
+    for v in of_rules.variables:
         if v.path in held:
             assert v.bytes <= held[v.path], v
-    assert by_us.memory.state <= by_them.memory.state
-    assert by_us.wire_bytes <= by_them.wire_bytes
-    assert "all-to-all" not in {each.kind for each in by_us.traffic}
+    assert of_rules.memory.state <= of_hub.memory.state
+    assert of_rules.wire_bytes <= of_hub.wire_bytes
+    assert "all-to-all" not in {each.kind for each in of_rules.traffic}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -95,9 +97,93 @@ def test_models_without_a_map_are_sharded(name):
         model = build()
     held = {v.path: math.prod(v.shape) for v in model.weights}
     sharded = sum(size for path, size in held.items() if layout_map[path] and any(layout_map[path].axes))
-    least = {"resnet": 0.5, "vit": 0.8}.get(name, 0.9)  # some convolutions, and that of the patches, stay whole
+    least = {"resnet": 0.5, "vit": 0.8}.get(name, 0.9)  # some convolutions, and the patch embedding, stay replicated
     assert sharded > least * sum(held.values())
     assert not kd.explain(model, kd.ModelParallel(layout_map=layout_map)).findings
+
+
+def gemma3_with_images():
+    encoder = models.Gemma3VisionEncoder(
+        image_size=16,
+        patch_size=4,
+        num_heads=2,
+        hidden_dim=32,
+        num_layers=1,
+        intermediate_dim=64,
+        output_dim=64,
+        pool_size=2,
+    )
+    sizes = SIZES | HEADS | {"head_dim": 16, "image_size": 16}
+    return models.Gemma3Backbone(**sizes, vision_encoder=encoder)
+
+
+def sam_with_prompts():
+    encoder = models.ViTDetBackbone(
+        hidden_size=16,
+        num_layers=2,
+        intermediate_dim=64,
+        num_heads=4,
+        global_attention_layer_indices=[1],
+        patch_size=16,
+        num_output_channels=8,
+        window_size=2,
+        image_shape=(64, 64, 3),
+    )
+    prompts = keras_hub.layers.SAMPromptEncoder(
+        hidden_size=8, image_embedding_size=(4, 4), input_image_size=(64, 64), mask_in_channels=16
+    )
+    decoder = keras_hub.layers.SAMMaskDecoder(
+        num_layers=1,
+        hidden_size=8,
+        intermediate_dim=32,
+        num_heads=4,
+        embedding_dim=8,
+        num_multimask_outputs=3,
+        iou_head_depth=3,
+        iou_head_hidden_dim=8,
+    )
+    return models.SAMBackbone(image_encoder=encoder, prompt_encoder=prompts, mask_decoder=decoder)
+
+
+SEVERAL_KINDS_OF_INPUTS = {
+    "rwkv7": (
+        lambda: models.RWKV7Backbone(
+            hidden_size=64,
+            head_size=16,
+            num_layers=2,
+            vocabulary_size=128,
+            intermediate_dim=128,
+            gate_lora=16,
+            mv_lora=8,
+            aaa_lora=8,
+            decay_lora=8,
+        ),
+        {"rwkv_layer_0/RWKV_CMIX/dense_k/kernel": (None, "model")},
+    ),
+    "gemma3": (gemma3_with_images, {"decoder_block_0/ffw_gating/kernel": (None, "model")}),
+    "moonshine": (
+        lambda: models.MoonshineBackbone(
+            vocabulary_size=128,
+            filter_dim=32,
+            encoder_num_layers=1,
+            decoder_num_layers=1,
+            hidden_dim=32,
+            intermediate_dim=64,
+            encoder_num_heads=4,
+            decoder_num_heads=4,
+        ),
+        {"encoder_block_0/feedforward/dense_1/kernel": (None, "model")},
+    ),
+    "sam": (sam_with_prompts, {"sam_prompt_encoder/no_mask_embed/embeddings": (None, None)}),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_KINDS_OF_INPUTS)
+def test_models_with_state_audio_images_or_prompts_are_traced(name):
+    build, expected = SEVERAL_KINDS_OF_INPUTS[name]
+    layout_map = rules_for(build, "batch:4,model:2")
+    assert {path: layout_map[path].axes for path in expected} == expected
+    assert any("model" in layout.axes for layout in layout_map.values())
 
 
 def images_or_tokens(model):
@@ -110,7 +196,7 @@ def images_or_tokens(model):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "vit", "t5", "resnet"])
-def test_they_give_the_numbers_of_one_device(name):
+def test_predictions_are_those_of_one_device(name):
     build = OTHERS[name]
 
     def outputs():
@@ -125,7 +211,7 @@ def test_they_give_the_numbers_of_one_device(name):
             np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
-def test_few_heads_of_keys_and_values_stay_whole_and_are_reported():
+def test_too_few_key_and_value_heads_are_replicated_and_reported():
     with pytest.warns(UserWarning, match=r"4 weights .*self_attention/(key|value)/kernel"):
         layout_map = kd.tensor_parallel_layout_map(
             lambda: llama3(hidden_dim=512, num_key_value_heads=2), kd.create_device_mesh("batch:1,model:8")

@@ -1,4 +1,8 @@
-"""Meshes, layouts and rules that `keras.distribution` gets wrong; each scenario runs on it and on ours."""
+"""Where `keras.distribution` crashes, replicates silently or accepts mistakes, and keras_dist does not.
+
+Each test runs one scenario on both: `KERAS` (the module `keras.distribution`) and `kd`. Its first assertions pin what
+Keras 3.15 does, so a test that fails there tells that Keras was mended; the others are what keras_dist promises.
+"""
 
 import re
 
@@ -25,7 +29,7 @@ def mesh_2x4(api, names=("data", "model")):
 # ------------------------------------------------------------------------------------- distributions and their mesh
 
 
-def test_data_parallel_over_a_mesh_of_two_axes_warns_and_takes_the_first():
+def test_data_parallel_on_a_2d_mesh_warns_and_uses_the_first_axis():
     with pytest.raises(TypeError, match="category must be a Warning subclass"):
         KERAS.DataParallel(mesh_2x4(KERAS))
     with pytest.warns(UserWarning, match="1D mesh.*'data'"):
@@ -35,39 +39,39 @@ def test_data_parallel_over_a_mesh_of_two_axes_warns_and_takes_the_first():
 
 
 @pytest.mark.filterwarnings("ignore:DataParallel expects a 1D mesh")
-def test_data_parallel_over_a_mesh_of_two_axes_trains():
+def test_data_parallel_on_a_2d_mesh_trains():
     check_as_on_one_device(fit, distribution=lambda api: api.DataParallel(mesh_2x4(api)))
 
 
-def test_data_parallel_over_no_devices():
+def test_data_parallel_rejects_an_empty_list_of_devices():
     assert KERAS.DataParallel(devices=[]).device_mesh.shape == (8,)  # all of them
     with pytest.raises(ValueError, match=r"devices=\[\]"):
         kd.DataParallel(devices=[])
 
 
-def test_model_parallel_with_an_unknown_argument():
-    def misspelt(api):
+def test_model_parallel_rejects_misspelled_arguments():
+    def misspelled(api):
         return api.ModelParallel(layout_map=api.LayoutMap(mesh_2x4(api)), batch_dim="model")
 
-    assert misspelt(KERAS).batch_dim_name == "data"
+    assert misspelled(KERAS).batch_dim_name == "data"
     with pytest.raises(TypeError, match="batch_dim"):
-        misspelt(kd)
+        misspelled(kd)
 
 
 @pytest.mark.parametrize("value", ["foo", 8, kd.DataParallel])
-def test_set_distribution_to_what_is_none(value):
+def test_set_distribution_rejects_anything_but_a_distribution(value):
     KERAS.set_distribution(value)
     assert KERAS.distribution() is value
     KERAS.set_distribution(None)
-    with pytest.raises(TypeError, match="set_distribution takes a distribution"):
+    with pytest.raises(TypeError, match="set_distribution"):
         kd.set_distribution(value)
     assert kd.distribution() is None
 
 
-def test_set_distribution_to_what_is_none_keeps_the_installed_one():
+def test_a_rejected_distribution_leaves_the_installed_one():
     installed = kd.DataParallel()
     kd.set_distribution(installed)
-    with pytest.raises(TypeError, match="set_distribution takes a distribution"):
+    with pytest.raises(TypeError, match="set_distribution"):
         kd.set_distribution("foo")
     assert kd.distribution() is installed
 
@@ -75,7 +79,7 @@ def test_set_distribution_to_what_is_none_keeps_the_installed_one():
 # ------------------------------------------------------------------------------------------------------- layout maps
 
 
-def test_a_list_of_axes_in_a_layout_map():
+def test_layout_maps_accept_lists_of_axes():
     def axes(api):
         layout_map = api.LayoutMap(mesh_2x4(api))
         layout_map["dense/kernel"] = [None, "model"]
@@ -86,7 +90,7 @@ def test_a_list_of_axes_in_a_layout_map():
     assert axes(kd) == (None, "model")
 
 
-def test_a_layout_in_two_maps_lies_on_the_mesh_of_each():
+def test_a_layout_in_two_maps_uses_the_mesh_of_each():
     def shapes(api):
         layout = api.TensorLayout((None, "model"))
         maps = [api.LayoutMap(api.DeviceMesh(shape, ["data", "model"])) for shape in ((2, 4), (4, 2))]
@@ -98,20 +102,20 @@ def test_a_layout_in_two_maps_lies_on_the_mesh_of_each():
     assert shapes(kd) == [(8, 2), (8, 4)]
 
 
-def test_a_bad_regex_is_refused_where_it_is_written():
+def test_an_invalid_regex_raises_when_its_rule_is_added():
     def insert(api):
         layout_map = api.LayoutMap(mesh_2x4(api))
         layout_map["(dense/kernel"] = (None, "model")
         return layout_map
 
-    found_late = insert(KERAS)
+    accepted = insert(KERAS)
     with pytest.raises(re.error, match="unterminated subpattern"):
-        found_late["conv/kernel"]
+        accepted["conv/kernel"]
     with pytest.raises(ValueError, match=r"\(dense/kernel.*unterminated subpattern"):
         insert(kd)
 
 
-def test_what_is_in_a_layout_map():
+def test_membership_in_a_layout_map():
     def contained(api):
         layout_map = api.LayoutMap(mesh_2x4(api))
         layout_map["dense.*/kernel"] = (None, "model")
@@ -121,39 +125,39 @@ def test_what_is_in_a_layout_map():
     assert contained(kd) == [True, False, False]
 
 
-def test_get_with_a_default():
-    def got(api):
+def test_get_returns_the_default():
+    def get(api):
         layout_map = api.LayoutMap(mesh_2x4(api))
         layout_map["dense.*/kernel"] = (None, "model")
         return layout_map.get("anything", "default"), layout_map.get("dense_1/kernel", "default")
 
-    missing, found = got(KERAS)
+    missing, found = get(KERAS)
     assert missing is None
     assert found.axes == (None, "model")
-    missing, found = got(kd)
+    missing, found = get(kd)
     assert missing == "default"
     assert found.axes == (None, "model")
 
 
-# --------------------------------------------------------------------------------- rules that do not fit a variable
+# --------------------------------------------------------------------------------- rules that do not fit their variable
 
 
 def build_layer(api, layer, *shapes, rules=None):
-    """Builds a layer under rules."""
+    """Builds a layer under a distribution with some rules."""
     with model_parallel(api, rules).scope():
         layer.build(*shapes)
     return layer
 
 
-def assert_nothing_is_half_created(layer, *shapes):
-    """A build that failed left no variable behind, and works where the rule is gone."""
+def assert_failed_build_created_nothing(layer, *shapes):
+    """Asserts that a failed build left no variable, and that the layer can be built without the rule."""
     assert not layer.built
     assert layer.weights == []
     layer.build(*shapes)
     assert [variable.name for variable in layer.weights] == ["kernel", "bias"]
 
 
-def test_a_dim_that_the_axis_does_not_divide():
+def test_a_dim_that_the_axis_does_not_divide_raises_with_path_and_rule():
     rules, shape = {".*kernel": (None, "model")}, (None, 4)
     with raises_indivisible() as error:
         build_layer(KERAS, keras.layers.Dense(6, name="odd"), shape, rules=rules)
@@ -162,10 +166,10 @@ def test_a_dim_that_the_axis_does_not_divide():
     with pytest.raises(ValueError, match=re.escape("'odd/kernel' (shape (4, 6)) by the rule '.*kernel'")) as error:
         build_layer(kd, layer, shape, rules=rules)
     assert "axis 'model' (size 4)" in str(error.value)
-    assert_nothing_is_half_created(layer, shape)
+    assert_failed_build_created_nothing(layer, shape)
 
 
-def test_a_rule_longer_than_the_rank():
+def test_a_rule_with_more_entries_than_dims_raises_with_path_and_rule():
     rules, shape = {".*kernel": (None, None, "model")}, (None, 4)
     with pytest.raises(IndexError, match="list index out of range"):
         build_layer(KERAS, keras.layers.Dense(8, name="flat"), shape, rules=rules)
@@ -173,21 +177,21 @@ def test_a_rule_longer_than_the_rank():
     with pytest.raises(ValueError, match=re.escape("'flat/kernel' (shape (4, 8)) by the rule '.*kernel'")) as error:
         build_layer(kd, layer, shape, rules=rules)
     assert "3 entries, but the tensor has 2 dims" in str(error.value)
-    assert_nothing_is_half_created(layer, shape)
+    assert_failed_build_created_nothing(layer, shape)
 
 
-def test_an_axis_twice_in_a_rule():
+def test_a_rule_with_an_axis_twice_raises_when_it_is_added():
     rules, shape = {".*kernel": ("model", "model")}, (None, 4)
     with raises_error_of_jax("DuplicateSpecError", "duplicate entries"):
         build_layer(KERAS, keras.layers.Dense(4, name="square"), shape, rules=rules)
-    # Ours needs no variable to see it: the rule is refused, and the map stays as it was.
+    # keras_dist rejects the rule before any variable is created, and leaves the map unchanged.
     layout_map = kd.LayoutMap(mesh_2x4(kd))
     with pytest.raises(ValueError, match=re.escape("Rule '.*kernel'") + ".*axis 'model' is used twice"):
         layout_map[".*kernel"] = ("model", "model")
     assert len(layout_map) == 0
 
 
-def test_key_and_value_heads_that_the_axis_does_not_divide():
+def test_key_heads_that_the_axis_does_not_divide_raise_with_path():
     rules, shapes = {".*(query|key|value)/kernel": (None, "model", None)}, ((None, 3, 16), (None, 3, 16))
 
     def attention():
@@ -200,14 +204,14 @@ def test_key_and_value_heads_that_the_axis_does_not_divide():
         build_layer(kd, attention(), *shapes, rules=rules)
 
 
-def test_one_dim_over_two_axes():
+def test_a_dim_over_two_axes():
     rules = {".*kernel": (("data", "model"), None)}
     with pytest.raises(ValueError, match="Invalid axis names for Layout"):
         build_layer(KERAS, keras.layers.Dense(4), (None, 16), rules=rules)
     assert shard_shape(build_layer(kd, keras.layers.Dense(4), (None, 16), rules=rules).kernel) == (2, 4)
 
 
-def test_one_dim_over_two_axes_trains():
+def test_a_dim_over_two_axes_trains():
     rules = {".*a/kernel": (None, ("data", "model")), ".*a/bias": (("model", "data"),)}
     check_as_on_one_device(fit, distribution=lambda api: model_parallel(api, rules))
 
@@ -224,8 +228,8 @@ def functional():
     return keras.Model(inputs, keras.layers.Dense(8, name="dense")(inputs))
 
 
-def kernels(api, build, path, rules):
-    """The part of the kernel that lies on one device, for a model and for the same one loaded from a file."""
+def kernel_shards(api, build, path, rules):
+    """The shard of the kernel on one device, for a model and for the same model loaded from a file."""
     start_anew()
     with model_parallel(api, rules).scope():
         model = build()
@@ -234,16 +238,16 @@ def kernels(api, build, path, rules):
     return [shard_shape(each.get_layer("dense").kernel) for each in (model, loaded)]
 
 
-def test_the_rules_of_a_functional_model_match_the_same_layers_in_a_sequential(tmp_path):
+def test_rules_of_a_functional_model_match_the_layers_of_a_sequential(tmp_path):
     path, rules = tmp_path / "model.keras", {"dense/kernel": (None, "model")}
-    assert kernels(KERAS, functional, path, rules) == [(4, 2), (4, 2)]
-    # Replicated in silence, until the model is loaded: its paths have lost their first name then.
-    assert kernels(KERAS, sequential, path, rules) == [(4, 8), (4, 2)]
-    assert kernels(kd, functional, path, rules) == [(4, 2), (4, 2)]
-    assert kernels(kd, sequential, path, rules) == [(4, 2), (4, 2)]
+    assert kernel_shards(KERAS, functional, path, rules) == [(4, 2), (4, 2)]
+    # Keras replicates silently, until the model is loaded: then its paths lack their first name.
+    assert kernel_shards(KERAS, sequential, path, rules) == [(4, 8), (4, 2)]
+    assert kernel_shards(kd, functional, path, rules) == [(4, 2), (4, 2)]
+    assert kernel_shards(kd, sequential, path, rules) == [(4, 2), (4, 2)]
 
 
-def test_the_second_sequential_of_a_process_matches_like_the_first():
+def test_rules_match_the_second_sequential_of_a_process():
     def second(api):
         start_anew()
         with model_parallel(api, {"dense/kernel": (None, "model")}).scope():
@@ -256,15 +260,15 @@ def test_the_second_sequential_of_a_process_matches_like_the_first():
     assert second(kd) == (4, 2)
 
 
-@pytest.mark.parametrize("spelt", ["sequential/dense/kernel", "sequential.*/kernel"])
-def test_a_rule_that_spells_the_name_of_the_sequential_wins(spelt, tmp_path):
-    rules = {"dense/kernel": (None, "model"), spelt: ("data", None)}
-    model, loaded = kernels(kd, sequential, tmp_path / "model.keras", rules)
+@pytest.mark.parametrize("pattern", ["sequential/dense/kernel", "sequential.*/kernel"])
+def test_a_rule_with_the_name_of_the_sequential_wins(pattern, tmp_path):
+    rules = {"dense/kernel": (None, "model"), pattern: ("data", None)}
+    model, loaded = kernel_shards(kd, sequential, tmp_path / "model.keras", rules)
     assert model == (2, 8)
     assert loaded == (4, 2)  # its path is `dense/kernel`
 
 
-def test_a_name_that_a_user_gave_is_no_prefix_to_strip():
+def test_a_name_given_by_the_user_is_part_of_the_path():
     with model_parallel(kd, {"dense/kernel": (None, "model")}).scope():
         layers = [keras.Input((4,)), keras.layers.Dense(8, name="dense")]
         model = keras.Sequential(layers, name="tower")

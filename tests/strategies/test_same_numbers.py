@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from keras import layers
+from support.strategy_models import assert_same_numbers
 
 import keras_dist as kd
 from keras_dist.data.batch_placement import BatchPlacer
@@ -21,14 +22,14 @@ from keras_dist.layout.tensor_layout import axis_tuple
 TOLERANCE = 1e-5  # relative to the largest value of an array, and absolute for arrays that are all below 0.1
 AXIS_NAMES = ("data", "fsdp", "model")
 
-# Hypothesis tries the simplest draw first, the first element of every list, so all lists of choices in this file begin
-# with what shards the most. The widths of the models, 8, 16 and 24, can be divided by most of these axes.
+# Hypothesis tries the first element of every list first, so every list of choices begins with what shards the most.
+# Most of the axes divide the widths of the models: 8, 16 and 24.
 MESH_SHAPES = [
     *[(2, 2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (8,), (2, 2), (4,), (6,), (3,), (2,), (2, 1, 4), (1, 8), (3, 1, 2)],
     *[(5,), (7,), (1,)],
 ]
 
-# The draws are the same in every run. A failure is not shrunk: each attempt would compile for seconds.
+# The draws are equal in every run. Failures are not shrunk, because each attempt would compile for seconds.
 compiling = hypothesis.settings(
     max_examples=4,
     deadline=None,
@@ -39,7 +40,7 @@ compiling = hypothesis.settings(
 
 
 class SelfAttention(keras.Layer):
-    """Attention of a sequence to itself, added to it and normalized, so that it fits into a `Sequential`."""
+    """Self-attention with a residual and a norm, as one layer for a `Sequential`."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -55,7 +56,7 @@ class SelfAttention(keras.Layer):
 
 
 class Architecture(NamedTuple):
-    """A stack of layers, the shape of one row that it takes, and its loss and metric."""
+    """A stack of layers, the shape of one example, a loss and a metric."""
 
     row: tuple[int, ...]
     stack: tuple
@@ -116,8 +117,13 @@ ARCHITECTURES = {
 }
 
 
+def architectures(fast: str) -> list:
+    """Returns the names of all architectures; all but one are slow."""
+    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+
+
 class Case(NamedTuple):
-    """What is computed, apart from where."""
+    """The computation, without its distribution."""
 
     architecture: str
     form: str
@@ -129,14 +135,14 @@ class Case(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """A distribution, and the axes of those variables that it does not replicate."""
+    """A distribution, and the axes of the variables that it shards."""
 
     distribution: kd.Distribution
     axes: dict[str, tuple]
 
 
 def build(architecture: str, form: str) -> tuple[keras.Model, Architecture]:
-    """Makes one of the models, with the names that it would have in a new process."""
+    """Builds one of the models, with the names that it has in a new process."""
     keras.utils.clear_session(free_memory=False)
     parts = ARCHITECTURES[architecture]()
     if form == "functional":
@@ -147,11 +153,11 @@ def build(architecture: str, form: str) -> tuple[keras.Model, Architecture]:
 
 
 def build_compiled(case: Case) -> tuple[keras.Model, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Makes and compiles the model of a case, with its inputs, targets and sample weights."""
+    """Builds and compiles the model of a case; returns it with inputs, targets and sample weights."""
     keras.utils.set_random_seed(case.seed)
     model, parts = build(case.architecture, case.form)
-    # Not Adam: a bias in front of BatchNormalization has a true gradient of zero, and Adam makes a full step of the
-    # rounding noise that is computed in its place. On one device two orders of summation part in the same way.
+    # Not Adam: the gradient of a bias before BatchNormalization is zero but for rounding errors, which Adam scales up
+    # to a full step. On one device, too, two orders of summation give different numbers then.
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer, parts.loss, metrics=[parts.metric], weighted_metrics=[parts.metric])
     random = np.random.default_rng(case.seed)
@@ -161,13 +167,13 @@ def build_compiled(case: Case) -> tuple[keras.Model, tuple[np.ndarray, np.ndarra
         if parts.loss == "mse"
         else random.integers(8, size=case.rows)
     )
-    # Shuffling and dropout draw from the seed too, whatever was drawn for the weights.
+    # Shuffling and dropout draw from the seed, too, independent of the draws for the weights.
     keras.utils.set_random_seed(case.seed + 1)
     return model, (x, y, random.uniform(0.5, 2, size=case.rows).astype("float32"))
 
 
 def in_epochs(case: Case) -> tuple[keras.Model, dict[str, object]]:
-    """Fits, evaluates and predicts, and returns the model and all numbers that came out."""
+    """Fits, evaluates and predicts; returns the model and all numbers."""
     model, (x, y, weight) = build_compiled(case)
     weight = weight if case.weighted else None
     options = {
@@ -182,7 +188,7 @@ def in_epochs(case: Case) -> tuple[keras.Model, dict[str, object]]:
 
 
 def in_single_batches(case: Case) -> tuple[keras.Model, dict[str, object]]:
-    """Trains, tests, predicts and calls the model on one batch, and returns it and all numbers that came out."""
+    """Trains, tests, predicts and calls the model on one batch; returns the model and all numbers."""
     model, (x, y, weight) = build_compiled(case)
     weight = weight if case.weighted else None
     return model, {
@@ -195,7 +201,7 @@ def in_single_batches(case: Case) -> tuple[keras.Model, dict[str, object]]:
 
 
 def with_weights(model: keras.Model, numbers: dict[str, object]) -> dict[str, object]:
-    """Adds the weights that a model has now to the numbers that it gave."""
+    """Returns the numbers of a run together with the weights of the model after it."""
     return numbers | {"weights": {variable.path: np.asarray(variable.value) for variable in model.weights}}
 
 
@@ -206,21 +212,12 @@ def on_one_device(run, case: Case) -> dict[str, object]:
     return with_weights(*run(case))
 
 
-def assert_same_numbers(actual, expected):
-    """Compares two structures of numbers, each array to the tolerance."""
-    keras.tree.assert_same_structure(actual, expected)
-    for (path, got), want in zip(keras.tree.flatten_with_path(actual), keras.tree.flatten(expected), strict=True):
-        got, want = np.asarray(got, "float64"), np.asarray(want, "float64")
-        limit = TOLERANCE * max(0.1, np.abs(want).max())
-        np.testing.assert_allclose(got, want, rtol=0, atol=limit, err_msg=str(path))
-
-
-def assert_lies_as_placed(model: keras.Model, placement: Placement):
-    """Checks that each variable still lies as its rule says, so that what was computed was computed sharded."""
+def assert_layouts(model: keras.Model, placement: Placement):
+    """Checks that each variable still has the layout of its rule, so the numbers were computed on sharded weights."""
     mesh = placement.distribution.device_mesh
     for variable in model.variables:
-        wanted = kd.TensorLayout(placement.axes.get(variable.path, ()), mesh).backend_layout
-        assert variable.value.sharding.is_equivalent_to(wanted, variable.value.ndim), variable.path
+        expected = kd.TensorLayout(placement.axes.get(variable.path, ()), mesh).backend_layout
+        assert variable.value.sharding.is_equivalent_to(expected, variable.value.ndim), variable.path
 
 
 def check(run, case: Case, placement: Placement):
@@ -230,16 +227,15 @@ def check(run, case: Case, placement: Placement):
     expected = on_one_device(run, case)
     with distribution.scope():
         model, numbers = run(case)
-    assert_same_numbers(with_weights(model, numbers), expected)
-    assert_lies_as_placed(model, placement)
+    assert_same_numbers(with_weights(model, numbers), expected, TOLERANCE)
+    assert_layouts(model, placement)
 
 
 @functools.cache
 def variables_of(architecture: str, form: str) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights by their paths.
 
-    The states of random generators are no weights. They stay replicated: JAX draws from a sharded key in a compiled
-    function only.
+    They do not include the states of random generators, which stay replicated.
     """
     model, parts = build(architecture, form)
     model.build((None, *parts.row))
@@ -255,7 +251,7 @@ def meshes(draw) -> kd.DeviceMesh:
 
 @st.composite
 def layouts(draw, shape: tuple[int, ...], axis_sizes: dict[str, int]) -> tuple:
-    """Draws the axes of a tensor: for each dim None, an axis or a tuple of axes that divides it, none of them twice."""
+    """Draws the axes of a tensor: for each dim None, an axis or a tuple of axes that divides it, each axis once."""
     free, entries = list(axis_sizes), []
     for dim in shape:
         options = [
@@ -278,7 +274,7 @@ def batch_axes(draw, mesh: kd.DeviceMesh):
 
 
 def spellings(group: list[str], variables: Iterable[str]) -> list[str]:
-    """Returns regexes that match the paths of a group and no others: whole, without the model's name, or their end."""
+    """Returns regexes that match the paths of a group and no others: full paths, without the model's name, or ends."""
     whole = "|".join(map(re.escape, group))
     without_name = "|".join(re.escape(path.removeprefix("sequential/")) for path in group)
     end = ".*" + re.escape("/".join(group[0].split("/")[-2:]))
@@ -288,7 +284,7 @@ def spellings(group: list[str], variables: Iterable[str]) -> list[str]:
 
 @st.composite
 def rules(draw, variables: dict[str, tuple[int, ...]], mesh: kd.DeviceMesh) -> tuple[kd.LayoutMap, dict[str, tuple]]:
-    """Draws a layout map with a rule for each variable, or one for all of a shape, and the axes that it gives."""
+    """Draws a layout map with a rule for each variable, or for all of a shape; returns the axes of each variable."""
     layout_map, axes = kd.LayoutMap(mesh), {}
     for shape, paths in itertools.groupby(sorted(variables, key=variables.get), key=variables.get):
         paths = list(paths)
@@ -310,7 +306,7 @@ def data_parallel(draw) -> Placement:
 
 @st.composite
 def model_parallel(draw, variables: dict[str, tuple[int, ...]]) -> Placement:
-    """Draws a `ModelParallel` with rules for a model's variables and, at times, for the output of its last layer."""
+    """Draws a `ModelParallel` with rules for a model's variables, sometimes also for the output of its last layer."""
     mesh = draw(meshes())
     layout_map, axes = draw(rules(variables, mesh))
     batch_dim_name = draw(batch_axes(mesh))
@@ -335,7 +331,7 @@ def cases(architecture: str, rows: st.SearchStrategy[int]) -> st.SearchStrategy[
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", architectures("mix"))
 @compiling
 @hypothesis.given(data=st.data())
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_device(architecture, data):
@@ -345,7 +341,7 @@ def test_fit_evaluate_and_predict_give_the_numbers_of_one_device(architecture, d
     check(in_epochs, case, data.draw(data_parallel()))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", architectures("dense"))
 @hypothesis.settings(compiling, max_examples=3)
 @hypothesis.given(data=st.data())
 def test_single_batches_and_calls_give_the_numbers_of_one_device(architecture, data):
@@ -357,7 +353,7 @@ def test_single_batches_and_calls_give_the_numbers_of_one_device(architecture, d
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=300)
 @hypothesis.given(mesh=meshes(), rows=st.integers(0, 10_000), data=st.data())
-def test_a_batch_is_sharded_over_the_largest_part_of_its_axes_that_divides_its_rows(mesh, rows, data):
+def test_a_batch_is_sharded_over_the_axes_with_the_largest_product_that_divides_its_rows(mesh, rows, data):
     count = data.draw(st.integers(0, len(mesh.axis_names)))
     axes = data.draw(st.sampled_from(list(itertools.permutations(mesh.axis_names, count))))
     chosen = BatchPlacer(mesh, axes).axes_for(rows)

@@ -1,4 +1,6 @@
-"""Models and distributions that the tests of strategies and of tensor parallel rules share."""
+"""Models, distributions and checks that the tests of strategies share."""
+
+import contextlib
 
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 32
 
 @keras.saving.register_keras_serializable("keras_dist_tests")
 class Experts(keras.Layer):
-    """A mixture of experts: each token goes to the two that a router likes most. Bare weights of three dims."""
+    """A mixture of experts: a router sends each token to two of them. The weights are bare, with three dims."""
 
     def __init__(self, experts=8, hidden=32, top_k=2, **kwargs):
         super().__init__(**kwargs)
@@ -38,7 +40,7 @@ class Experts(keras.Layer):
 
 
 def block(x, name="block", dropout=0.0):
-    """Attention and two dense layers, each with a norm before and the sum behind."""
+    """A transformer block: attention and two dense layers, each with a norm before and a residual after it."""
     y = layers.LayerNormalization(name=f"{name}_norm1")(x)
     y = layers.MultiHeadAttention(4, WIDTH // 4, dropout=dropout, name=f"{name}_attention")(y, y, use_causal_mask=True)
     x = layers.Add(name=f"{name}_add1")([x, y])
@@ -50,7 +52,7 @@ def block(x, name="block", dropout=0.0):
 
 
 def transformer(optimizer="adam", dropout=0.0):
-    """Tokens in, logits of tokens out."""
+    """A language model: tokens in, logits out."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = block(layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens), dropout=dropout)
     x = layers.LayerNormalization(name="norm")(x)
@@ -60,7 +62,7 @@ def transformer(optimizer="adam", dropout=0.0):
 
 
 def convnet(optimizer="adam"):
-    """Convolutions with batch norms, one with a residual. No bias before a norm: Adam would amplify its rounding."""
+    """Convolutions with batch norms and a residual. No bias before a norm: Adam would amplify its rounding errors."""
     images = keras.Input((8, 8, 3))
     x = layers.Conv2D(16, 3, padding="same", use_bias=False, name="stem")(images)
     x = layers.ReLU()(layers.BatchNormalization(name="stem_norm")(x))
@@ -75,7 +77,7 @@ def convnet(optimizer="adam"):
 
 
 def mixture(optimizer="adam"):
-    """A layer of experts between dense ones, for sequences of vectors."""
+    """A mixture of experts between dense layers, for sequences of vectors."""
     inputs = keras.Input((LENGTH, WIDTH))
     x = layers.Dense(WIDTH, name="first")(inputs)
     x = layers.Add()([x, Experts(name="experts")(layers.LayerNormalization(name="norm")(x))])
@@ -101,18 +103,18 @@ MODELS = {
 
 
 def fsdp(axes="fsdp:8", layout_map=None, **options):
-    """Fully sharded, tiny weights too."""
+    """FSDP that shards small weights, too."""
     mesh = kd.create_device_mesh(axes) if layout_map is None else None
     return kd.FullyShardedDataParallel(mesh, layout_map=layout_map, min_shard_bytes=0, **options)
 
 
 def tensor_parallel(build, axes="data:4,model:2", sequence_parallel=False):
-    """Rules that the model's program gives, over the mesh's axis "model"."""
+    """Tensor parallel rules of a model over the axis "model"."""
     return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes), "model", sequence_parallel)
 
 
-def only_rules(layout_map):
-    """The rules, with the batch over all axes but "model"."""
+def model_parallel(layout_map):
+    """A distribution of the rules alone, with batches over all axes but "model"."""
     batch = tuple(name for name in layout_map.device_mesh.axis_names if name != "model")
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name=batch)
 
@@ -121,13 +123,44 @@ STRATEGIES = {
     "DP": lambda build: kd.DataParallel(),
     "ZeRO-1": lambda build: kd.DataParallel(shard_optimizer_state=True),
     "FSDP": lambda build: fsdp(),
-    "FSDP, resharded": lambda build: fsdp(reshard_after_forward=True),
+    "FSDP, resharding": lambda build: fsdp(reshard_after_forward=True),
     "HSDP": lambda build: fsdp("replica:2,fsdp:4"),
-    "TP": lambda build: only_rules(tensor_parallel(build)),
-    "TP, SP": lambda build: only_rules(tensor_parallel(build, sequence_parallel=True)),
+    "TP": lambda build: model_parallel(tensor_parallel(build)),
+    "TP, SP": lambda build: model_parallel(tensor_parallel(build, sequence_parallel=True)),
     "FSDP x TP": lambda build: fsdp(layout_map=tensor_parallel(build)),
-    "FSDP x TP, SP, resharded": lambda build: fsdp(
+    "FSDP x TP, SP, resharding": lambda build: fsdp(
         layout_map=tensor_parallel(build, sequence_parallel=True), reshard_after_forward=True
     ),
     "HSDP x TP": lambda build: fsdp(layout_map=tensor_parallel(build, "replica:2,fsdp:2,model:2")),
 }
+
+
+def scope(distribution):
+    """The scope of a distribution; None is one device."""
+    return distribution.scope() if distribution else contextlib.nullcontext()
+
+
+def has_layouts_of(distribution, variables):
+    """Whether all variables have the layouts that a distribution gives them."""
+    return all(
+        v.value.sharding.is_equivalent_to(distribution.get_variable_layout(v).backend_layout, v.value.ndim)
+        for v in variables
+    )
+
+
+def assert_same_numbers(actual, expected, tolerance):
+    """Compares trees of numbers, each array relative to its largest number (absolute if that is below 0.1)."""
+    keras.tree.assert_same_structure(actual, expected)
+    for (path, got), want in zip(keras.tree.flatten_with_path(actual), keras.tree.flatten(expected), strict=True):
+        got, want = np.asarray(got, "float64"), np.asarray(want, "float64")
+        limit = tolerance * max(0.1, np.abs(want).max())
+        np.testing.assert_allclose(got, want, rtol=0, atol=limit, err_msg=str(path))
+
+
+def two_layers(policy=None, optimizer="adam"):
+    """Two dense layers; the first has nearly all weights, (64, 512)."""
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(512, dtype=policy, name="wide"), layers.Dense(8, dtype=policy, name="head")]
+    )
+    model.compile(optimizer, "mse")
+    return model

@@ -1,7 +1,8 @@
-"""What the compilers for GPUs and TPUs make of each strategy: the collectives, their bytes over the least, the state.
+"""What the compilers for GPUs and TPUs make of each strategy: collectives, bytes sent per device, and stored state.
 
-The least that a device sends follows from the shapes: of a ring all-reduce among n devices twice (n - 1) / n of the
-bytes, of an all-gather or a reduce-scatter once. `benchmarks/strategies.py` has a larger model, and hand-written JAX.
+The lower bound of bytes sent follows from the shapes: in a ring all-reduce among n devices, each device sends
+2 (n - 1) / n of the bytes of a tensor, in an all-gather or a reduce-scatter (n - 1) / n. `benchmarks/strategies.py`
+compares a larger model with hand-written JAX.
 """
 
 import importlib.util
@@ -30,10 +31,14 @@ TARGETS = [
     ),
 ]
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 512, 512, 4096
-ITEM = 2  # bytes of a number in the dtype of compute
+ITEM = 2  # bytes of an element in the dtype of compute
 BLOCKS = 2
 
-pytestmark = [pytest.mark.parametrize("target", TARGETS), pytest.mark.usefixtures("full_compilation")]
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.parametrize("target", TARGETS),
+    pytest.mark.usefixtures("full_compilation"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +75,15 @@ def mesh(target, axes):
     return kd.create_device_mesh(axes, devices=kd.target(target))
 
 
-def numbers(plan, large):
-    """How many numbers the large weights have, or the others."""
+def elements(plan, large):
+    """The number of elements of the large weights (over 64 KiB), or of the small ones."""
     sizes = [math.prod(v.shape) for v in plan.variables if v.part == "weights"]
     return sum(size for size in sizes if (4 * size > 2**16) == large)
 
 
 def small_bytes(plan, devices=8):
-    """At most what the gradients of small weights, which are all-reduced, send."""
-    return 2 * (devices - 1) / devices * 4 * numbers(plan, large=False)
+    """An upper bound of the bytes that all-reduces of the gradients of small weights send."""
+    return 2 * (devices - 1) / devices * 4 * elements(plan, large=False)
 
 
 def kinds(plan):
@@ -87,41 +92,41 @@ def kinds(plan):
 
 def test_zero_1(target):
     plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))
-    large = numbers(plan, large=True)
-    floor = 7 / 8 * large * (ITEM + 4)  # gradients are scattered as they are computed, new weights gathered
+    large = elements(plan, large=True)
+    floor = 7 / 8 * large * (ITEM + 4)  # reduce-scatter of gradients in bfloat16, all-gather of new weights in float32
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
-    assert plan.memory.weights == 4 * (large + numbers(plan, large=False))
-    assert plan.memory.optimizer <= 1.01 * 8 * large / 8 + 8 * numbers(plan, large=False) + 64
+    assert plan.memory.weights == 4 * (large + elements(plan, large=False))
+    assert plan.memory.optimizer <= 1.01 * 8 * large / 8 + 8 * elements(plan, large=False) + 64
     assert "all-to-all" not in kinds(plan)
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY, 4099])  # the second one divides nothing
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 4099])  # no axis divides the second one
 def test_fully_sharded(target, vocabulary):
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")), lambda: gpt(vocabulary))
-    large = numbers(plan, large=True)
+    large = elements(plan, large=True)
     floor = 2 * 7 / 8 * large * ITEM
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
-    assert plan.memory.state <= 12 * (large / 8 + numbers(plan, large=False)) + 64
+    assert plan.memory.state <= 12 * (large / 8 + elements(plan, large=False)) + 64
     assert "all-to-all" not in kinds(plan)
 
 
-def test_fully_sharded_that_gathers_again(target):
+def test_fully_sharded_with_reshard_after_forward(target):
     kept = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")))
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8"), reshard_after_forward=True))
-    # The embedding is not needed again, and the head is still there.
-    again = numbers(plan, large=True) - 2 * VOCABULARY * WIDTH
-    floor = 7 / 8 * ITEM * (2 * numbers(plan, large=True) + again)
+    # The backward pass needs no embedding, and starts with the head, which is still gathered.
+    again = elements(plan, large=True) - 2 * VOCABULARY * WIDTH
+    floor = 7 / 8 * ITEM * (2 * elements(plan, large=True) + again)
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
     assert plan.memory.state == kept.memory.state
 
 
 def test_hybrid_sharded(target):
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "replica:2,fsdp:4")))
-    large = numbers(plan, large=True)
-    # Weights are gathered and gradients scattered among four, and a fourth of them all-reduced between two.
+    large = elements(plan, large=True)
+    # All-gather and reduce-scatter among four devices, and an all-reduce of a quarter between two.
     floor = ITEM * large * (2 * 3 / 4 + 2 * 1 / 2 / 4)
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + small_bytes(plan)
-    assert plan.memory.state <= 12 * (large / 4 + numbers(plan, large=False)) + 64
+    assert plan.memory.state <= 12 * (large / 4 + elements(plan, large=False)) + 64
     assert "all-to-all" not in kinds(plan)
 
 
@@ -132,12 +137,12 @@ def activation_bytes(plan):
 def test_tensor_parallel(target):
     rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "data:1,model:8"))
     plan = planned(kd.ModelParallel(layout_map=rules))
-    # Four all-reduces a block, one of the gradient that leaves the head, and embeddings that are gathered.
+    # Four all-reduces per block, one of the gradient from the head, and an all-gather of the embedded tokens.
     floor = 7 / 8 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
     loss = 3 * 2 * 7 / 8 * 4 * ROWS * LENGTH
     assert floor * 0.999 <= plan.wire_bytes <= 1.01 * floor + loss
     assert kinds(plan) == {"all-reduce", "all-gather"}
-    assert plan.memory.state <= 12 * (numbers(plan, large=True) / 8 + numbers(plan, large=False)) + 64
+    assert plan.memory.state <= 12 * (elements(plan, large=True) / 8 + elements(plan, large=False)) + 64
 
 
 def test_tensor_and_sequence_parallel(target):
@@ -148,15 +153,15 @@ def test_tensor_and_sequence_parallel(target):
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + loss + small_bytes(plan)
     counts = {each.kind: each.count for each in plan.traffic if each.bytes > activation_bytes(plan) / 16}
     assert counts["reduce-scatter"] == 4 * BLOCKS + 1
-    assert counts.get("all-to-all", 0) <= 2  # from parts of the width to parts of the sequence, and back
+    assert counts.get("all-to-all", 0) <= 2  # from shards of the width to shards of the sequence, and back
 
 
 def test_fully_sharded_and_tensor_parallel(target):
     rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "fsdp:4,model:2"))
     plan = planned(kd.FullyShardedDataParallel(layout_map=rules))
-    large = numbers(plan, large=True)
+    large = elements(plan, large=True)
     floor = 2 * 3 / 4 * large / 2 * ITEM + 1 / 2 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
     loss = 3 * 2 * 1 / 2 * 4 * ROWS * LENGTH
     assert floor * 0.999 <= plan.wire_bytes <= 1.03 * floor + loss + small_bytes(plan)
-    assert plan.memory.state <= 12 * (large / 8 + numbers(plan, large=False)) + 64
+    assert plan.memory.state <= 12 * (large / 8 + elements(plan, large=False)) + 64
     assert "all-to-all" not in kinds(plan)
