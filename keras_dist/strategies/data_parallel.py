@@ -51,7 +51,9 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
             )
         if device_mesh is None:
             if devices is not None and np.size(devices) == 0:
-                raise ValueError("DataParallel got no device: devices=[]. Leave `devices` out to use all devices.")
+                raise ValueError(
+                    "DataParallel needs at least one device, but devices=[]. Leave `devices` out to use all."
+                )
             names = [internals.DEFAULT_BATCH_DIM_NAME]
             if devices is None:
                 device_mesh = create_device_mesh((-1,), axis_names=names)

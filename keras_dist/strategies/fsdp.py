@@ -116,23 +116,29 @@ def _replica_and_shard_axes(
     weight_rules = [layout for key, layout in layout_map.items() if not key.endswith(("/input", "/output"))]
     used = {name for layout in weight_rules for entry in layout.axes for name in axis_tuple(entry)}
     replica_axes, shard_axes = _names(replica_axis), _names(shard_axis)
-    where = f"The mesh has the axes {sizes}, and rules for weights use {sorted(used)}."
     if not shard_axes:
         free = [name for name in sizes if name not in used and name not in replica_axes]
         if not free or len(free) > 2:
             raise ValueError(
-                f"FullyShardedDataParallel cannot choose an axis to shard weights over: {len(free)} axes are free. "
-                f"{where} " + ("Pass shard_axis, and replica_axis for HSDP." if free else "Add an axis to the mesh.")
+                f"FullyShardedDataParallel cannot choose an axis to shard weights over: of the mesh's axes {sizes}, "
+                f"{len(free)} are free, and rules for weights use {sorted(used)}. "
+                + ("Pass shard_axis, and replica_axis for HSDP." if free else "Add an axis to the mesh.")
             )
         shard_axes = (free[-1],)
         if not replica_axes and len(free) == 2:
             replica_axes = (free[0],)
     axes = (*replica_axes, *shard_axes)
-    if wrong := [name for name in axes if name not in sizes or name in used or axes.count(name) > 1]:
-        raise ValueError(
-            f"Axis {wrong[0]!r} cannot be used by shard_axis={shard_axis!r} and replica_axis={replica_axis!r}. {where} "
-            "Name axes of the mesh that no rule uses, each once, or pass neither argument."
-        )
+    for name in axes:
+        faults = {
+            f"the mesh has the axes {list(sizes)}": name not in sizes,
+            "a rule for a weight uses it": name in used,
+            "it is named twice": axes.count(name) > 1,
+        }
+        if fault := next((text for text, is_true in faults.items() if is_true), None):
+            raise ValueError(
+                f"FullyShardedDataParallel cannot use axis {name!r}: {fault}. Got shard_axis={shard_axis!r} and "
+                f"replica_axis={replica_axis!r}. Pass other axes, or neither argument."
+            )
     return replica_axes, shard_axes
 
 

@@ -1,5 +1,6 @@
 """Traces a model's call without values, with sizes for the dims that its inputs leave unknown."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> 
     if inputs is None:
         raise ValueError(
             f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
-            f"{type(model).__name__}. Wrap it: inputs = keras.Input(shape of one example), then "
+            f"{type(model).__name__}. Wrap it: inputs = keras.Input(shape) with the shape of one example, then "
             "keras.Model(inputs, model(inputs))."
         )
     tensors, structure = jax.tree.flatten(inputs)
@@ -58,10 +59,15 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> 
     unknown = {tensor.name: tuple(tensor.shape) for tensor in tensors if None in tensor.shape[1:]}
     tried = f" with sizes from 0 to {_LONG_LENGTHS[-1]} for the unknown dims of its inputs {unknown}" if unknown else ""
     raise ValueError(
-        f"Cannot trace {model.name!r}: calling it{tried} raises {type(first_error).__name__}: "
-        f"{' '.join(str(first_error).split())[:400]}. Pass keras.Model(inputs, model(inputs)), with a keras.Input of "
-        "a full shape for each input."
+        f"Cannot trace {model.name!r}: calling it{tried} raises {type(first_error).__name__}: {_reason(first_error)} "
+        "Give it inputs of full shapes: keras.Model(inputs, model(inputs)), with a keras.Input(shape) for each input."
     ) from first_error
+
+
+def _reason(error: Exception | None) -> str:
+    """Returns the message of an error in one line, without what Keras adds to it."""
+    text = re.sub(r"\x1b\[\d+m", "", str(error)).partition("Arguments received by")[0]
+    return " ".join(text.split())[:400]
 
 
 def _candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[tuple[int, ...]]]:

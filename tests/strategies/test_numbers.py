@@ -71,13 +71,14 @@ def test_training(name, strategy):
     assert has_layouts_of(distribution, model.weights)  # so the numbers were computed on sharded weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategies"),
     [
         ("mixture", ["FSDP, resharding"]),
         # XLA computes wrong numbers for convolutions over a sharded dim if the batch is not sharded: rules avoid it.
-        slow_unless(False, "convnet", ["TP, SP", "HSDP"]),
-        slow_unless(False, "transformer", ["HSDP x TP"]),
+        ("convnet", ["TP, SP", "HSDP"]),
+        ("transformer", ["HSDP x TP"]),
     ],
 )
 def test_all_methods_of_a_model(name, strategies):

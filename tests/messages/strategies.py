@@ -1,0 +1,113 @@
+"""Texts of `keras_dist/strategies`."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+
+import keras_dist as kd
+
+
+def mesh():
+    return kd.create_device_mesh("data:2,model:4")
+
+
+def rules(**axes):
+    layout_map = kd.LayoutMap(mesh())
+    for key, entries in axes.items():
+        layout_map[key.replace("__", "/")] = entries
+    return layout_map
+
+
+def call_dense(layout_map, units=8, width=4):
+    """Builds and calls a dense layer under some rules."""
+    with kd.ModelParallel(layout_map=layout_map).scope():
+        keras.layers.Dense(units, name="dense")(np.ones((8, width), "float32"))
+
+
+def with_processes(number, function):
+    with mock.patch("keras_dist._keras.internals.num_processes", return_value=number):
+        function()
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__(name="subclassed")
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def subclassed():
+    model = Subclassed()
+    model(np.ones((2, 8)))
+    return model
+
+
+class SevenRows(keras.Layer):
+    def call(self, x):
+        if x.shape[1] != 7:
+            raise ValueError(f"Expected 7 rows, got {x.shape[1]}.")
+        return x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def seven_rows():
+    inputs = keras.Input((None, 16), name="rows")
+    return keras.Model(inputs, keras.layers.Dense(8)(SevenRows(name="seven_rows")(inputs)), name="picky")
+
+
+def odd():
+    inputs = keras.Input((129,))
+    return keras.Model(inputs, keras.layers.Dense(131, name="odd")(inputs))
+
+
+CASES = {
+    "a batch axis that the mesh lacks": lambda: kd.ModelParallel(layout_map=rules(), batch_dim_name="batch"),
+    "data parallel with a mesh and devices": lambda: kd.DataParallel(mesh(), devices=["cpu:0"]),
+    "data parallel without devices": lambda: kd.DataParallel(devices=[]),
+    "data parallel on a mesh of two axes": lambda: kd.DataParallel(mesh()),
+    "data parallel on something else": lambda: kd.DataParallel("mesh"),
+    "model parallel without a layout map": lambda: kd.ModelParallel(),
+    "model parallel with something else as layout map": lambda: kd.ModelParallel(
+        layout_map={"kernel": (None, "model")}
+    ),
+    "model parallel with a layout map of another mesh": lambda: kd.ModelParallel(
+        layout_map=rules(), device_mesh=kd.create_device_mesh("data:8")
+    ),
+    "processes that cannot share the batch": lambda: with_processes(3, lambda: kd.ModelParallel(layout_map=rules())),
+    "FSDP with rules for all axes": lambda: kd.FullyShardedDataParallel(layout_map=rules(kernel=("data", "model"))),
+    "FSDP on a mesh of three axes": lambda: kd.FullyShardedDataParallel(kd.create_device_mesh("a:2,b:2,c:2")),
+    "FSDP over an axis that a rule uses": lambda: kd.FullyShardedDataParallel(
+        layout_map=rules(kernel=(None, "model")), shard_axis="model"
+    ),
+    "FSDP over an axis that the mesh lacks": lambda: kd.FullyShardedDataParallel(mesh(), shard_axis="fsdp"),
+    "FSDP with one axis for shards and replicas": lambda: kd.FullyShardedDataParallel(
+        mesh(), shard_axis="data", replica_axis="data"
+    ),
+    "a weight that its rule does not fit": lambda: call_dense(rules(dense__kernel=(None, "model")), units=6),
+    "a weight with fewer dims than its rule": lambda: call_dense(rules(dense__kernel=(None, None, "model"))),
+    "an input that its rule does not fit": lambda: call_dense(rules(dense__input=("data", "model")), width=3),
+    "an output that its rule does not fit": lambda: call_dense(rules(dense__output=("data", "model")), units=6),
+    "an output with fewer dims than its rule": lambda: call_dense(rules(dense__output=("data", None, "model"))),
+    "a tensor that the layout does not fit": lambda: kd.distribute_tensor(
+        np.ones((6, 6)), kd.TensorLayout((None, "model"), mesh())
+    ),
+    "axes for a tensor without a distribution": lambda: kd.distribute_tensor(np.ones((8, 8)), (None, "model")),
+    "something else installed as a distribution": lambda: kd.set_distribution("data parallel"),
+    "a tensor parallel map over an axis that the mesh lacks": lambda: kd.tensor_parallel_layout_map(
+        odd, mesh(), axis="tensor"
+    ),
+    "a tensor parallel map of a model that is not built": lambda: kd.tensor_parallel_layout_map(
+        keras.Sequential([keras.layers.Dense(4)]), mesh()
+    ),
+    "a tensor parallel map of something else": lambda: kd.tensor_parallel_layout_map(3, mesh()),
+    "a tensor parallel map of a subclassed model": lambda: kd.tensor_parallel_layout_map(subclassed(), mesh()),
+    "a tensor parallel map of a model that cannot be traced": lambda: kd.tensor_parallel_layout_map(
+        seven_rows(), mesh()
+    ),
+    "a tensor parallel map with large replicas": lambda: kd.tensor_parallel_layout_map(odd, mesh()),
+}
