@@ -1,9 +1,9 @@
-"""Which rule shards which variable, likely mistakes, and pictures.
+"""Which rule shards which variable, likely mistakes in layout maps, and pictures of sharded tensors.
 
-* `explain.py`: `explain`.
-* `coverage.py`: `Coverage`, what `explain` returns. `coverage_report.py`: how it prints.
-* `findings.py`: likely mistakes in a layout map.
-* `suggestions.py`, `nearest.py`: rules that would do what was meant.
-* `layout_warning.py`: the warning before the first step.
-* `visualize.py`: `visualize`, which device holds which shard of a tensor.
+* `explain.py`: `explain`, which determines the layout of each variable, and why.
+* `coverage.py`: `Coverage`, the report that `explain` returns.
+* `findings.py`: likely mistakes, each with its fix.
+* `suggestions.py`: the rules that a fix suggests.
+* `layout_warning.py`: `LayoutMapWarning`, given before the first step.
+* `visualize.py`: `visualize`, a picture of which device holds which shard of a tensor.
 """

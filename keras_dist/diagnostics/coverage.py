@@ -1,31 +1,37 @@
-"""`Coverage`: which rule lays out which variable of a model, and what each device then holds, as data."""
+"""`Coverage`: which rule shards which variable of a model, and the memory per device. Data, and how it prints."""
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_dist._report.as_json import to_plain_data
-from keras_dist._report.variable_groups import PlacedVariable
+from keras_dist._report.report import Report
+from keras_dist._report.tables import Lines, Section, Table
+from keras_dist._report.units import bytes_text, count_text, percent_text
+from keras_dist._report.variable_groups import VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.layout.layout_map import Rule
+from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from keras_dist.diagnostics.findings import Finding
+SEVERAL_RULES = "several rules match"  # the reason why a variable has no layout
 
-SEVERAL_RULES = "several rules match"  # why a variable is not laid out
+_MOST_GROUPS = {"weights": 30, "optimizer": 6, "other": 6}  # rows per part of the model
+_MOST_FINDINGS = 20
 
 
 @dataclass(frozen=True)
 class CoveredVariable(PlacedVariable):
-    """A variable of a model, its layout, and what decided on it.
+    """A variable of a model, its layout, and the reason for it.
+
+    `rule` is the key of the layout map that matches the variable, even if its layout does not fit; None if no key or
+    several keys match. `axes` are all None if the layout does not fit.
 
     Attributes:
-        trainable: whether it is trained.
-        whole_bytes: what all of it takes.
-        why: what decided on the axes, or why nothing could.
-        fits: whether it can be laid out; if not, it is counted as replicated.
+        trainable: whether it is trainable.
+        whole_bytes: bytes of the unsharded variable.
+        why: the reason for the axes, or for the lack of a layout.
+        fits: whether it can have its layout; if not, it is counted as replicated.
     """
 
     trainable: bool
@@ -35,20 +41,44 @@ class CoveredVariable(PlacedVariable):
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Which rule lays out which variable of a model. It prints as a report.
+class Finding:
+    """A likely mistake.
 
     Attributes:
-        model: the name of the model.
+        kind: `"does not fit"` (the layout of a rule, or of a distribution), `"several rules"` (match one path),
+            `"random state"` (is sharded by a rule), `"no match"` (of a rule), `"shadowed"` (a rule all of whose paths
+            other rules take), `"replicated"` (weights, over an axis that shards others) or `"idle axis"` (of the mesh).
+        message: the fault, the values, and the fix. Rules to paste are on lines of their own, indented.
+        bytes: unsharded bytes of the variables concerned.
+        paths: paths of these variables; of a rule without a match, those that it was probably meant for.
+        rule: the key of the layout map concerned, or None.
+    """
+
+    kind: str
+    message: str
+    bytes: int
+    paths: tuple[str, ...]
+    rule: str | None
+
+
+@dataclass(frozen=True)
+class Coverage(Report):
+    """Which rule shards which variable of a model, and likely mistakes. Prints as a report.
+
+    Attributes:
+        model: name of the model.
         mesh: the device mesh.
-        distribution: the distribution, spelled out.
-        variables: weights, optimizer slots where the optimizer is built, and other state, one by one.
-        layers: the path of each layer.
-        rules: the rules of the layout map, in its order.
-        first_match_wins: whether the first rule that matches a path gives it its layout. If not, one may match.
-        unused: the rules that lay nothing out: for each, which rules take the paths that it matches, and how many.
-            One without takers matches nothing.
-        device_bytes: what each device holds, by the name of the device.
+        distribution: the distribution, as text.
+        variables: all variables: weights, optimizer state if it exists, and other state.
+        layers: the paths of all layers.
+        rules: the rules of the layout map, in order.
+        first_match_wins: whether the first matching rule wins; otherwise only one rule may match a path.
+        unused: rules that determine no layout. For each, the rules that take the paths that it matches, with the number
+            of paths; an empty dict means that it matches nothing.
+        device_bytes: bytes of variables on each device, by device name.
+        idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
+        notes: what the figures leave out.
+        findings: likely mistakes. Those that prevent a layout come first.
     """
 
     model: str
@@ -60,42 +90,38 @@ class Coverage:
     first_match_wins: bool
     unused: Mapping[str, Mapping[str, int]]
     device_bytes: Mapping[str, int]
-
-    @cached_property
-    def findings(self) -> "tuple[Finding, ...]":
-        """What is probably not what was meant, each with the way out: first what cannot be laid out at all."""
-        from keras_dist.diagnostics.findings import findings_of
-
-        return findings_of(self)
+    idle_axes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def whole_bytes(self) -> int:
-        """What all variables take, each counted once."""
+        """Bytes of all variables, unsharded."""
         return sum(v.whole_bytes for v in self.variables)
 
     @property
     def bytes(self) -> int:
-        """What the device that holds most holds."""
+        """Bytes of variables on the fullest device."""
         return max(self.device_bytes.values(), default=0)
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of variables that every device holds in whole."""
+        """Bytes of the variables that every device holds entirely."""
         return sum(v.whole_bytes for v in self.variables if v.is_replicated)
 
     @property
     def imbalance(self) -> float:
-        """The bytes of the device that holds most over the mean; 1.0 where all hold as much."""
+        """Bytes on the fullest device divided by the mean over devices; 1.0 if all hold the same amount."""
         total = sum(self.device_bytes.values())
         return self.bytes * len(self.device_bytes) / total if total else 1.0
 
     @property
     def copies(self) -> float:
-        """How many devices hold a byte, on average; 1.0 where each byte is held once."""
+        """Average replication factor: the number of devices that hold a byte, on average; 1.0 without replicas."""
         return sum(self.device_bytes.values()) / self.whole_bytes if self.whole_bytes else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the coverage as numbers, strings, lists and dicts, which JSON can spell."""
+        """Returns the coverage as numbers, strings, lists and dicts, which JSON can encode."""
         names = ("bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies")
         return {
             "model": self.model,
@@ -103,6 +129,8 @@ class Coverage:
             "devices": self.mesh.devices.size,
             "distribution": self.distribution,
             **{name: getattr(self, name) for name in names},
+            "idle_axes": list(self.idle_axes),
+            "notes": list(self.notes),
             "findings": to_plain_data(self.findings),
             "rules": {rule.pattern: to_plain_data(rule.layout.axes) for rule in self.rules},
             "first_match_wins": self.first_match_wins,
@@ -112,23 +140,48 @@ class Coverage:
             "device_bytes": dict(self.device_bytes),
         }
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns the coverage as JSON.
-
-        Args:
-            indent: spaces for each level, None for one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        from keras_dist.diagnostics.coverage_report import as_text
-
-        return as_text(self)
-
     def __repr__(self) -> str:
         return f"<Coverage of {self.model!r}: {len(self.variables)} variables, {len(self.findings)} findings>"
 
-    def _repr_html_(self) -> str:
-        from keras_dist.diagnostics.coverage_report import as_html
+    def _sections(self) -> Iterator[Section]:
+        parameters = sum(math.prod(v.shape) for v in self.variables if v.part == "weights")
+        yield f"{self.model}, {count_text(parameters)} parameters", [Lines(tuple(self._summary()))]
+        if self.findings:
+            yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MOST_FINDINGS, ".findings")))]
+        rows = variable_rows(self.variables, _MOST_GROUPS, lambda variable: variable.why)
+        footer = ("total per device", "", "", "", bytes_text(self.bytes))
+        yield "Variables, and their bytes per device", [Table(("path, reason", *VARIABLE_COLUMNS), rows, footer)]
 
-        return as_html(self)
+    def _summary(self) -> Iterator[str]:
+        kind = self.distribution.lstrip("<").split()[0]
+        yield f"{self.mesh.devices.size} devices, mesh {spell_axes(self.mesh.axis_sizes)}, {kind}"
+        total = self.whole_bytes
+        text = (
+            f"{bytes_text(self.bytes)} of {bytes_text(total)} per device, average replication factor {self.copies:.3g}."
+        )
+        if self.imbalance > 1.001:
+            text += f" The fullest device holds {self.imbalance:.3g} times the mean."
+        yield text
+        if total:
+            replicated = self.replicated_bytes
+            yield f"Replicated on every device: {bytes_text(replicated)} ({percent_text(replicated / total)})."
+        if self.rules:
+            rules = f"{len(self.rules)} rule{'s' * (len(self.rules) > 1)}"
+            yield f"{rules}, {f'{len(self.unused)} unused' if self.unused else 'all matched'}."
+        elif kind == "ModelParallel":
+            yield "The layout map is empty."
+        yield from self.notes
+
+
+def numbered_lines(findings: tuple[Finding, ...], most: int, where: str) -> Iterator[str]:
+    """Yields the lines of a numbered list of findings.
+
+    Args:
+        findings: the findings.
+        most: the largest number to list.
+        where: where the others can be seen.
+    """
+    for number, finding in enumerate(findings[:most], 1):
+        yield from f"{number}. {finding.message}".split("\n")
+    if len(findings) > most:
+        yield f"... and {len(findings) - most} more, see {where}"

@@ -1,7 +1,8 @@
-"""`explain`: which rule lays out which variable of a model. Nothing is compiled, and no values are made."""
+"""`explain`: which rule shards which variable of a model. Nothing is compiled, and no values are created."""
 
 import contextlib
 import copy
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -14,15 +15,19 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import distribution_of
+from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
+from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
-from keras_dist.layout.regex_index import PathIndex
-from keras_dist.layout.rule_matching import matching
+from keras_dist.layout.rule_matching import matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
 from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.data_parallel import DataParallel
+from keras_dist.strategies.fsdp import FullyShardedDataParallel
+from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES
 from keras_dist.variables.model_or_builder import built
 from keras_dist.variables.variable_layouts import (
     VariableSpec,
@@ -34,22 +39,23 @@ from keras_dist.variables.variable_layouts import (
 
 
 def explain(model_or_builder: Any, distribution: Distribution | None = None) -> Coverage:
-    """Says which rule lays out which variable of a model, what each device holds, and what is probably not meant.
+    """Reports which rule shards which variable of a model, the memory per device, and likely mistakes.
 
-    It takes no step, no batch and no `compile`. A rule that does not fit a variable is no error here: the coverage
-    says so, and goes on.
+    No step is run, and no batch is needed. A rule that does not fit a variable raises no error here: the report
+    describes it.
 
     Args:
-        model_or_builder: a built model or layer, real or deferred; or a function without arguments that returns one,
-            which is called without making values, and leaves Keras's automatic names and random seeds as they are.
-        distribution: how things lie. By default the installed distribution.
+        model_or_builder: a built model or layer, real or deferred; or a function without arguments that returns one.
+            The function is called without creating values, and leaves Keras's automatic names and random seeds
+            unchanged. If it compiles the model, the optimizer state is included.
+        distribution: the distribution to use. By default the installed one.
 
     Returns:
-        The coverage; print it.
+        The coverage. Print it.
 
     Raises:
-        TypeError: no model and no function, or no distribution of this package.
-        ValueError: no distribution is installed and none is given, or a model that is not built.
+        TypeError: `model_or_builder` is neither a model nor a function, or `distribution` is not from this package.
+        ValueError: no distribution is passed or installed, or the model is not built.
 
     Example:
 
@@ -67,60 +73,58 @@ def explain(model_or_builder: Any, distribution: Distribution | None = None) -> 
         distribution = internals.current_distribution()
         if distribution is None:
             raise ValueError(
-                "A model is explained under a distribution. Received: none, and none is installed. Pass one, or call "
-                "keras_dist.set_distribution(...) before."
+                "explain needs a distribution, and none is installed. Pass one, or call "
+                "keras_dist.set_distribution(...) first."
             )
     if not isinstance(distribution, Distribution):
         raise TypeError(
-            "explain takes a distribution of keras_dist. Received: "
-            f"distribution={distribution!r} ({type(distribution).__name__}). Pass, for example, "
-            "keras_dist.ModelParallel(layout_map=...)."
+            f"distribution={distribution!r} ({type(distribution).__name__}) is not a distribution of keras_dist. Pass, "
+            "for example, keras_dist.ModelParallel(layout_map=...)."
         )
     if isinstance(model_or_builder, keras.Layer):
-        silence = contextlib.nullcontext()
-    else:
-        silence = _laying_nothing_out(distribution)
-    with silence, built(model_or_builder) as model:
+        with built(model_or_builder) as model:
+            return _coverage(model, distribution)
+    with _without_layouts(distribution), built(model_or_builder) as model:
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
         return _coverage(model, distribution)
 
 
 @contextlib.contextmanager
-def _laying_nothing_out(distribution: Distribution) -> Iterator[None]:
-    """Installs a copy of a distribution that lays nothing out, so that no rule is refused while a model is made."""
+def _without_layouts(distribution: Distribution) -> Iterator[None]:
+    """Installs a copy of a distribution that returns no layouts, so that rules that do not fit raise no errors."""
     kind = type(distribution)
     installed = copy.copy(distribution)
-    silent: Any = lambda self, *args: None  # noqa: E731
-    asked = ("variable", "compute", "update", "tensor")
-    methods = {f"get_{what}_layout": silent for what in asked} | {"layout_rules": silent}
-    installed.__class__ = type(kind.__name__, (kind,), methods)
+    no_layout: Any = lambda self, *args: None  # noqa: E731
+    methods = {f"get_{what}_layout": no_layout for what in ("variable", "compute", "update", "tensor")}
+    installed.__class__ = type(kind.__name__, (kind,), methods | {"layout_rules": no_layout})
     with installed.scope():
         yield
 
 
-# ------------------------------------------------------------------------------------------------- who lays out what
+class _Decision(NamedTuple):
+    """The layout that a distribution gives a variable."""
 
-
-class _Answer(NamedTuple):
-    """How a distribution lays a variable out, and why."""
-
-    layout: Any  # None: it cannot
+    layout: Any  # None if it cannot have one
     rule: str | None
     why: str
 
 
 def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
     variables, layout_map = list(all_variables(model)), getattr(distribution, "_layout_map", None)
-    answers = _answers(model, variables, distribution)
+    decisions = _decisions(model, variables, distribution)
     weights = {id(variable) for variable in model.weights}
-    slots = {id(variable) for variable in getattr(getattr(model, "optimizer", None), "variables", ())}
-    placer, held, rows = _Placer(distribution.device_mesh), Counter(), []
+    optimizer = getattr(model, "optimizer", None)
+    optimizer_state = {id(variable) for variable in getattr(optimizer, "variables", ())}
+    shard_shapes, bytes_on, rows = _ShardShapes(distribution.device_mesh), Counter(), []
     for variable in variables:
         key, shape, itemsize = id(variable), tuple(variable.shape), _itemsize(internals.stored_dtype(variable))
-        layout, rule, why = answers[key]
-        axes, shard_shape, devices = placer.place(layout, shape)
+        layout, rule, why = decisions[key]
+        axes, shard_shape, devices = shard_shapes.of(layout, shape)
         row = CoveredVariable(
             path=variable.path,
-            part="weights" if key in weights else "optimizer" if key in slots else "other",
+            part="weights" if key in weights else "optimizer" if key in optimizer_state else "other",
             shape=shape,
             dtype=internals.stored_dtype(variable),
             trainable=variable.trainable,
@@ -132,14 +136,15 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
             why=why,
             fits=layout is not None,
         )
-        held[devices] += row.bytes
+        bytes_on[devices] += row.bytes
         rows.append(row)
     layers = internals.layer_paths(model)
-    everywhere = held.pop(None, 0)
-    device_bytes = Counter({device_name(d): everywhere for d in distribution.device_mesh.backend_mesh.devices.flat})
-    for devices, size in held.items():
+    on_all_devices = bytes_on.pop(None, 0)
+    mesh_devices = distribution.device_mesh.backend_mesh.devices.flat
+    device_bytes = Counter({device_name(device): on_all_devices for device in mesh_devices})
+    for devices, size in bytes_on.items():
         device_bytes.update({device_name(device): size for device in devices or ()})
-    return Coverage(
+    coverage = Coverage(
         model=model.name,
         mesh=distribution.device_mesh,
         distribution=repr(distribution),
@@ -147,9 +152,12 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         layers=tuple(layers),
         rules=() if layout_map is None else tuple(Rule(key, layout_map[key]) for key in layout_map),
         first_match_wins=layout_map is not None and layout_map._first_match_wins,
-        unused={} if layout_map is None else _unused(layout_map, rows, layers),
+        unused={} if layout_map is None else _unused_rules(layout_map, rows, layers),
         device_bytes=device_bytes,
+        idle_axes=_idle_axes(distribution, layout_map, rows),
+        notes=_notes(model, optimizer),
     )
+    return dataclasses.replace(coverage, findings=find_mistakes(coverage))
 
 
 @lru_cache
@@ -157,77 +165,117 @@ def _itemsize(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
-def _answers(model: keras.Layer, variables: Iterable[keras.Variable], distribution: Distribution) -> dict[int, _Answer]:
-    """Returns how each variable is laid out, by its `id`: an optimizer slot as the update of its weight is."""
+def _notes(model: keras.Layer, optimizer: Any) -> tuple[str, ...]:
+    if optimizer is not None and optimizer.built:
+        return ()
+    if optimizer is not None:
+        return (
+            f"Optimizer state is not counted: the optimizer of {model.name!r} is not built yet. Call "
+            "model.optimizer.build(model.trainable_variables), or pass a function that returns the compiled model.",
+        )
+    return (f"Optimizer state is not counted: {model.name!r} is not compiled.",)
+
+
+def _decisions(
+    model: keras.Layer, variables: Iterable[keras.Variable], distribution: Distribution
+) -> dict[int, _Decision]:
+    """Returns the layout of each variable, by `id`. Optimizer state has the layout of its weight's update."""
     owners = optimizer_state_owners(model, variables)
-    answers = {id(variable): _answer(variable, distribution) for variable in variables if id(variable) not in owners}
-    of_slots: dict[int, _Answer] = {}
-    for slot, owner in owners.items():
+    decisions = {id(v): _decision(v, distribution) for v in variables if id(v) not in owners}
+    of_updates: dict[int, _Decision] = {}
+    for state, owner in owners.items():
         key = id(owner)
-        if key not in of_slots:
-            given = of_slots[key] = answers[key]
-            if given.layout is not None:
-                layout = optimizer_state_layout(owner, given.layout, distribution)
-                if layout != given.layout:
-                    why = f"follows {owner.path!r}, changed by {type(distribution).__name__}"
-                    of_slots[key] = _Answer(layout, given.rule, why)
-        answers[slot] = of_slots[key]
-    return answers
+        if key not in of_updates:
+            of_updates[key] = _update_decision(owner, decisions[key], distribution)
+        decisions[state] = of_updates[key]
+    return decisions
 
 
-def _answer(variable: keras.Variable, distribution: Distribution) -> _Answer:
-    rule, of_weight, several, kind = None, None, False, type(distribution).__name__
-    weight = base_weight_of(variable.path)
+def _update_decision(weight: keras.Variable, decision: _Decision, distribution: Distribution) -> _Decision:
+    if decision.layout is None:
+        return decision
+    layout, kind = optimizer_state_layout(weight, decision.layout, distribution), type(distribution).__name__
+    if layout != decision.layout:
+        return _Decision(layout, decision.rule, f"same as {weight.path!r}, further sharded by {kind}")
+    if isinstance(distribution, DataParallel) and distribution._shard_optimizer_state:
+        batch_axes = distribution._placer.batch_axes
+        return decision._replace(
+            why=_why_replicated(weight, layout, distribution, batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold")
+        )
+    return decision
+
+
+def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision:
+    rule, base_rule, several, kind = None, None, False, type(distribution).__name__
+    base = base_weight_of(variable.path)
     try:
         rule = distribution.rule(variable.path)
-        of_weight = None if weight is None else distribution.rule(weight.path)
+        base_rule = None if base is None else distribution.rule(base.path)
     except ValueError:
         several = True
     pattern = None if rule is None else rule.pattern
     author = distribution_of(variable)
     try:
         layout = layout_under(variable, distribution)
-        wanted = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
+        current = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
     except ValueError as error:
         sizes = distribution.device_mesh.axis_sizes
         problem = None if rule is None else layout_error(rule.layout.axes, variable.shape, sizes)
         why = f"rule {pattern!r} does not fit: {problem.partition('. ')[0]}" if problem else str(error)
-        return _Answer(None, pattern, SEVERAL_RULES if several else why)
+        return _Decision(None, pattern, SEVERAL_RULES if several else why)
     if author is None and layout is internals.variable_layout(variable):
-        return _Answer(layout, None, "brought its own layout")
-    if layout != wanted:
-        return _Answer(layout, pattern, "lies as before the rules were changed; redistribute(model) moves it")
-    if weight and of_weight and rule in (None, of_weight):
-        return _Answer(layout, of_weight.pattern, f"follows {weight.path!r}")
+        return _Decision(layout, None, "created with its own layout")
+    if layout != current:
+        return _Decision(layout, pattern, "layout from before the rules changed; call redistribute(model)")
+    if base and base_rule and rule in (None, base_rule):
+        return _Decision(layout, base_rule.pattern, f"same as {base.path!r}")
     if rule is not None:
-        return _Answer(layout, pattern, f"rule {pattern!r}" + (f" and {kind}" if layout != rule.layout else ""))
+        return _Decision(layout, pattern, f"rule {pattern!r}" + (f" and {kind}" if layout != rule.layout else ""))
     if any(layout.axes):
-        return _Answer(layout, None, f"laid out by {kind}")
+        return _Decision(layout, None, f"sharded by {kind}")
+    if isinstance(distribution, FullyShardedDataParallel):
+        shard_axes, threshold = distribution._shard_axes, distribution._min_shard_bytes
+        return _Decision(layout, None, _why_replicated(variable, layout, distribution, shard_axes, threshold))
     has_rules = bool(getattr(distribution, "_layout_map", None))
-    return _Answer(layout, None, "no rule matches" if has_rules else f"replicated by {kind}")
+    return _Decision(layout, None, "no rule matches" if has_rules else f"replicated by {kind}")
+
+
+def _why_replicated(
+    variable: keras.Variable,
+    layout: Any,
+    distribution: Distribution,
+    shard_axes: Iterable[str],
+    threshold: int,
+    threshold_name: str = "min_shard_bytes",
+) -> str:
+    """Returns why a distribution that shards large variables leaves one as it is."""
+    sizes = distribution.device_mesh.axis_sizes
+    shards = math.prod(sizes[name] for entry in layout.axes for name in axis_tuple(entry))
+    size = math.prod(variable.shape) * _itemsize(internals.stored_dtype(variable)) // shards
+    if size <= threshold:
+        return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
+    return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in shard_axes)}"
 
 
 class _Placed(NamedTuple):
-    """How a tensor lies."""
-
     axes: Axes
     shard_shape: tuple[int, ...]
-    devices: frozenset | None  # None: all of the mesh
+    devices: frozenset | None  # None: all devices of the mesh
 
 
-class _Placer:
-    """Says how tensors lie under their layouts; what tensors of one shape and layout have in common is computed once.
+class _ShardShapes:
+    """Computes the shard shape of tensors, once for all tensors with the same shape and layout.
 
     Args:
-        mesh: the mesh of layouts that bring none.
+        mesh: mesh for layouts that have none.
     """
 
     def __init__(self, mesh: DeviceMesh):
         self._mesh = mesh
         self._placed: dict[Any, _Placed] = {}
 
-    def place(self, layout: Any, shape: tuple[int, ...]) -> _Placed:
-        """Returns how a tensor lies, as if it were replicated where there is no layout."""
+    def of(self, layout: Any, shape: tuple[int, ...]) -> _Placed:
+        """Returns axes, shard shape and devices of a tensor; without a layout it counts as replicated."""
         if isinstance(layout, jax.sharding.NamedSharding) and isinstance(layout.mesh, jax.sharding.Mesh):
             layout = TensorLayout(tuple(layout.spec), layout.mesh)
         if not isinstance(layout, keras.distribution.TensorLayout):
@@ -244,23 +292,37 @@ class _Placer:
         return self._placed[key]
 
 
-def _unused(layout_map: LayoutMap, variables: Iterable[CoveredVariable], layers: Iterable[str]) -> dict:
-    """Returns the rules that lay nothing out, each with the rules that take the paths that it matches."""
+def _unused_rules(
+    layout_map: LayoutMap, variables: Iterable[CoveredVariable], layers: Iterable[str]
+) -> dict[str, dict[str, int]]:
+    """Returns the rules that determine no layout; for each, the rules that take the paths that it matches."""
     used = {v.rule for v in variables}
-    unused = {key: re.compile(key) for key in layout_map if key not in used}
-    if not unused:
+    regexes = {key: re.compile(key) for key in layout_map if key not in used}
+    if not regexes:
         return {}
-    index, takers = PathIndex(unused), {key: Counter() for key in unused}
-    outputs = [f"{path}/{end}" for path in layers for end in ("output", "input")]
-    for path in [*(v.path for v in variables if v.part != "optimizer"), *outputs]:
-        for key in matching(index, path):
+    takers = {key: Counter() for key in regexes}
+    activations = [f"{path}/{end}" for path in layers for end in ("output", "input")]
+    for path in [*(v.path for v in variables if v.part != "optimizer"), *activations]:
+        for key in matching_patterns(regexes, path):
             try:
                 rule = layout_map.rule(path)
-            except ValueError:  # several rules match, which is another matter
+            except ValueError:  # several rules match, which is a finding of its own
                 used.add(key)
                 continue
             if rule is not None and rule.pattern == key:
                 used.add(key)
-            elif rule is not None:  # None: an ordered rule is not meant for every output that it matches
+            elif rule is not None:  # None: an ordered rule that matches an output, but does not apply to outputs
                 takers[key][rule.pattern] += 1
-    return {key: dict(takers[key]) for key in unused if key not in used}
+    return {key: dict(takers[key]) for key in regexes if key not in used}
+
+
+def _idle_axes(
+    distribution: Distribution, layout_map: LayoutMap | None, variables: Iterable[CoveredVariable]
+) -> tuple[str, ...]:
+    """Returns the mesh axes that shard nothing; none for a distribution whose layouts cannot be known in advance."""
+    if not type(distribution).__module__.startswith("keras_dist"):
+        return ()
+    used = set(distribution._placer.batch_axes)
+    all_axes = [*(v.axes for v in variables), *(layout.axes for layout in (layout_map or {}).values())]
+    used.update(name for axes in all_axes for entry in axes for name in axis_tuple(entry))
+    return tuple(name for name, size in distribution.device_mesh.axis_sizes.items() if size > 1 and name not in used)

@@ -1,4 +1,4 @@
-"""`visualize`: which device holds which part of a tensor, as text, as HTML and as a figure."""
+"""`visualize`: which device holds which shard of a tensor, as text, as HTML and as a figure."""
 
 import math
 from collections import defaultdict
@@ -12,33 +12,33 @@ from jax.core import Tracer
 
 from keras_dist._keras import internals
 from keras_dist._report.tables import Lines, Table, render_html, render_text
-from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, axis_tuple, layout_error
+from keras_dist.layout.tensor_layout import as_layout_on_mesh, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.mesh.render import visible_indices
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_RANGES, _MOST_WRITTEN = 12, 32, 4, 1024
 
-Part = tuple[int, int]  # where it begins in its dim, and where it ends
+Range = tuple[int, int]  # start and stop of a shard along one dim
 
 
 @dataclass(frozen=True)
 class TensorPicture:
-    """Which device holds which part of a tensor. It prints as a grid of up to two dims.
+    """Which device holds which shard of a tensor. Prints as a grid of up to two dims.
 
     Attributes:
         title: shape and layout.
-        notes: how each dim is cut, and which dims are shown.
-        dims: the dims that are shown, rows first; one where only one is cut, none where none is.
-        parts: the parts of each dim that is shown.
-        cells: the ids of the devices that hold a part, by its number in each dim that is shown. Where more than two
-            dims are cut, these are of the first part of each dim that is not shown.
+        notes: how each dim is sharded, and which dims are shown.
+        dims: the dims shown, rows first: at most two, and only sharded ones.
+        parts: for each dim shown, start and stop of its shards.
+        cells: for each shard shown, by its index along each dim shown, the ids of the devices that hold it. If more
+            than two dims are sharded, these are the shards with index 0 along the dims that are not shown.
     """
 
     title: str
     notes: tuple[str, ...]
     dims: tuple[int, ...]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[Range, ...], ...]
     cells: Mapping[tuple[int, ...], tuple[int, ...]]
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class TensorPicture:
         return render_html([(self.title, [Lines(self.notes), self._table()])])
 
     def figure(self) -> Any:
-        """Returns a `matplotlib.figure.Figure`: a rectangle for each part, one colour for each group of devices.
+        """Returns a `matplotlib.figure.Figure`: a rectangle per shard, colored by the devices that hold it.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -56,15 +56,15 @@ class TensorPicture:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("A figure needs matplotlib. Run: pip install keras-dist[plot]") from error
+            raise ImportError("figure() needs matplotlib. Run: pip install keras-dist[plot]") from error
         rows, columns = self._rows_and_columns()
-        colours = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
+        colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
         figure = Figure(figsize=(8, 6), layout="constrained")
         axes = figure.subplots()
         grid = [[self._ids(i, j) for j in range(len(columns))] for i in range(len(rows))]
         edges = [[*(part[0] for part in parts), parts[-1][1]] for parts in (columns, rows)]
-        numbers = [[colours[ids] for ids in row] for row in grid]
-        axes.pcolormesh(*edges, numbers, cmap="viridis", alpha=0.4, edgecolors="white", vmin=0, vmax=len(colours))
+        numbers = [[colors[ids] for ids in row] for row in grid]
+        axes.pcolormesh(*edges, numbers, cmap="viridis", alpha=0.4, edgecolors="white", vmin=0, vmax=len(colors))
         if len(rows) * len(columns) <= _MOST_WRITTEN:
             for row, ids_of_row in zip(rows, grid, strict=True):
                 for column, ids in zip(columns, ids_of_row, strict=True):
@@ -78,9 +78,9 @@ class TensorPicture:
         axes.set_yticks(edges[1] if vertical is not None and len(edges[1]) <= 33 else [])
         return figure
 
-    def _rows_and_columns(self) -> tuple[Sequence[Part], Sequence[Part]]:
-        whole: tuple[Sequence[Part], ...] = (((0, 1),), ((0, 1),))
-        rows, columns = (whole + self.parts)[-2:]
+    def _rows_and_columns(self) -> tuple[Sequence[Range], Sequence[Range]]:
+        unsharded: tuple[Sequence[Range], ...] = (((0, 1),), ((0, 1),))
+        rows, columns = (unsharded + self.parts)[-2:]
         return rows, columns
 
     def _ids(self, row: int, column: int) -> tuple[int, ...]:
@@ -102,28 +102,28 @@ class TensorPicture:
 
 
 def visualize(tensor: Any, layout: Any = None) -> TensorPicture:
-    """Returns a picture of which device holds which part of a tensor.
+    """Returns a picture of which device holds which shard of a tensor.
 
     Args:
-        tensor: a `jax.Array`, or a variable, which may be deferred; or a shape, which needs a layout.
-        layout: of a shape: a `TensorLayout`, a tuple or list of axes of the installed distribution's mesh, or a
-            sharding of JAX. Its devices need not be attached.
+        tensor: a `jax.Array`, a variable (real or deferred), or a shape, for which `layout` is required.
+        layout: for a shape: a `TensorLayout`, axes on the installed distribution's mesh (a tuple or list), or a JAX
+            sharding. The devices need not be attached.
 
     Returns:
-        The picture: print it, show it in a notebook, or take its `figure()`.
+        The picture. Print it, show it in a notebook, or call its `figure()`.
 
     Raises:
-        TypeError: neither an array nor a variable nor a shape, or a layout beside an array.
-        ValueError: a layout that does not fit the shape or has no mesh, or a variable that lies nowhere.
+        TypeError: `tensor` is not an array, a variable or a shape, or a layout is passed with an array.
+        ValueError: the layout does not fit the shape or has no mesh, or a variable has no layout.
 
     Example:
 
-    >>> from keras_dist import create_device_mesh
+    >>> from keras_dist import TensorLayout, create_device_mesh
     >>> layout = TensorLayout(("data", "model"), create_device_mesh("data:2,model:4"))
     >>> print(visualize((16, 8), layout))  # doctest: +ELLIPSIS
     (16, 8) as ('data', 'model') on data:2 x model:4 ───...
-    Dim 0 is cut into 2 parts of 8. Dim 1 is cut into 4 parts of 2.
-    Each part lies on 1 of 8 devices.
+    Dim 0: 2 shards of size 8. Dim 1: 4 shards of size 2.
+    Each shard is on 1 of 8 devices.
     dim 0 \\ dim 1  0:2  2:4  4:6  6:8
     ─────────────────────────────────
     0:8            0    1    2    3
@@ -131,30 +131,30 @@ def visualize(tensor: Any, layout: Any = None) -> TensorPicture:
     """
     shape, sharding = _shape_and_sharding(tensor, layout)
     indices = sharding.devices_indices_map(shape)
-    parts = []
-    for dim, size in enumerate(shape):
-        parts.append(sorted({index[dim].indices(size)[:2] for index in indices.values()}))
-    cut = [dim for dim in range(len(shape)) if len(parts[dim]) > 1]
-    dims = tuple(cut[-2:])
-    hidden = [dim for dim in cut if dim not in dims]
-    numbers = [{part: number for number, part in enumerate(parts[dim])} for dim in range(len(shape))]
+    ranges = [sorted({index[dim].indices(size)[:2] for index in indices.values()}) for dim, size in enumerate(shape)]
+    sharded = [dim for dim in range(len(shape)) if len(ranges[dim]) > 1]
+    dims, hidden = tuple(sharded[-2:]), sharded[:-2]
+    numbers = [{each: number for number, each in enumerate(ranges[dim])} for dim in range(len(shape))]
     cells: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for device, index in indices.items():
-        place = [numbers[dim][index[dim].indices(size)[:2]] for dim, size in enumerate(shape)]
-        if not any(place[dim] for dim in hidden):
-            cells[tuple(place[dim] for dim in dims)].append(device.id)
-    copies = len(indices) // math.prod(len(parts[dim]) for dim in cut)
-    notes = [" ".join(_cut_text(dim, parts[dim]) for dim in cut)] if cut else ["No dim is cut."]
-    notes.append(f"Each part lies on {copies} of {len(indices)} devices.")
+        position = [numbers[dim][index[dim].indices(size)[:2]] for dim, size in enumerate(shape)]
+        if not any(position[dim] for dim in hidden):
+            cells[tuple(position[dim] for dim in dims)].append(device.id)
+    replicas = len(indices) // math.prod(len(ranges[dim]) for dim in sharded)
+    shards = [f"Dim {dim}: {len(ranges[dim])} shards of size {ranges[dim][0][1]}." for dim in sharded]
+    notes = [
+        " ".join(shards) if sharded else "No dim is sharded.",
+        f"Each shard is on {replicas} of {len(indices)} devices.",
+    ]
     if hidden:
         names = " and ".join(f"dim {dim}" for dim in hidden)
-        notes.append(f"Shown are dims {dims[0]} and {dims[1]}, in the first part of {names}.")
+        notes.append(f"Dims {dims[0]} and {dims[1]} are shown, for the first shard of {names}.")
     return TensorPicture(
         title=f"{shape} as {_layout_text(sharding)}",
         notes=tuple(notes),
         dims=dims,
-        parts=tuple(tuple(parts[dim]) for dim in dims),
-        cells={place: tuple(sorted(ids)) for place, ids in cells.items()},
+        parts=tuple(tuple(ranges[dim]) for dim in dims),
+        cells={position: tuple(sorted(ids)) for position, ids in cells.items()},
     )
 
 
@@ -162,9 +162,8 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
     is_shape = isinstance(tensor, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in tensor)
     if is_shape != (layout is not None) or not (is_shape or isinstance(tensor, (jax.Array, keras.Variable))):
         raise TypeError(
-            "visualize takes a jax.Array or a variable, or a shape and a layout. Received: "
-            f"{str(tensor)[:80]} ({type(tensor).__name__}), layout={layout!r}. Pass, for example, "
-            'visualize((16, 8), TensorLayout(("data", None), device_mesh)).'
+            f"Cannot visualize {str(tensor)[:80]} ({type(tensor).__name__}) with layout={layout!r}. Pass a jax.Array "
+            'or a variable, or a shape and a layout: visualize((16, 8), TensorLayout(("data", None), device_mesh)).'
         )
     if is_shape:
         return tuple(tensor), _sharding_of_layout(layout, tuple(tensor))
@@ -175,9 +174,8 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
     given = internals.variable_layout(tensor)
     if given is None:
         raise ValueError(
-            "Only what lies somewhere has a picture. Received: "
-            f"{getattr(tensor, 'path', tensor)!r}, which has no value and no layout. Make it while a distribution is "
-            "installed, or pass a shape and a layout."
+            f"Variable {getattr(tensor, 'path', tensor)!r} has no value and no layout. Create it while a distribution "
+            "is installed, or pass a shape and a layout."
         )
     return shape, internals.as_sharding(given)
 
@@ -185,18 +183,10 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
 def _sharding_of_layout(layout: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(layout, jax.sharding.Sharding):
         return layout
-    layout = as_tensor_layout(layout)
-    if layout.device_mesh is None:
-        installed = internals.current_distribution()
-        if installed is None:
-            raise ValueError(
-                f"Axes need a mesh, and no distribution is installed. Received: layout={layout.axes}. "
-                "Pass TensorLayout(axes, device_mesh)."
-            )
-        layout = TensorLayout(layout.axes, installed.device_mesh)
+    layout = as_layout_on_mesh(layout, internals.current_distribution())
     problem = layout_error(layout.axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
     if problem:
-        raise ValueError(f"Cannot lay out a tensor of shape {shape} as {layout.axes}: {problem}")
+        raise ValueError(f"Cannot shard a tensor of shape {shape} as {layout.axes}: {problem}")
     return layout.backend_layout
 
 
@@ -207,12 +197,8 @@ def _layout_text(sharding: Any) -> str:
     return f"{tuple(axes)} on {spell_axes(dict(sharding.mesh.shape))}"
 
 
-def _cut_text(dim: int, parts: Sequence[Part]) -> str:
-    return f"Dim {dim} is cut into {len(parts)} parts of {parts[0][1] - parts[0][0]}."
-
-
 def _ids_text(ids: Sequence[int]) -> str:
-    """Ids in ascending order as ranges: `0-3,8`."""
+    """Returns ascending ids as ranges: `0-3,8`."""
     ranges: list[list[int]] = []
     for number in ids:
         if ranges and number == ranges[-1][1] + 1:

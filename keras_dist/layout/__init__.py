@@ -1,8 +1,7 @@
-"""Which dim of a tensor is sharded over which mesh axis, and the rules that say so for variable paths.
+"""Tensor layouts: which dim of a tensor is sharded over which mesh axis, and rules that map variable paths to layouts.
 
-* `tensor_layout.py`: `TensorLayout`, the axes of one tensor.
-* `layout_map.py`: `LayoutMap`, rules from regexes over variable paths to layouts.
-* `rule_matching.py`: what a rule need not spell, and which rule wins.
-* `regex_index.py`: finds the regexes that match a path, among many.
-* `derived_weights.py`: variables whose layout follows that of another one (LoRA, quantization).
+* `tensor_layout.py`: `TensorLayout`, the layout of one tensor, and the check that a layout fits a shape.
+* `layout_map.py`: `LayoutMap`, a mapping from regexes over variable paths to layouts.
+* `rule_matching.py`: which patterns match a path.
+* `derived_weights.py`: layouts of LoRA factors and quantization scales, derived from the layout of their weight.
 """

@@ -1,4 +1,4 @@
-"""Weights that belong to another one and lie as it does: LoRA factors, and the scales of a quantized weight."""
+"""Layouts of weights that belong to another weight: LoRA factors, and the scales and zero points of quantization."""
 
 import math
 import re
@@ -7,62 +7,63 @@ from typing import NamedTuple
 
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 
-# Keras's own names: "lora_kernel_a", "lora_embeddings_b", "kernel_scale", "kernel_zero".
-_FACTOR = re.compile(r"(?P<layer>(?:.*/)?)lora_(?P<weight>\w+)_(?P<part>[ab])")
-_SCALE = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?P<part>scale|zero)")
+# Names that Keras gives: "lora_kernel_a", "lora_embeddings_b", "kernel_scale", "kernel_zero".
+_LORA_FACTOR = re.compile(r"(?P<layer>(?:.*/)?)lora_(?P<weight>\w+)_(?P<role>[ab])")
+_QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?P<role>scale|zero)")
 
 
 class BaseWeight(NamedTuple):
-    """The weight that another one belongs to.
+    """The weight that a derived weight belongs to.
 
     Attributes:
-        path: its path.
-        part: what of it the other one is: the first (`"a"`) or second (`"b"`) factor of LoRA, a `"scale"` or `"zero"`.
+        path: path of the base weight.
+        role: what the derived weight is: `"a"` or `"b"` (first or second LoRA factor), `"scale"` or `"zero"`.
     """
 
     path: str
-    part: str
+    role: str
 
 
 def base_weight_of(path: str) -> BaseWeight | None:
-    """Returns the weight that a weight of this path belongs to by its name, None where it belongs to none.
+    """Returns the weight that the name of another one refers to, or None.
 
     Example:
 
     >>> base_weight_of("block/dense/lora_kernel_a")
-    BaseWeight(path='block/dense/kernel', part='a')
+    BaseWeight(path='block/dense/kernel', role='a')
     """
-    found = _FACTOR.fullmatch(path) or _SCALE.fullmatch(path)
-    return found and BaseWeight(found["layer"] + found["weight"], found["part"])
+    match = _LORA_FACTOR.fullmatch(path) or _QUANTIZATION_PARAMETER.fullmatch(path)
+    return match and BaseWeight(match["layer"] + match["weight"], match["role"])
 
 
-def derived_axes(axes: Axes, weight: BaseWeight, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
-    """Returns the axes of a weight that belongs to another one.
+def derived_axes(axes: Axes, base: BaseWeight, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
+    """Returns the axes of a derived weight.
 
-    A factor has the dims of its weight but the last, and the rank; the other one the rank, and the last dim. A scale
-    has the last dims of its weight, with size 1 where it holds for all; that of an embedding the first one. What an
-    axis does not divide is whole.
+    A kernel of shape (inputs, heads, size) has the LoRA factors `a` of shape (inputs, heads, rank) and `b` of shape
+    (rank, size): `a` takes the axes of all dims but the last, `b` that of the last dim, and the rank is not sharded. A
+    scale or zero point takes the axes of the last dims; that of an embedding table those of the first. A dim that its
+    axes do not divide is not sharded.
 
     Args:
-        axes: the axes of the weight that it belongs to.
-        weight: that weight, and what of it this one is.
-        shape: the shape of this one.
-        axis_sizes: the sizes of the mesh's axes by name.
+        axes: axes of the base weight.
+        base: the base weight, and the role of the derived weight.
+        shape: shape of the derived weight.
+        axis_sizes: sizes of the mesh axes.
 
     Example:
 
-    >>> weight = base_weight_of("dense/lora_kernel_b")
-    >>> derived_axes((None, "model"), weight, (4, 64), {"model": 8})
+    >>> base = base_weight_of("dense/lora_kernel_b")
+    >>> derived_axes((None, "model"), base, (4, 64), {"model": 8})
     (None, 'model')
     """
     rank = len(shape)
-    if weight.part in ("scale", "zero") and 1 < rank < len(axes):
+    if base.role in ("scale", "zero") and 1 < rank < len(axes):
         axes = packed_axes(axes, rank)
-    if weight.part == "a":
+    if base.role == "a":
         entries = [*[*axes, *[None] * rank][: rank - 1], None]
-    elif weight.part == "b":
+    elif base.role == "b":
         entries = [None, axes[-1] if axes else None]
-    elif weight.path.endswith("embeddings") and not weight.path.endswith("reverse_embeddings"):
+    elif base.path.endswith("embeddings") and not base.path.endswith("reverse_embeddings"):
         entries = [*axes[:1], *[None] * rank][:rank]
     else:
         entries = [*[None] * rank, *axes][-rank:] if rank else []
@@ -74,11 +75,11 @@ def derived_axes(axes: Axes, weight: BaseWeight, shape: Sequence[int], axis_size
 
 
 def packed_axes(axes: Axes, rank: int) -> Axes:
-    """Returns the axes of a kernel that is packed into fewer dims, as one of 4-bit numbers is: rows, and columns.
+    """Returns the axes of a kernel that quantization has packed into fewer dims, as int4 kernels are.
 
     Args:
-        axes: the axes of the kernel, an entry for each of its dims.
-        rank: how many dims it is packed into.
+        axes: axes of the kernel before packing, one entry per dim.
+        rank: number of dims after packing.
 
     Example:
 

@@ -1,5 +1,6 @@
-"""`LayoutMap`: rules from regexes over variable paths to layouts."""
+"""`LayoutMap`: a mapping from regexes over variable paths to layouts."""
 
+import contextlib
 import copy
 import re
 from collections import OrderedDict
@@ -9,14 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from keras_dist.layout.regex_index import PathIndex
-from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, path_variants
+from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, full_matches, path_variants
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
 
 class Rule(NamedTuple):
-    """A rule of a `LayoutMap`: its key and the layout that it gives."""
+    """A rule of a `LayoutMap`: its key and its layout."""
 
     pattern: str
     layout: TensorLayout
@@ -25,21 +25,23 @@ class Rule(NamedTuple):
 class LayoutMap(keras.distribution.LayoutMap):
     """A dict from regexes over variable paths to layouts.
 
-    A path is looked up as a key first; then each key is a regex that must match the whole path. Where none
-    matches and the path begins with a name that Keras gave a model by itself (`sequential_3/`), the rest of the path is
-    looked up, so that the rules of a functional model, of the same layers in a `Sequential`, and of either one
-    loaded from a file are the same. Keys that end in `/output` give the layout of what a layer returns, keys that end
-    in `/input` that of what a layer is called with; a key without that word is not for inputs, whatever it matches.
+    A path that is itself a key gets the layout of that key. Otherwise each key is used as a regex that must match the
+    entire path. If none matches and the path starts with a name that Keras generated for the model (`sequential_3/`),
+    the lookup is repeated without that name, so the same rules work for a functional model, for a `Sequential` of the
+    same layers, and for either one after loading it from a file.
 
-    A path that several rules match is an error, unless the map was made by `from_rules`, whose first match wins. Maps
-    are merged by `|` and `|=`, as dicts are. They are equal when their rules and meshes are, and the order of rules
-    where it counts.
+    A key that ends in `/output` gives the layout of a layer's outputs, one that ends in `/input` that of a layer's
+    inputs. A key that does not contain the word "input" never applies to inputs.
+
+    A path that several regexes match raises an error, unless the map was created by `from_rules`: then the first match
+    wins. `|` and `|=` merge maps as they merge dicts. Two maps are equal if their rules and meshes are equal; the order
+    of rules is compared only if the first match wins.
 
     Args:
-        device_mesh: the mesh of the layouts that bring none.
+        device_mesh: mesh for layouts that have none.
 
     Raises:
-        ValueError: anything but a mesh.
+        ValueError: `device_mesh` is not a mesh.
 
     Example:
 
@@ -59,8 +61,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
         self._device_mesh = None if device_mesh is None else as_auto_mesh(device_mesh)
         self._regexes: dict[str, re.Pattern[str]] = {}
-        self._index: PathIndex | None = None  # made anew at the first look-up after a change
-        self._rules: dict[str, Rule | None] = {}  # what was looked up since then
+        self._rules: dict[str, Rule | None] = {}  # results of lookups since the last change
 
     @classmethod
     def from_rules(
@@ -68,23 +69,23 @@ class LayoutMap(keras.distribution.LayoutMap):
         rules: Iterable[tuple[str, Any]],
         device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None,
     ) -> "LayoutMap":
-        """Returns a map of ordered rules: of those that match a path the first gives it its layout.
+        """Creates a map in which the first rule that matches a path wins.
 
-        Made for partition rules such as those of t5x and EasyLM. They are meant for `re.search`, but here a pattern
-        must match the whole path: `attention/kernel` is to be written `.*attention/kernel.*`. A last rule `.*` is for
-        variables alone: what layers return and are called with is left to keys with the word `output` or `input`.
-        `layout_map[key] = axes` adds a rule at the end.
+        Partition rules of t5x and EasyLM work this way, except that they are passed to `re.search`. Here a pattern
+        must match the entire path: write `attention/kernel` as `.*attention/kernel.*`. A pattern such as `.*` applies
+        to variables only; rules for outputs and inputs of layers must contain the word `output` or `input`.
+        `layout_map[key] = axes` appends a rule.
 
         Args:
-            rules: pairs of a key and what `layout_map[key] = ...` takes, in the order in which they are tried.
-            device_mesh: the mesh of the layouts that bring none.
+            rules: pairs of a key and a value as in `layout_map[key] = value`, in the order in which they are tried.
+            device_mesh: mesh for layouts that have none.
 
         Returns:
             The map.
 
         Raises:
-            ValueError: what a `LayoutMap` refuses, or a rule that those before it leave no path to.
-            TypeError: something else than pairs, or a key that is no string.
+            ValueError: a rule that a `LayoutMap` rejects, or one that earlier rules make unreachable.
+            TypeError: `rules` does not contain pairs, or a key is not a string.
 
         Example:
 
@@ -101,7 +102,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         for rule in rules:
             if not isinstance(rule, (tuple, list)) or len(rule) != 2:
                 raise TypeError(
-                    f"Each rule is a pair of a pattern and axes. Received: {rule!r}. Write, for example, "
+                    f"Rule {rule!r} is not a pair of a pattern and axes. Write, for example, "
                     "[('.*kernel', (None, 'model'))], or pass the items() of a dict."
                 )
             layout_map[rule[0]] = rule[1]
@@ -109,17 +110,17 @@ class LayoutMap(keras.distribution.LayoutMap):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of the layouts that bring none."""
+        """Mesh for layouts that have none."""
         return self._device_mesh
 
     def rule(self, path: str) -> Rule | None:
-        """Returns the rule that gives a path its layout.
+        """Returns the rule for a path.
 
         Args:
-            path: the path of a variable, or of a layer with `/output` behind it.
+            path: path of a variable, or path of a layer followed by `/output` or `/input`.
 
         Returns:
-            The key and its layout, or None where no rule matches.
+            The key and its layout, or None if no rule matches.
 
         Raises:
             ValueError: several rules match.
@@ -129,37 +130,23 @@ class LayoutMap(keras.distribution.LayoutMap):
         patterns = self._matching(path)
         if len(patterns) > 1:
             raise ValueError(
-                f"Path '{path}' matches multiple layout specification keys: {patterns}. Make sure that each path "
-                "matches at most one: narrow the regexes, or add the path itself as a key, which wins."
+                f"Path '{path}' matches multiple layout specification keys: {patterns}. Narrow the regexes, or add "
+                "the path itself as a key: it takes precedence over regexes."
             )
         rule = Rule(patterns[0], self._layout_map[patterns[0]]) if patterns else None
         self._rules[path] = rule
         return rule
 
     def __getitem__(self, key: str) -> TensorLayout | None:
-        """Returns the layout that the rules give a path, None where no rule matches.
-
-        Args:
-            key: the path of a variable, or a key of the map.
-
-        Returns:
-            The layout, or None.
+        """Returns the layout for a path or key, or None if no rule matches.
 
         Raises:
             ValueError: several rules match.
         """
-        rule = self.rule(key)
-        return rule.layout if rule else None
+        return self.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the layout that the rules give a path, `default` where no rule matches.
-
-        Args:
-            key: the path of a variable, or a key of the map.
-            default: what to return where no rule matches.
-
-        Returns:
-            The layout, or `default`.
+        """Returns the layout for a path or key, or `default` if no rule matches.
 
         Raises:
             ValueError: several rules match.
@@ -175,53 +162,47 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Adds a rule.
 
         Args:
-            key: a regex, which must match a whole path, or a path.
-            layout: a `TensorLayout`, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`. One without a mesh
-                is given the map's.
+            key: a regex that must match an entire path, or a path.
+            layout: a `TensorLayout`, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`. A layout without a
+                mesh is given the map's mesh.
 
         Raises:
-            ValueError: a key that is there already or is no regex, no layout, or an axis that the mesh does not have;
-                where the first match wins, also a key that the rules before it leave no path to.
-            TypeError: a key that is no string.
+            ValueError: the key exists already or is not a valid regex, the value is not a layout or has an axis that
+                the mesh does not have, or (if the first match wins) earlier rules make the key unreachable.
+            TypeError: the key is not a string.
         """
         if not isinstance(key, str):
-            raise TypeError(f"A key of a LayoutMap must be a string, a regex over paths. Received: {key!r}.")
+            raise TypeError(f"A key of a LayoutMap must be a string (a path or a regex over paths), but got {key!r}.")
         if key in self._layout_map:
             raise ValueError(
-                f"{key} already exist in the LayoutMap with value {self._layout_map[key]}. Keys must not be repeated; "
-                "delete the old rule first."
+                f"{key} already exist in the LayoutMap with value {self._layout_map[key]}. Delete the old rule first: "
+                f"del layout_map[{key!r}]."
             )
         try:
             regex = re.compile(key)
         except re.error as error:
-            raise ValueError(
-                f"A key of a LayoutMap must be a regex. Received: {key!r}, which is none: {error}. "
-                "Escape characters that stand for themselves, for example with re.escape."
-            ) from None
+            raise ValueError(f"Layout map key {key!r} is not a valid regex: {error}. {_regex_advice(key)}") from None
         if self._first_match_wins and (earlier := find_shadowing_rule(key, self._regexes)):
             raise ValueError(
-                "Where the first match wins, no rule stands behind one that matches all of its paths. Received: "
-                f"{key!r} behind {earlier!r}. Put it before that one, or delete that one."
+                f"Rule {key!r} is unreachable: rule {earlier!r} comes before it and matches all of its paths, and the "
+                "first match wins. Move it before that rule, or remove one of the two."
             )
         try:
             self._layout_map[key] = as_tensor_layout(layout).with_map_mesh(self._device_mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
         self._regexes[key] = regex
-        self._rules_changed()
+        self._rules.clear()
 
     def __delitem__(self, key: str) -> None:
-        """Removes the rule of a key, which must be the key itself and no path that it matches.
-
-        Args:
-            key: a key of the map.
+        """Removes the rule with this key. A path that the key merely matches is not accepted.
 
         Raises:
-            KeyError: there is no such key.
+            KeyError: the map has no such key.
         """
         del self._layout_map[key]
         del self._regexes[key]
-        self._rules_changed()
+        self._rules.clear()
 
     def __len__(self) -> int:
         return len(self._layout_map)
@@ -230,17 +211,10 @@ class LayoutMap(keras.distribution.LayoutMap):
         return iter(self._layout_map)
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Removes the rule of a key, which must be the key itself, and returns its layout.
-
-        Args:
-            key: a key of the map.
-            *default: what to return where there is no such key.
-
-        Returns:
-            The layout.
+        """Removes the rule with this key and returns its layout, or `default` if the map has no such key.
 
         Raises:
-            KeyError: there is no such key, and no default.
+            KeyError: the map has no such key, and no default is passed.
         """
         if key not in self._layout_map and default:
             return default[0]
@@ -249,31 +223,24 @@ class LayoutMap(keras.distribution.LayoutMap):
         return layout
 
     def setdefault(self, key: str, default: Any = None) -> TensorLayout:
-        """Adds a rule unless its key is there already, and returns the layout of the key.
-
-        Args:
-            key: a key of the map.
-            default: the layout to add.
-
-        Returns:
-            The layout that the key has now.
-        """
+        """Adds a rule unless the map has this key already, and returns the layout of the key."""
         if key not in self._layout_map:
             self[key] = default
         return self._layout_map[key]
 
     def __or__(self, other: keras.distribution.LayoutMap) -> "LayoutMap":
-        """Returns a new map of the rules of both, as of two dicts: where both have a key, the layout of `other`.
+        """Merges two maps into a new one; if both have a key, the layout of `other` is used.
 
         Args:
-            other: a map of ours or of Keras, on an equal mesh, or one of both maps without a mesh.
+            other: a map of this package or of Keras. Its mesh must be equal to this map's, unless one of the two has
+                none.
 
         Returns:
-            The map, its rules in the order of this one, then what `other` has more.
+            A map with the rules of this one, in order, followed by the additional rules of `other`.
 
         Raises:
-            ValueError: two meshes, one map whose first match wins with one where several matches are an error, or a
-                rule that cannot be added to the others.
+            ValueError: the meshes differ, the first match wins in only one of the maps, or a rule cannot be added to
+                the others.
 
         Example:
 
@@ -289,15 +256,14 @@ class LayoutMap(keras.distribution.LayoutMap):
         other = as_layout_map(other)
         if self._first_match_wins != other._first_match_wins:
             raise ValueError(
-                "Maps are merged when the first match wins in both, or in neither. Received: "
-                f"{self} and {other}. Make the other kind of one with LayoutMap.from_rules(layout_map.items(), mesh), "
-                "or with LayoutMap(mesh) and update(layout_map)."
+                f"Cannot merge {self} and {other}: the first match wins in only one of them. Convert one of them with "
+                "LayoutMap.from_rules(layout_map.items(), mesh), or with LayoutMap(mesh) and update(layout_map)."
             )
         meshes = [mesh for mesh in (self._device_mesh, other._device_mesh) if mesh is not None]
         if len(set(meshes)) > 1:
             raise ValueError(
-                f"Maps that are merged have one mesh. Received: {meshes[0]} and {meshes[1]}. Make one of the maps with "
-                "LayoutMap(None): its rules are given the mesh of the other."
+                f"Cannot merge layout maps with different meshes, {meshes[0]} and {meshes[1]}. Create one of the maps "
+                "with LayoutMap(None): its rules are given the mesh of the other map."
             )
         merged = type(self)(meshes[0] if meshes else None)
         merged._first_match_wins = self._first_match_wins
@@ -306,12 +272,12 @@ class LayoutMap(keras.distribution.LayoutMap):
         return merged
 
     def __ior__(self, other: keras.distribution.LayoutMap) -> "LayoutMap":
-        """Adds the rules of another map, as `|` does; where it cannot, nothing is changed."""
+        """Adds the rules of another map, as `|` does. If that fails, this map is unchanged."""
         self.__dict__.update(vars(self | other))
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Whether rules and meshes are equal, and where the first match wins, the order too."""
+        """Whether rules and meshes are equal, and if the first match wins, the order of rules too."""
         if not isinstance(other, keras.distribution.LayoutMap):
             return super().__eq__(other)
         return (
@@ -322,18 +288,18 @@ class LayoutMap(keras.distribution.LayoutMap):
         )
 
     def to_source(self, device_mesh: str = "device_mesh") -> str:
-        """Returns Python source that makes an equal map, one rule a line.
+        """Returns Python source code that creates an equal map, with one rule per line.
 
         Args:
-            device_mesh: what stands for the mesh there: the name of a variable, or an expression such as
+            device_mesh: the expression for the mesh in that code: the name of a variable, or for example
                 `'kd.create_device_mesh("data:2,model:4")'`.
 
         Returns:
-            Statements after which `layout_map` is the map.
+            Statements that assign the map to `layout_map`.
 
         Raises:
-            ValueError: a layout on another mesh than the map's.
-            TypeError: something else than a string.
+            ValueError: a layout has another mesh than the map.
+            TypeError: `device_mesh` is not a string.
 
         Example:
 
@@ -349,14 +315,14 @@ class LayoutMap(keras.distribution.LayoutMap):
         """
         if not isinstance(device_mesh, str):
             raise TypeError(
-                "In source a name or an expression stands for the mesh. Received: "
-                f"device_mesh={device_mesh!r}. Write, for example, to_source('mesh')."
+                f"device_mesh={device_mesh!r} must be a string, the expression for the mesh in the generated code. "
+                "Write, for example, to_source('mesh')."
             )
         for key, layout in self._layout_map.items():
             if layout.device_mesh != self._device_mesh:
                 raise ValueError(
-                    f"All layouts in source lie on the mesh of the map, {self._device_mesh}. Received: rule {key!r} on "
-                    f"{layout.device_mesh}. Give the rule axes in place of a layout that brings its mesh."
+                    f"Rule {key!r} has a layout on {layout.device_mesh}, not on the map's mesh, {self._device_mesh}, "
+                    "which to_source() requires. Assign axes to the rule instead of a layout with its own mesh."
                 )
         mesh = "None" if self._device_mesh is None else device_mesh
         if self._first_match_wins:
@@ -373,48 +339,51 @@ class LayoutMap(keras.distribution.LayoutMap):
         return f"<{type(self).__name__} {{{rules}}}{first}, device_mesh={self._device_mesh}>"
 
     def __getstate__(self):
-        # A copy has rules of its own, and finds them anew.
-        own = {"_layout_map": self._layout_map.copy(), "_regexes": self._regexes.copy(), "_index": None, "_rules": {}}
-        return vars(self) | own
+        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": self._regexes.copy(), "_rules": {}}
 
     def _matching(self, path: str) -> list[str]:
+        """Returns the keys that apply to a path; at most one if the first match wins."""
         if path in self._layout_map:
             return [path]
-        if self._index is None:
-            self._index = PathIndex(self._regexes)
-        found: list[str] = []  # where the first match wins, by all path_variants: a last `.*` matches the whole path
-        for spelling in path_variants(path):
-            found += [spelling] if spelling in self._layout_map else self._index.matching(spelling)
+        found: list[str] = []
+        for variant in path_variants(path):
+            found += [variant] if variant in self._layout_map else full_matches(self._regexes, variant)
+            # If the first match wins, all variants count: a final `.*` matches the path with the model's name in front,
+            # but must not hide an earlier rule that matches the path without it.
             if found and not self._first_match_wins:
-                # Keras knows no rules for inputs: one that does not say so is for variables, and outputs.
+                # Keras has no rules for inputs: a key written for Keras must not apply to them by chance.
                 return [key for key in found if applies_to(key, path)] if path.endswith("/input") else found
         return [key for key in self._layout_map if key in found and applies_to(key, path)][:1] if found else []
 
-    def _rules_changed(self) -> None:
-        self._index = None
-        self._rules.clear()
+
+def _regex_advice(key: str) -> str:
+    with contextlib.suppress(re.error):
+        regex = re.sub(r"(?<![.\])\w])\*+", ".*", key)  # `*up/kernel`, a glob
+        re.compile(regex)
+        return f"In a regex, any text is '.*': did you mean {regex!r}?"
+    return "Escape characters that are meant literally, for example with re.escape."
 
 
 def as_layout_map(layout_map) -> LayoutMap:
-    """Returns a layout map as ours: ours itself, or one with the rules of a plain `keras.distribution.LayoutMap`.
+    """Converts a layout map of Keras to a `LayoutMap` of this package.
 
     Args:
-        layout_map: a map of ours or of Keras.
+        layout_map: a map of this package (returned as is) or of Keras (whose current rules are copied).
 
     Returns:
-        A `LayoutMap` of this package; of a plain one it holds the rules that it has now.
+        The map.
 
     Raises:
-        ValueError: anything else.
+        ValueError: another type.
     """
     if isinstance(layout_map, LayoutMap):
         return layout_map
     if not isinstance(layout_map, keras.distribution.LayoutMap):
         raise ValueError(
-            f"Argument `layout_map` must be a `LayoutMap` instance. Received: layout_map={layout_map!r} "
-            f"(of type {type(layout_map).__name__}). Make one with keras_dist.LayoutMap(device_mesh)."
+            f"Argument `layout_map` must be a `LayoutMap` instance, but got {layout_map!r} (of type "
+            f"{type(layout_map).__name__}). Create one with keras_dist.LayoutMap(device_mesh)."
         )
-    ours = LayoutMap(layout_map.device_mesh)
+    converted = LayoutMap(layout_map.device_mesh)
     for key in layout_map:
-        ours[key] = layout_map[key]
-    return ours
+        converted[key] = layout_map[key]
+    return converted

@@ -1,27 +1,21 @@
-"""What a rule over paths need not spell, and what the order of rules decides. No JAX and no Keras in here."""
+"""Which patterns of a layout map match a path."""
 
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from keras_dist.layout.regex_index import PathIndex
+Regexes = Mapping[str, re.Pattern[str]]  # compiled regexes by their pattern
 
-# Keras puts the name of a Sequential before the paths of its variables, counts that name up from model to model, and
-# drops it when the model is loaded from a file. Names that Keras gives by itself are no part of what a rule spells.
+# Keras prefixes the paths of a Sequential's variables with the model's name, numbers these names in order of creation,
+# and drops the prefix when it loads the model from a file. A rule therefore need not contain such a name.
 _AUTOMATIC_MODEL_NAME = re.compile(r"(?:sequential|functional)(?:_\d+)?/")
-_CALL_WORDS = ("output", "input")  # the ends of paths of what layers return and are called with
-_SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")  # a key without these matches one path, itself
-_CATCH_ALL = re.compile(r"(?:\.\*|\(\?:\.\*\))+")  # also as rules for re.search become ones for a whole path
+_ACTIVATION_SUFFIXES = ("output", "input")  # last segments of the paths of layer outputs and inputs
+_SPECIAL_CHARACTER = re.compile(r"[.^$*+?{}\[\]\\|()]")  # a pattern without any of these matches only itself
+_MATCHES_EVERYTHING = re.compile(r"(?:\.\*|\(\?:\.\*\))+")  # includes `.*(?:.*).*`, from a rule written for re.search
 
 
 def path_variants(path: str) -> Iterator[str]:
-    """Yields a path, then what remains of it without each name that Keras gave a model by itself.
-
-    Args:
-        path: segments joined by `/`.
-
-    Yields:
-        The path, and its ends.
+    """Yields a path, then the path without its first automatic model name, without its second, and so on.
 
     Example:
 
@@ -34,37 +28,63 @@ def path_variants(path: str) -> Iterator[str]:
         yield path
 
 
-def applies_to(key: str, path: str) -> bool:
-    """Returns whether one of ordered rules is meant for a path that it matches.
+@lru_cache(maxsize=2**16)
+def strip_model_names(path: str) -> str:
+    """Returns a path without leading automatic model names.
 
-    Such rules end in `.*`, which is meant for variables: for what layers return it would replicate every batch.
+    Example:
+
+    >>> strip_model_names("sequential_3/functional/dense/kernel")
+    'dense/kernel'
+    """
+    *_, stripped = path_variants(path)
+    return stripped
+
+
+def full_matches(regexes: Regexes, path: str) -> list[str]:
+    """Returns the patterns that match an entire path, in the order given."""
+    return [pattern for pattern, regex in regexes.items() if regex.fullmatch(path)]
+
+
+def matching_patterns(regexes: Regexes, path: str) -> list[str]:
+    """Returns the patterns that match a path; if none does, those that match it without automatic model names."""
+    return full_matches(regexes, path) or full_matches(regexes, strip_model_names(path))
+
+
+def applies_to(pattern: str, path: str) -> bool:
+    """Returns whether a pattern applies to a path that it matches.
+
+    Ordered rules often end with `.*`, written with variables in mind. Applied to layer outputs it would replicate every
+    batch, so a rule applies to outputs and inputs only if it contains that word.
 
     Args:
-        key: the regex of the rule.
-        path: a path that it matches.
+        pattern: the pattern of the rule.
+        path: a path that the pattern matches.
 
     Returns:
-        False for the path of what a layer returns or is called with (`/output`, `/input`) where the key does not have
-        that word.
+        False if the path ends in `/output` or `/input` and the pattern does not contain that word; else True.
 
     Example:
 
     >>> applies_to(".*", "dense/kernel"), applies_to(".*", "dense/output"), applies_to(".*output", "dense/output")
     (True, False, True)
     """
-    end = path.rpartition("/")[2]
-    return end not in _CALL_WORDS or re.search(rf"\b{end}\b", key) is not None
+    suffix = path.rpartition("/")[2]
+    return suffix not in _ACTIVATION_SUFFIXES or re.search(rf"\b{suffix}\b", pattern) is not None
 
 
-def find_shadowing_rule(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
-    """Returns the rule that leaves a later one no path, where that is certain: of a key that is a path, or behind `.*`.
+def find_shadowing_rule(pattern: str, earlier: Regexes) -> str | None:
+    """Returns an earlier rule that makes a later one unreachable, if one certainly does.
+
+    That is certain in two cases: the later pattern is a plain path that an earlier regex matches, or an earlier pattern
+    matches everything.
 
     Args:
-        key: the regex of the later rule.
-        earlier: the compiled regexes of the earlier rules by their patterns.
+        pattern: the pattern of the later rule.
+        earlier: the earlier rules.
 
     Returns:
-        The pattern of the first such rule, None where the later one may have a path.
+        The pattern of the first such rule, or None.
 
     Example:
 
@@ -72,38 +92,12 @@ def find_shadowing_rule(key: str, earlier: Mapping[str, re.Pattern[str]]) -> str
     >>> find_shadowing_rule("dense_1/kernel", earlier), find_shadowing_rule("dense_[0-9]/kernel", earlier)
     ('dense.*', None)
     """
-    is_path = not _SPECIAL.search(key)
-    for pattern, regex in earlier.items():
+    is_path = not _SPECIAL_CHARACTER.search(pattern)
+    for candidate, regex in earlier.items():
         if is_path:
-            hides = applies_to(pattern, key) and any(map(regex.fullmatch, path_variants(key)))
+            shadows = applies_to(candidate, pattern) and any(map(regex.fullmatch, path_variants(pattern)))
         else:
-            hides = _CATCH_ALL.fullmatch(pattern) and not any(word in key for word in _CALL_WORDS)
-        if hides:
-            return pattern
+            shadows = _MATCHES_EVERYTHING.fullmatch(candidate) and not any(s in pattern for s in _ACTIVATION_SUFFIXES)
+        if shadows:
+            return candidate
     return None
-
-
-@lru_cache(maxsize=2**16)
-def strip_model_names(path: str) -> str:
-    """Returns a path without the names that Keras gave models by itself.
-
-    Example:
-
-    >>> strip_model_names("sequential_3/functional/dense/kernel")
-    'dense/kernel'
-    """
-    *_, rest = path_variants(path)
-    return rest
-
-
-def matching(index: PathIndex, path: str) -> list[str]:
-    """Returns the regexes that match a path, or where none does, what of it is no automatic name.
-
-    Args:
-        index: the regexes.
-        path: the path of a variable, or of a layer with `/output` or `/input` behind it.
-
-    Returns:
-        The patterns.
-    """
-    return index.matching(path) or index.matching(strip_model_names(path))

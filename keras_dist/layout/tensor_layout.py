@@ -1,5 +1,6 @@
 """`TensorLayout`: which mesh axes the dims of one tensor are sharded over."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,21 +13,21 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 class TensorLayout(keras.distribution.TensorLayout):
-    """How one tensor lies on a mesh: for each of its dims, the mesh axes it is sharded over.
+    """The mesh axes that each dim of one tensor is sharded over.
 
-    Two layouts are equal when their axes and their meshes are. A layout without a mesh can be given one later, once;
-    apart from that it does not change.
+    Two layouts are equal if their axes and their meshes are equal. A layout is immutable, except that a layout without
+    a mesh can be given one, once.
 
     Args:
-        axes: one entry for each dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that
-            is sharded over several axes, the first one outermost. Dims beyond the last entry are not sharded. A
-            `jax.sharding.PartitionSpec` says the same.
-        device_mesh: the mesh that the names belong to. May be set later, as `LayoutMap` does.
+        axes: one entry per dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that is
+            sharded over several axes, outermost first. Dims beyond the last entry are not sharded. A
+            `jax.sharding.PartitionSpec` is accepted as well.
+        device_mesh: the mesh whose axes are named. May be set later, as `LayoutMap` does.
 
     Raises:
-        ValueError: an axis that the mesh does not have, or that is used for two dims, or a `PartitionSpec` that
-            leaves a dim to the compiler (`UNCONSTRAINED`) or has axes that are `unreduced` or `reduced`.
-        TypeError: axes that are no sequence of the entries above.
+        ValueError: an axis that the mesh does not have or that appears twice, or a `PartitionSpec` with
+            `UNCONSTRAINED` dims or with `unreduced` or `reduced` axes.
+        TypeError: `axes` is not a sequence of such entries.
 
     Example:
 
@@ -40,41 +41,41 @@ class TensorLayout(keras.distribution.TensorLayout):
     def __init__(self, axes: Iterable, device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None = None):
         self._axes: Axes = _standardize_axes(axes)
         self._device_mesh: DeviceMesh | None = None if device_mesh is None else as_device_mesh(device_mesh)
-        self._mesh_is_from_a_map = False
+        self._has_mesh_of_map = False
         self._validate_axes()
 
     @property
     def axes(self) -> Axes:
-        """For each dim `None`, the name of an axis, or a tuple of names."""
+        """For each dim `None`, the name of a mesh axis, or a tuple of names."""
         return self._axes
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh, or None where the layout has none yet. Can be set once."""
+        """The mesh, or None if it is not set yet. It can be set once."""
         return self._device_mesh
 
     @device_mesh.setter
     def device_mesh(self, device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh):
         if self._device_mesh is not None:
             raise ValueError(
-                f"Cannot override device mesh value. The layout {self.axes} lies on {self._device_mesh}. Received: "
-                f"{device_mesh}. Make another TensorLayout for another mesh."
+                f"Cannot override device mesh value. The layout {self.axes} already has {self._device_mesh} and cannot "
+                f"be moved to {device_mesh}. Create another TensorLayout for another mesh."
             )
         device_mesh = as_device_mesh(device_mesh)
-        _require_axes(self._axes, device_mesh)
+        _check_axis_names(self._axes, device_mesh)
         self._device_mesh = device_mesh
 
     @property
     def backend_layout(self) -> jax.sharding.NamedSharding:
-        """The `jax.sharding.NamedSharding` of this layout, made at the first use.
+        """This layout as a `jax.sharding.NamedSharding`.
 
         Raises:
             ValueError: the layout has no mesh.
         """
         if self._device_mesh is None:
             raise ValueError(
-                f"Cannot create sharding when device mesh is not set for TensorLayout. Received: axes={self.axes}. "
-                "Pass device_mesh, or put the layout into a LayoutMap."
+                f"Cannot create sharding when device mesh is not set for TensorLayout {self.axes}. Pass device_mesh, "
+                "or assign the layout to a key of a LayoutMap."
             )
         sharding, mesh = getattr(self, "_backend_layout", None), self._device_mesh.backend_mesh
         if sharding is None or sharding.mesh is not mesh:
@@ -83,60 +84,60 @@ class TensorLayout(keras.distribution.TensorLayout):
         return sharding
 
     def with_map_mesh(self, device_mesh: DeviceMesh | None) -> "TensorLayout":
-        """Returns this layout for a `LayoutMap` of the given mesh.
+        """Returns this layout for use in a `LayoutMap` with the given mesh.
 
-        A layout without a mesh takes the map's, as it does in Keras. One that has its mesh from another map is left
-        alone, and a copy on this map's mesh is returned. One that was made with a mesh keeps it.
+        A layout without a mesh is given the map's mesh, as in Keras. A layout that got its mesh from another map is
+        copied. A layout that was created with a mesh keeps it.
 
         Args:
-            device_mesh: the map's mesh, None where it has none.
+            device_mesh: mesh of the map, or None.
 
         Returns:
             This layout or a copy.
 
         Raises:
-            ValueError: axes that the map's mesh does not have.
+            ValueError: the map's mesh does not have the layout's axes.
         """
-        made_with_its_mesh = self._device_mesh is not None and not self._mesh_is_from_a_map
-        if device_mesh is None or made_with_its_mesh or self._device_mesh == device_mesh:
+        has_own_mesh = self._device_mesh is not None and not self._has_mesh_of_map
+        if device_mesh is None or has_own_mesh or self._device_mesh == device_mesh:
             return self
         layout = self if self._device_mesh is None else TensorLayout(self._axes)
         layout.device_mesh = device_mesh
-        layout._mesh_is_from_a_map = True
+        layout._has_mesh_of_map = True
         return layout
 
-    def _validate_axes(self):
+    def _validate_axes(self):  # overrides Keras's
         if self._device_mesh is not None:
-            _require_axes(self._axes, self._device_mesh)
+            _check_axis_names(self._axes, self._device_mesh)
 
     def __eq__(self, other):
         if not isinstance(other, keras.distribution.TensorLayout):
             return NotImplemented
-        # The mesh of `other` may be a plain Keras one, which only ours knows how to compare.
+        # `other` may have a plain Keras mesh, which does not implement equality; ours does.
         return self._axes == other.axes and (
             self._device_mesh is other.device_mesh
             or (self._device_mesh is not None and self._device_mesh == other.device_mesh)
         )
 
     def __hash__(self):
-        # Not of the mesh, which may be set later.
-        return hash(self._axes)
+        return hash(self._axes)  # without the mesh, which may be set later
 
     def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key != "_backend_layout"}
 
 
 def as_tensor_layout(value) -> TensorLayout:
-    """Returns a layout as ours: ours itself, one made of axes, or one equal to a layout of Keras.
+    """Converts a layout or axes to a `TensorLayout` of this package.
 
     Args:
-        value: a layout of ours or of Keras, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`.
+        value: a layout of this package (returned as is) or of Keras, or axes: a tuple, a list or a
+            `jax.sharding.PartitionSpec`.
 
     Returns:
-        A layout, without a mesh where `value` brings none.
+        The layout; it has no mesh if `value` has none.
 
     Raises:
-        ValueError: another type, or axes that its mesh does not have.
+        ValueError: another type, or axes that the layout's mesh does not have.
     """
     if isinstance(value, (tuple, list, jax.sharding.PartitionSpec)):
         return TensorLayout(value)
@@ -148,45 +149,105 @@ def as_tensor_layout(value) -> TensorLayout:
     return value if isinstance(value, TensorLayout) else TensorLayout(value.axes, value.device_mesh)
 
 
-def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:
-    """Says why a tensor cannot have a layout, and the nearest one that it can; None where it fits.
+def as_layout_on_mesh(value, distribution) -> TensorLayout:
+    """Converts a layout or axes to a `TensorLayout` that has a mesh.
 
     Args:
-        axes: the layout's axes.
-        shape: the tensor's shape; an unknown dim (None) fits everything.
-        axis_sizes: the sizes of the mesh's axes by name.
+        value: as for `as_tensor_layout`.
+        distribution: the installed distribution, whose mesh is used if `value` has none; None if there is none.
+
+    Raises:
+        ValueError: neither the layout nor a distribution has a mesh, or the mesh does not have the axes.
+    """
+    layout = as_tensor_layout(value)
+    if layout.device_mesh is not None:
+        return layout
+    if distribution is None:
+        raise ValueError(
+            f"layout={layout.axes!r} names axes of the active distribution's mesh, but no distribution is active. Pass "
+            "keras_dist.TensorLayout(axes, device_mesh), or call keras_dist.set_distribution(...) first."
+        )
+    return TensorLayout(layout.axes, distribution.device_mesh)
+
+
+def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:
+    """Returns why a tensor of this shape cannot have these axes, and what to do about it.
+
+    Args:
+        axes: axes of the layout.
+        shape: shape of the tensor; a dim of None (unknown) fits every axis.
+        axis_sizes: sizes of the mesh axes.
 
     Returns:
-        A sentence with the reason and one with the way out, or None.
+        A sentence with the reason and a sentence with the fix; None if the layout fits.
 
     Example:
 
     >>> print(layout_error((None, "model"), (64, 6), {"model": 4}))
-    dim 1 has size 6, which axis 'model' (size 4) does not divide. Replicate that dim with (None, None), or use a \
+    dim 1 has size 6, which is not divisible by axis 'model' (size 4). Replicate it with (None, None), or use a \
 'model' axis of size 1, 2, 3 or 6.
     """
     if len(axes) > len(shape):
         dims = f"{len(shape)} dim{'s' * (len(shape) != 1)}"
         return (
-            f"the rule has {len(axes)} entr{'y' if len(axes) == 1 else 'ies'}, but the tensor has {dims}. "
-            f"Give tensors of {dims} a rule of their own, or shorten the rule to {axes[: len(shape)]}."
+            f"the layout has {len(axes)} entr{'y' if len(axes) == 1 else 'ies'}, but the tensor has {dims}. Shorten "
+            f"the layout to {axes[: len(shape)]}, or write a separate rule for tensors with {dims}."
         )
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
-        size = math.prod(axis_sizes[name] for name in names)
-        rows = shape[dim]
-        if rows is None or rows % size == 0:
+        axis_size = math.prod(axis_sizes[name] for name in names)
+        size = shape[dim]
+        if size is None or size % axis_size == 0:
             continue
-        whole = (*axes[:dim], None, *axes[dim + 1 :])
         if len(names) == 1:
-            axis, product = f"axis {names[0]!r} (size {size})", f"a {names[0]!r} axis of size {_divisors(rows)}"
+            axis, fix = f"axis {names[0]!r} (size {axis_size})", f"a {names[0]!r} axis of size {_divisors(size)}"
         else:
-            axis, product = f"axes {names} (product {size})", f"axes whose product is {_divisors(rows)}"
-        return (
-            f"dim {dim} has size {rows}, which {axis} does not divide. "
-            f"Replicate that dim with {whole}, or use {product}."
-        )
+            axis, fix = f"axes {names} (product {axis_size})", f"axes whose product is {_divisors(size)}"
+        # A rule with fewer entries than dims is often a matrix's, written for the last dims: of a convolution, say.
+        other = nearest_fitting_axes(axes, shape, axis_sizes) if len(axes) < len(shape) and None not in shape else ()
+        advice = f"Shard another dim with {other}, replicate it" if any(other) else "Replicate it"
+        replicated = (*axes[:dim], None, *axes[dim + 1 :])
+        return f"dim {dim} has size {size}, which is not divisible by {axis}. {advice} with {replicated}, or use {fix}."
     return None
+
+
+def nearest_fitting_axes(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
+    """Returns the axes closest to the given ones that a tensor of this shape can have.
+
+    Candidates are all ways to assign the given entries to dims. Of those that fit, the one with the most shards is
+    chosen; of these, the one with most dims unchanged; of these, the one that shards the largest dims. An entry list
+    that is too long is compared by its last entries.
+
+    Args:
+        axes: the axes wanted.
+        shape: shape of the tensor.
+        axis_sizes: sizes of the mesh axes.
+
+    Returns:
+        Axes with one entry per dim.
+
+    Example:
+
+    >>> nearest_fitting_axes(("model", None), (6, 16), {"model": 4})
+    (None, 'model')
+    >>> nearest_fitting_axes((None, None, "model"), (16, 32), {"model": 4})
+    (None, 'model')
+    """
+    rank = len(shape)
+    wanted = axes[len(axes) - rank :] if len(axes) > rank else (*axes, *[None] * (rank - len(axes)))
+    entries = [entry for entry in axes if entry is not None]
+
+    def shards(entry) -> int:
+        return math.prod(axis_sizes[name] for name in axis_tuple(entry))
+
+    def merit(candidate: Axes) -> tuple[int, int, int]:
+        unchanged = sum(one == other for one, other in zip(candidate, wanted, strict=True))
+        sharded_size = math.prod(size for size, entry in zip(shape, candidate, strict=True) if entry)
+        return math.prod(map(shards, candidate)), unchanged, sharded_size
+
+    candidates = set(itertools.permutations([*entries, *[None] * rank], rank))
+    fitting = [c for c in candidates if all(size % shards(entry) == 0 for size, entry in zip(shape, c, strict=True))]
+    return max(sorted(fitting, key=str), key=merit)
 
 
 def axis_tuple(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -207,38 +268,38 @@ def _divisors(number: int) -> str:
 def _standardize_axes(axes: Iterable) -> Axes:
     if isinstance(axes, str) or not isinstance(axes, Iterable):
         raise TypeError(
-            f"Axes must be a tuple or list with one entry for each dim. Received: {axes!r}. "
-            f"Write, for example, ({axes!r},)."
+            f"Axes must be a tuple or list with one entry per dim, but got {axes!r}. Write, for example, ({axes!r},)."
         )
     if isinstance(axes, jax.sharding.PartitionSpec) and (
         axes.unreduced or axes.reduced or axes.UNCONSTRAINED in tuple(axes)
     ):
         raise ValueError(
-            "A layout says for each dim which mesh axes it is sharded over: it leaves none to the compiler, and has no "
-            f"unreduced or reduced axes. Received: {axes!r}. Write None for a dim that is not sharded."
+            f"{axes!r} cannot be a TensorLayout: UNCONSTRAINED dims and unreduced or reduced axes are not supported. "
+            "Write None for a dim that is not sharded."
         )
     entries: list[str | tuple[str, ...] | None] = []
     for entry in axes:
         names = entry if isinstance(entry, (tuple, list)) else () if entry is None else (entry,)
         if not all(isinstance(name, str) for name in names):
             raise TypeError(
-                f"Each entry of a layout is None, the name of a mesh axis, or a tuple of names. Received: {axes!r}."
+                f"Axes {axes!r} contain the entry {entry!r}. Each entry must be None, the name of a mesh axis, or a "
+                "tuple of names."
             )
         entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
     names = [name for entry in entries for name in axis_tuple(entry)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
         raise ValueError(
-            f"A mesh axis can shard one dim of a tensor, but axis {twice!r} is used twice. Received: "
-            f"axes={tuple(entries)}. Leave it out of all dims but one."
+            f"Mesh axis {repeated!r} is used twice in {tuple(entries)}, but it can shard only one dim of a tensor. "
+            "Remove it from the other dims."
         )
     return tuple(entries)
 
 
-def _require_axes(axes: Axes, device_mesh: DeviceMesh) -> None:
+def _check_axis_names(axes: Axes, device_mesh: DeviceMesh) -> None:
     unknown = [name for entry in axes for name in axis_tuple(entry) if name not in device_mesh.axis_sizes]
     if unknown:
         raise ValueError(
-            f"Invalid axis names for Layout. The mesh has the axes {list(device_mesh.axis_sizes)}. Got {axes}, "
-            f"where {unknown[0]!r} is none of them. Use one of the mesh's axes, or None."
+            f"Invalid axis names for Layout {axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "
+            f"{list(device_mesh.axis_sizes)}, or None."
         )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_dist._keras import active_distribution, internals
-from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.layout.tensor_layout import as_layout_on_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.base import Distribution
 
@@ -59,18 +59,13 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     Example:
 
     >>> import numpy as np
-    >>> from keras_dist import DeviceMesh
+    >>> from keras_dist import DeviceMesh, TensorLayout
     >>> layout = TensorLayout(("data", None), DeviceMesh((4, 2), ["data", "model"]))
     >>> distribute_tensor(np.ones((8, 3)), layout).sharding.shard_shape((8, 3))
     (2, 3)
     """
     installed = distribution()
     if isinstance(layout, (tuple, list)):
-        if installed is None:
-            raise ValueError(
-                f"layout={layout!r} names axes of the active distribution's mesh, but no distribution is active. "
-                "Pass keras_dist.TensorLayout(axes, device_mesh), or call keras_dist.set_distribution(...) before."
-            )
-        layout = TensorLayout(layout, installed.device_mesh)
+        layout = as_layout_on_mesh(layout, installed)
     batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()
     return distribute_tensors(tensor, layout, batch_axes)

@@ -1,4 +1,4 @@
-"""The guard: what of a layout map is probably not meant is said once before the first step, or refused."""
+"""Likely mistakes in a layout map are a `LayoutMapWarning` before the first step, once, or an error."""
 
 import warnings
 
@@ -33,29 +33,29 @@ def messages_of(function, *arguments):
     return [str(each.message) for each in caught if issubclass(each.category, kd.LayoutMapWarning)]
 
 
-def test_good_rules_are_not_spoken_of():
+def test_a_correct_map_gives_no_warning():
     with rules({f"tower/{key}": axes for key, axes in GOOD.items()}).scope():
         model = build()
         assert not messages_of(model.compile, "adam", "mse")
         assert not messages_of(train, model)
 
 
-def test_a_rule_that_matches_nothing_is_said_once():
+def test_a_rule_without_a_match_warns_once():
     with rules({f"tower/{key}": axes for key, axes in GOOD.items()} | {"tower/upp/kernel": (None, "model")}).scope():
         model = build()
         [message] = messages_of(model.compile, "adam", "mse")
-        assert "1 thing in the rules for 'tower' that probably is not" in message
-        assert "'tower/upp/kernel', which matches nothing in 'tower'. Did you mean" in message
-        assert "strict=True makes this an error; to silence it, ignore keras_dist.LayoutMapWarning" in message
+        assert message.startswith("1 possible problem in the layout map for 'tower'")
+        assert "'tower/upp/kernel'" in message
+        assert "strict=True" in message
         assert not messages_of(train, model)
         assert not messages_of(model.compile, "sgd", "mse")
 
 
-def test_replicas_are_named_with_a_rule_for_each():
+def test_replicas_warn_with_a_rule_for_each():
     with rules({"tower/up/kernel": (None, "model")}).scope():
         model = build()
         [message] = messages_of(model.compile, "adam", "mse")
-    assert "meant to be sharded over axis 'model' (size 4)" in message
+    assert "axis 'model' (size 4)" in message
     assert "layout_map['tower/down/kernel'] = (" in message
 
 
@@ -69,7 +69,7 @@ def test_a_model_that_is_built_by_its_first_step_is_checked_there():
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch"])
-def test_each_way_to_a_first_step_says_it(method):
+def test_each_way_to_a_first_step_warns(method):
     x = np.ones((8, 16))
     with rules(GOOD | {"nowhere": ("model",)}).scope():
         model = keras.Sequential([layers.Dense(32, name="up"), layers.Dense(16, name="down")])
@@ -83,22 +83,22 @@ def test_strict_is_an_error_before_anything_runs():
     with rules(GOOD | {"nowhere": ("model",)}, strict=True).scope():
         model = build("sequential")
         before = model.get_weights()
-        with pytest.raises(ValueError, match=r"A layout map must lay out the model as it is meant\. Received: 1 thing"):
+        with pytest.raises(ValueError, match="1 possible problem in the layout map for 'sequential'"):
             model.compile("adam", "mse")
-        with pytest.raises(ValueError, match="'nowhere', which matches nothing"):
+        with pytest.raises(ValueError, match="rule 'nowhere'"):
             train(model)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_strict_is_a_choice_of_fully_sharded_data_parallel_too():
+def test_fully_sharded_data_parallel_can_be_strict():
     with rules(GOOD | {"nowhere": ("model",)}, strict=True, kind=kd.FullyShardedDataParallel).scope():
         model = build("sequential")
         with pytest.raises(ValueError, match="'nowhere'"):
             model.compile("adam", "mse")
 
 
-def test_it_can_be_silenced_and_a_rule_can_say_that_it_is_meant():
+def test_the_warning_can_be_silenced_and_an_all_none_rule_prevents_it():
     with rules({"tower/up/kernel": (None, "model")}).scope(), warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", kd.LayoutMapWarning)
@@ -117,22 +117,22 @@ def test_weights_that_are_added_later_are_checked_then():
         assert "layout_map['late/kernel']" in message
 
 
-def test_without_a_layout_map_there_is_nothing_to_say():
+def test_without_a_layout_map_there_is_no_warning():
     for distribution in (kd.DataParallel(), kd.FullyShardedDataParallel()):
         with distribution.scope():
             assert not messages_of(build().compile, "adam", "mse")
 
 
-def test_many_findings_are_cut_off():
+def test_only_the_first_findings_are_listed():
     with rules(GOOD | {f"nowhere_{number}/kernel": (None, "model") for number in range(9)}).scope():
         [message] = messages_of(build("sequential").compile, "adam", "mse")
-    assert "9 things in the rules" in message
+    assert message.startswith("9 possible problems")
     assert "\n5. " in message
     assert "\n6. " not in message
-    assert "\n... and 4 more." in message
+    assert "\n... and 4 more" in message
 
 
-def test_a_random_state_that_a_rule_shards_is_said_before_it_crashes():
+def test_a_rule_that_shards_a_random_state_warns_before_the_step_fails():
     with rules({".*kernel": (None, "model"), ".*seed_generator_state": ("data",)}).scope():
         inputs = keras.Input((16,))
         model = keras.Model(inputs, layers.Dropout(0.5)(layers.Dense(32, name="up")(inputs)))

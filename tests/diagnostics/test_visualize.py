@@ -1,4 +1,4 @@
-"""A picture of a tensor says which device holds which part of it."""
+"""A picture of a tensor shows which device holds which shard."""
 
 import sys
 
@@ -31,8 +31,8 @@ def test_two_dims(mesh):
     picture = kd.visualize((8, 4), kd.TensorLayout(("a", "b"), mesh))
     assert picture.title == "(8, 4) as ('a', 'b') on a:2 x b:2 x c:2"
     assert picture.notes == (
-        "Dim 0 is cut into 2 parts of 4. Dim 1 is cut into 2 parts of 2.",
-        "Each part lies on 2 of 8 devices.",
+        "Dim 0: 2 shards of size 4. Dim 1: 2 shards of size 2.",
+        "Each shard is on 2 of 8 devices.",
     )
     assert rows(picture) == [["0:4", "0-1", "2-3"], ["4:8", "4-5", "6-7"]]
 
@@ -48,18 +48,18 @@ def test_no_dim(mesh):
     for shape in ((), (4,), (0, 3)):
         picture = kd.visualize(shape, kd.TensorLayout([None] * len(shape), mesh))
         assert rows(picture) == [["device", "0-7"]]
-        assert picture.notes == ("No dim is cut.", "Each part lies on 8 of 8 devices.")
+        assert picture.notes == ("No dim is sharded.", "Each shard is on 8 of 8 devices.")
 
 
-def test_more_than_two_dims_show_the_last_two_and_say_so(mesh):
+def test_of_more_than_two_sharded_dims_the_last_two_are_shown(mesh):
     picture = kd.visualize((4, 3, 4, 4), kd.TensorLayout(("a", None, "b", "c"), mesh))
     assert picture.dims == (2, 3)
-    assert picture.notes[0].startswith("Dim 0 is cut into 2 parts of 2. Dim 2 is cut")
-    assert picture.notes[-1] == "Shown are dims 2 and 3, in the first part of dim 0."
+    assert picture.notes[0].startswith("Dim 0: 2 shards of size 2. Dim 2: 2 shards")
+    assert picture.notes[-1] == "Dims 2 and 3 are shown, for the first shard of dim 0."
     assert rows(picture) == [["0:2", "0", "1"], ["2:4", "2", "3"]]
 
 
-def test_it_says_where_the_parts_of_an_array_lie(mesh):
+def test_the_shards_of_an_array(mesh):
     layout = kd.TensorLayout((("c", "b"), "a"), mesh)
     array = kd.distribute_tensor(np.arange(64).reshape(16, 4), layout)
     picture = kd.visualize(array)
@@ -88,7 +88,7 @@ def test_a_variable(mesh, deferred):
     assert kd.visualize(kernel) == kd.visualize((8, 4), kd.TensorLayout(("a", "b"), mesh))
 
 
-def test_axes_alone_are_of_the_installed_distribution(mesh):
+def test_axes_are_those_of_the_installed_distribution(mesh):
     kd.set_distribution(kd.ModelParallel(layout_map=kd.LayoutMap(mesh)))
     assert kd.visualize((8, 4), ("a", "b")) == kd.visualize([8, 4], kd.TensorLayout(("a", "b"), mesh))
 
@@ -99,7 +99,7 @@ def test_an_array_on_one_device():
     assert rows(picture) == [["device", "0"]]
 
 
-def test_thousands_of_devices_that_are_absent():
+def test_thousands_of_absent_devices():
     mesh = kd.create_device_mesh("data:64,model:64", devices=kd.mock_tpus("v5p:16x16x16"))
     for axes in (("data", "model"), (("data", "model"), None), (None, "model"), (None, None)):
         picture = kd.visualize((4096, 4096), kd.TensorLayout(axes, mesh))
@@ -117,7 +117,7 @@ def test_html_is_one_table(mesh):
 
 
 @pytest.mark.parametrize("axes", [("a", "b", "c"), ("a",), (None, ("b", "c")), ()])
-def test_a_figure_has_a_text_for_each_part(mesh, axes):
+def test_a_figure_has_a_text_for_each_shard(mesh, axes):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = kd.visualize((8, 8, 8), kd.TensorLayout(axes, mesh))
     figure = picture.figure()
@@ -126,29 +126,29 @@ def test_a_figure_has_a_text_for_each_part(mesh, axes):
     figure.canvas.draw()
 
 
-def test_a_figure_of_thousands_of_parts_is_drawn_without_words():
+def test_a_figure_of_thousands_of_shards_has_no_texts():
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     mesh = kd.create_device_mesh("data:64,model:64", devices=kd.mock_tpus("v5p:16x16x16"))
     [axis] = kd.visualize((4096, 4096), kd.TensorLayout(("data", "model"), mesh)).figure().axes
     assert not axis.texts
 
 
-def test_a_figure_without_matplotlib_says_what_to_install(mesh, monkeypatch):
+def test_a_figure_needs_matplotlib(mesh, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install keras-dist\[plot\]"):
         kd.visualize((8,), kd.TensorLayout(("a",), mesh)).figure()
 
 
-def test_what_has_no_picture(mesh):
+def test_invalid_arguments_raise(mesh):
     layout = kd.TensorLayout(("a",), mesh)
     for arguments in ((np.ones(4),), ((4,),), (jax.numpy.ones(4), layout), ("x", layout), ((-1,), layout)):
-        with pytest.raises(TypeError, match=r"visualize takes a jax\.Array or a variable, or a shape and a layout"):
+        with pytest.raises(TypeError, match=r"Cannot visualize .*layout="):
             kd.visualize(*arguments)
     with pytest.raises(ValueError, match=r"shape \(3,\) as \('a',\): dim 0 has size 3"):
         kd.visualize((3,), layout)
-    with pytest.raises(ValueError, match="Axes need a mesh"):
+    with pytest.raises(ValueError, match=r"layout=\('a',\)"):
         kd.visualize((4,), ("a",))
     with kd.deferred():
         variable = keras.Variable(lambda shape, dtype: None, shape=(4,), name="nowhere")
-    with pytest.raises(ValueError, match="'nowhere', which has no value and no layout"):
+    with pytest.raises(ValueError, match="'nowhere'"):
         kd.visualize(variable)

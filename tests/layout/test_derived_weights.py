@@ -1,4 +1,4 @@
-"""LoRA factors, quantized weights and their scales lie as the weight that they belong to."""
+"""LoRA factors, quantized weights and their scales have the layout of their weight."""
 
 import keras
 import numpy as np
@@ -44,7 +44,7 @@ def with_lora(model):
     return model
 
 
-def test_lora_factors_have_the_dims_of_their_weight_and_the_rank():
+def test_lora_factors_are_sharded_like_their_weight():
     with distribution().scope():
         axes = axes_of(with_lora(build()))
     assert axes["embedding/lora_embeddings_a"] == ("model", None)
@@ -58,7 +58,7 @@ def test_lora_factors_have_the_dims_of_their_weight_and_the_rank():
     assert axes["down/lora_kernel_b"] == (None, None)
 
 
-def test_a_broad_rule_is_for_the_weight_and_one_for_the_factor_is_for_the_factor():
+def test_a_rule_of_its_own_takes_precedence_for_a_lora_factor():
     broad = {"up/.*kernel.*": (None, "model"), "down/kernel": ("model", None), "down/lora_kernel_b": (None, "model")}
     with distribution(broad).scope():
         inputs = keras.Input((16,))
@@ -114,17 +114,17 @@ def test_quantized_weights_and_their_scales(mode):
         assert query == (None, "model")
 
 
-def test_what_explain_says_of_them():
+def test_explain_names_the_weight():
     with distribution().scope():
         coverage = kd.explain(with_lora(build()))
     rows = {v.path: v for v in coverage.variables}
-    assert rows["down/lora_kernel_a"].why == "follows 'down/kernel'"
+    assert rows["down/lora_kernel_a"].why == "same as 'down/kernel'"
     assert rows["down/lora_kernel_a"].rule == "down/kernel"
     assert rows["down/lora_kernel_a"].shard_shape == (8, 4)
     assert not coverage.findings
 
 
-def test_a_weight_that_is_only_called_so_belongs_to_none():
+def test_a_weight_that_only_has_such_a_name_has_a_rule_of_its_own():
     class Scaled(layers.Layer):
         def build(self, shape):
             self.logit_scale = self.add_weight(shape=(8,), name="logit_scale")

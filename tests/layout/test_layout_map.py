@@ -1,4 +1,4 @@
-"""A layout map is a dict of rules over paths; `in`, `get` and `pop` mean what they say."""
+"""A `LayoutMap` is a dict of rules: lookups by path, changes by key."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ def layout_map(mesh):
     return layout_map
 
 
-def test_it_is_keras_layout_map(layout_map):
+def test_it_is_a_layout_map_of_keras(layout_map):
     assert isinstance(layout_map, keras.distribution.LayoutMap)
 
 
@@ -40,7 +40,7 @@ def test_a_path_finds_its_rule_and_an_exact_key_wins(layout_map, mesh):
     assert layout_map.rule("conv/kernel") is None
 
 
-def test_the_whole_path_must_match(layout_map):
+def test_a_regex_must_match_the_entire_path(layout_map):
     assert layout_map["block/dense_2/kernel"] is None
     assert layout_map["dense_2/kernel/scale"] is None
 
@@ -55,7 +55,7 @@ def test_in_and_get_agree_with_lookup(layout_map):
     assert layout_map.get("dense_2/kernel", "default").axes == (None, "model")
 
 
-def test_several_matches_are_an_error_that_names_them(layout_map):
+def test_a_path_that_several_rules_match_raises(layout_map):
     layout_map["dense_3/.*"] = ()
     with pytest.raises(ValueError, match=r"'dense_3/kernel' matches multiple.*'dense.\*/kernel', 'dense_3/.\*'"):
         layout_map["dense_3/kernel"]
@@ -63,18 +63,18 @@ def test_several_matches_are_an_error_that_names_them(layout_map):
 
 
 @pytest.mark.parametrize("prefix", ["sequential/", "sequential_3/", "functional_12/", "sequential_1/sequential/"])
-def test_an_automatic_model_name_need_not_be_spelled(layout_map, prefix):
+def test_rules_need_no_automatic_model_name(layout_map, prefix):
     assert layout_map[f"{prefix}dense_2/kernel"].axes == (None, "model")
     assert layout_map[f"{prefix}dense_1/kernel"].axes == ("model", None)
     assert layout_map[f"{prefix}dense_2/output"] is None
 
 
 @pytest.mark.parametrize("prefix", ["encoder/", "sequential_x/", "my_sequential/", "block/sequential/"])
-def test_any_other_name_must(layout_map, prefix):
+def test_rules_need_any_other_model_name(layout_map, prefix):
     assert layout_map[f"{prefix}dense_2/kernel"] is None
 
 
-def test_a_rule_that_spells_the_model_name_wins(layout_map):
+def test_a_rule_with_the_automatic_model_name_takes_precedence(layout_map):
     layout_map["sequential/dense_2/kernel"] = ()
     layout_map["sequential_[0-9]/dense_5/.*"] = ()
     assert layout_map["sequential/dense_2/kernel"].axes == ()
@@ -82,7 +82,7 @@ def test_a_rule_that_spells_the_model_name_wins(layout_map):
     assert layout_map["dense_5/kernel"].axes == (None, "model")
 
 
-def test_changes_are_seen_after_lookups(layout_map):
+def test_changes_take_effect_after_lookups(layout_map):
     assert layout_map["norm/scale"] is None
     layout_map["norm/.*"] = ()
     assert layout_map["norm/scale"].axes == ()
@@ -111,7 +111,7 @@ def test_it_is_a_dict_of_its_keys(layout_map):
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_copy_is_equal_and_apart(layout_map, clone):
+def test_a_copy_is_equal_and_independent(layout_map, clone):
     other = clone(layout_map)
     assert other == layout_map
     other["head/kernel"] = ("model",)
@@ -120,11 +120,11 @@ def test_a_copy_is_equal_and_apart(layout_map, clone):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error", "says"),
+    ("key", "value", "error", "values"),
     [
         ("dense.*/kernel", ("data",), ValueError, "already exist in the LayoutMap"),
-        ("dense(", ("data",), ValueError, r"must be a regex. Received: 'dense\('"),
-        (7, ("data",), TypeError, "must be a string"),
+        ("dense(", ("data",), ValueError, r"'dense\(' is not a valid regex"),
+        (7, ("data",), TypeError, "must be a string.* 7"),
         ("head", 7, ValueError, "Rule 'head': 7 should be a TensorLayout type"),
         ("head", "data", ValueError, "Rule 'head': 'data' should be a TensorLayout type"),
         ("head", ("seq",), ValueError, "Rule 'head': Invalid axis names"),
@@ -132,14 +132,14 @@ def test_a_copy_is_equal_and_apart(layout_map, clone):
         ("head", ("data", 3), TypeError, "Rule 'head': "),
     ],
 )
-def test_a_bad_rule_is_refused_and_changes_nothing(layout_map, key, value, error, says):
+def test_an_invalid_rule_raises_and_changes_nothing(layout_map, key, value, error, values):
     before = dict(layout_map)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=values):
         layout_map[key] = value
     assert dict(layout_map) == before
 
 
-def test_a_layout_takes_the_mesh_of_each_map_it_is_put_into(mesh):
+def test_a_layout_without_a_mesh_is_given_the_mesh_of_each_map(mesh):
     other_mesh = kd.DeviceMesh((4, 2), ["data", "model"])
     layout = kd.TensorLayout((None, "model"))
     one, other = kd.LayoutMap(mesh), kd.LayoutMap(other_mesh)
@@ -159,7 +159,7 @@ def test_a_layout_made_with_a_mesh_keeps_it(mesh):
     assert layout_map["kernel"] is own
 
 
-def test_a_plain_map_becomes_ours(mesh):
+def test_a_map_of_keras_is_converted(mesh):
     plain = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["data", "model"], mesh.devices))
     plain["dense.*/kernel"] = (None, "model")
     ours = as_layout_map(plain)

@@ -1,4 +1,4 @@
-"""Ordered rules, merged maps, copies, and source that makes a map anew."""
+"""Layout maps with ordered rules, and merging, copying, comparing and generating source code of maps."""
 
 import contextlib
 import copy
@@ -58,7 +58,7 @@ def test_the_first_rule_that_matches_wins(ordered, path, key):
     assert path in ordered
 
 
-def test_an_ordered_rule_is_for_outputs_only_if_it_says_so(ordered):
+def test_an_ordered_rule_applies_to_outputs_only_if_it_contains_that_word(ordered):
     assert ordered["block_1/output"].axes == ("data",)
     for path in ("block_1/dense/output", "block_1/norm/output", "block_1/norm/input", "functional/norm/output"):
         assert ordered[path] is None
@@ -70,7 +70,7 @@ def test_an_ordered_rule_is_for_outputs_only_if_it_says_so(ordered):
     assert both["block/attention_output/kernel"].axes == ()
 
 
-def test_an_automatic_model_name_need_not_be_spelled_before_a_last_rule_for_all():
+def test_rules_before_a_final_catch_all_need_no_automatic_model_name():
     rules = [("dense_1/kernel", ("model",)), ("[^/]*/kernel", ("data",)), (".*", ())]
     layout_map = kd.LayoutMap.from_rules(rules, MESH)
     for prefix in ("", "sequential/", "functional_12/", "sequential_1/sequential/"):
@@ -100,31 +100,31 @@ def test_later_rules_of_an_ordered_map_are_tried_last(ordered):
         ([(".*output", ()), ("dense/output", ())], "dense/output", ".*output"),
     ],
 )
-def test_a_rule_that_no_path_can_reach_is_refused(rules, hidden, earlier):
-    with pytest.raises(ValueError, match=re.escape(f"Received: {hidden!r} behind {earlier!r}. Put it before")):
+def test_an_unreachable_rule_raises(rules, hidden, earlier):
+    with pytest.raises(ValueError, match=re.escape(f"{hidden!r} is unreachable: rule {earlier!r}")):
         kd.LayoutMap.from_rules(rules, MESH)
     assert len(made(dict(rules))) == len(rules)
 
 
-def test_a_rule_that_some_path_may_reach_is_taken():
+def test_a_rule_that_may_be_reachable_is_accepted():
     rules = [("[^/]*kernel", ()), (".*kernel", ()), (".*", ()), (".*/(output|input)", ()), ("dense/output", ())]
     assert kd.LayoutMap.from_rules(rules[:4], MESH)["a/kernel"].axes == ()
     assert kd.LayoutMap.from_rules([*rules[:3], rules[4]], MESH)["dense/output"].axes == ()
 
 
 @pytest.mark.parametrize(
-    ("rules", "error", "says"),
+    ("rules", "error", "values"),
     [
-        ({"kernel": ()}, TypeError, r"pair of a pattern and axes. Received: 'kernel'.*items\(\) of a dict"),
-        ([("kernel", None, "model")], TypeError, r"pair of a pattern and axes. Received: \('kernel', None, 'model'\)"),
-        (["ab"], TypeError, "Received: 'ab'"),
+        ({"kernel": ()}, TypeError, "Rule 'kernel'"),
+        ([("kernel", None, "model")], TypeError, r"Rule \('kernel', None, 'model'\)"),
+        (["ab"], TypeError, "Rule 'ab'"),
         ([("a", ()), ("a", ())], ValueError, "a already exist in the LayoutMap"),
-        ([("a", PartitionSpec(PartitionSpec.UNCONSTRAINED))], ValueError, "Rule 'a': .* leaves none to the compiler"),
+        ([("a", PartitionSpec(PartitionSpec.UNCONSTRAINED))], ValueError, "Rule 'a': .*UNCONSTRAINED"),
         ([("a", PartitionSpec("seq"))], ValueError, "Rule 'a': Invalid axis names"),
     ],
 )
-def test_rules_that_are_none_are_refused(rules, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_rules_raise(rules, error, values):
+    with pytest.raises(error, match=values):
         kd.LayoutMap.from_rules(rules, MESH)
 
 
@@ -177,7 +177,7 @@ def test_an_ordered_map_finds_what_trying_the_rules_in_order_finds(rules, paths)
 
 
 @given(some_rules, st.booleans(), st.sampled_from([MESH, None]))
-def test_source_makes_an_equal_map(rules, is_ordered, mesh):
+def test_source_code_creates_an_equal_map(rules, is_ordered, mesh):
     layout_map = ordered_map(rules, mesh) if is_ordered else made(dict(rules), mesh)
     assume(layout_map is not None)
     names = {"device_mesh": MESH}
@@ -187,7 +187,7 @@ def test_source_makes_an_equal_map(rules, is_ordered, mesh):
     assert repr(names["layout_map"]) == repr(layout_map)
 
 
-def test_source_has_a_rule_on_each_line(ordered):
+def test_source_code_has_one_rule_per_line(ordered):
     lines = ordered.to_source("mesh").splitlines()
     assert lines[2:5] == ["rules = [", "    ('.*attention/(wq|wk|wv)/kernel', (('data', 'model'), None)),", lines[4]]
     assert lines[-2:] == ["]", "layout_map = kd.LayoutMap.from_rules(rules, mesh)"]
@@ -198,21 +198,21 @@ def test_source_has_a_rule_on_each_line(ordered):
     ]
 
 
-def test_source_can_make_the_mesh(ordered):
+def test_source_code_can_create_the_mesh(ordered):
     names = {}
     exec(ordered.to_source("kd.create_device_mesh('data:2,model:4')"), names)
     assert names["layout_map"] == ordered
 
 
-def test_source_is_of_one_mesh():
+def test_source_code_needs_all_layouts_on_the_mesh_of_the_map():
     layout_map = made({"a": kd.TensorLayout(("data",), OTHER_MESH)})
-    with pytest.raises(ValueError, match=r"lie on the mesh of the map, .*data:2.*rule 'a' on .*data:4.*Give the rule"):
+    with pytest.raises(ValueError, match=r"Rule 'a'.*data:4.*data:2"):
         layout_map.to_source()
-    with pytest.raises(TypeError, match=r"name or an expression.*Received: device_mesh=<DeviceMesh"):
+    with pytest.raises(TypeError, match="device_mesh=<DeviceMesh"):
         layout_map.to_source(MESH)
 
 
-def test_a_merged_map_has_the_rules_of_both_as_a_dict_has():
+def test_maps_are_merged_as_dicts_are():
     left, right = {"a": ("data",), "b": ("data",)}, {"c": ("model",), "a": ("model",)}
     one, other = made(left), made(right)
     merged = one | other
@@ -231,7 +231,7 @@ def test_a_merged_map_has_the_rules_of_both_as_a_dict_has():
 
 
 @pytest.mark.parametrize("has_mesh", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_merged_map_has_the_mesh_that_one_of_them_has(has_mesh):
+def test_a_merged_map_has_the_mesh_of_either_map(has_mesh):
     meshes = [MESH if each else None for each in has_mesh]
     one, other = made({"a": ("data",)}, meshes[0]), made({"b": ("model",)}, meshes[1])
     merged = one | other
@@ -239,7 +239,7 @@ def test_a_merged_map_has_the_mesh_that_one_of_them_has(has_mesh):
     assert (one["a"].device_mesh, other["b"].device_mesh) == tuple(meshes)
 
 
-def test_a_plain_map_is_merged():
+def test_a_map_of_keras_can_be_merged():
     plain_mesh = keras.distribution.DeviceMesh((2, 4), ["data", "model"], MESH.devices)
     plain = keras.distribution.LayoutMap(plain_mesh)
     plain["b"] = ("model",)
@@ -258,22 +258,22 @@ def test_ordered_maps_are_merged_in_their_order():
 
 
 @pytest.mark.parametrize(
-    ("other", "error", "says"),
+    ("other", "error", "values"),
     [
-        (kd.LayoutMap.from_rules([], OTHER_MESH), ValueError, r"have one mesh. Received: .*data:2.*data:4.*\(None\)"),
-        (made({"c": ()}), ValueError, r"first match wins in both, or in neither. Received: .*LayoutMap.from_rules"),
-        (kd.LayoutMap.from_rules([("c.*", ())], MESH), ValueError, r"Received: 'c.\*' behind '.\*'"),
+        (kd.LayoutMap.from_rules([], OTHER_MESH), ValueError, "data:2.*data:4"),
+        (made({"c": ()}), ValueError, r"Cannot merge <LayoutMap .*attention.* and <LayoutMap {'c'"),
+        (kd.LayoutMap.from_rules([("c.*", ())], MESH), ValueError, r"'c.\*' is unreachable: rule '.\*'"),
         (kd.LayoutMap.from_rules([("c", ("x",))], None), ValueError, "Rule 'c': Invalid axis names"),
         ({"c": ()}, TypeError, "unsupported operand"),
     ],
 )
-def test_maps_that_do_not_go_together_are_refused_and_left_alone(ordered, other, error, says):
+def test_maps_that_cannot_be_merged_raise_and_stay_unchanged(ordered, other, error, values):
     before = copy.copy(ordered)
-    if "Invalid" in says:
+    if "Invalid" in values:
         del ordered[".*"], before[".*"]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=values):
         ordered | other
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=values):
         ordered |= other
     assert ordered == before
 
@@ -281,7 +281,7 @@ def test_maps_that_do_not_go_together_are_refused_and_left_alone(ordered, other,
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("devices", [None, kd.mock_tpus("v5e:2x4")])
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_copy_keeps_kind_and_order_and_is_apart(copied, devices, is_ordered):
+def test_a_copy_keeps_kind_and_order_and_is_independent(copied, devices, is_ordered):
     mesh = kd.DeviceMesh("data:2,model:4", devices=devices)
     rules = {"b.*": ("data",), "bb": ()} if not is_ordered else {"bb": (), "b.*": ("data",)}
     layout_map = kd.LayoutMap.from_rules(rules.items(), mesh) if is_ordered else made(rules, mesh)
@@ -296,7 +296,7 @@ def test_a_copy_keeps_kind_and_order_and_is_apart(copied, devices, is_ordered):
     assert (other["bb"].axes, layout_map["bb"].axes) == ((), ("data",))
 
 
-def test_what_was_looked_up_is_not_pickled(ordered):
+def test_results_of_lookups_are_not_pickled(ordered):
     before = pickle.dumps(ordered)
     for number in range(100):
         assert ordered.rule(f"dense_{number}/kernel")
@@ -310,7 +310,7 @@ def test_a_deep_copy_has_layouts_of_its_own_and_the_same_mesh():
     assert copy.deepcopy(made({"a": ("data",)}))["a"].device_mesh is MESH
 
 
-def test_equality_is_of_rules_meshes_and_the_order_that_counts():
+def test_maps_with_equal_rules_and_meshes_are_equal_and_ordered_maps_in_equal_order():
     rules = {"a": ("data",), "b": ()}
     backwards = dict(reversed(rules.items()))
     assert made(rules) == made(backwards)
@@ -327,7 +327,7 @@ def test_equality_is_of_rules_meshes_and_the_order_that_counts():
     assert made(rules) == dict(made(rules))
 
 
-def test_a_plain_map_may_equal_ours():
+def test_a_map_of_keras_may_be_equal():
     plain = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["data", "model"], MESH.devices))
     plain["a"] = ("data",)
     assert plain == made({"a": ("data",)})
@@ -337,6 +337,6 @@ def test_a_plain_map_may_equal_ours():
     assert kd.LayoutMap.from_rules([("a", ("data",))], MESH) != plain
 
 
-def test_the_repr_says_that_the_first_match_wins(ordered):
+def test_the_repr_of_an_ordered_map_tells_that_the_first_match_wins(ordered):
     assert "first match wins" in repr(ordered)
     assert "first match wins" not in repr(made({}))

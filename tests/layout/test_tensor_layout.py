@@ -1,14 +1,16 @@
-"""A tensor layout is a value, validated at construction, and lowers to a NamedSharding."""
+"""`TensorLayout` is an immutable value, validated when it is created, and converts to a `NamedSharding`."""
 
 import pickle
 
 import jax
 import keras
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import keras_dist as kd
-from keras_dist.layout.tensor_layout import as_tensor_layout, layout_error
+from keras_dist.layout.tensor_layout import as_tensor_layout, layout_error, nearest_fitting_axes
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def mesh():
 
 
 @pytest.mark.parametrize(
-    ("axes", "spec", "stands_as"),
+    ("axes", "spec", "normalized"),
     [
         ((None, "model"), PartitionSpec(None, "model"), (None, "model")),
         (["data", None], PartitionSpec("data", None), ("data", None)),
@@ -30,35 +32,35 @@ def mesh():
         (PartitionSpec(("data", "model")), PartitionSpec(("data", "model")), (("data", "model"),)),
     ],
 )
-def test_axes_lower_to_a_spec(mesh, axes, spec, stands_as):
+def test_axes_convert_to_a_partition_spec(mesh, axes, spec, normalized):
     layout = kd.TensorLayout(axes, mesh)
-    assert layout.axes == stands_as
+    assert layout.axes == normalized
     assert layout.backend_layout == jax.sharding.NamedSharding(mesh.backend_mesh, spec)
     assert isinstance(layout, keras.distribution.TensorLayout)
 
 
 @pytest.mark.parametrize(
-    ("axes", "error", "says"),
+    ("axes", "error", "values"),
     [
-        (("data", "seq"), ValueError, r"Invalid axis names for Layout.*\['data', 'model'\].*'seq'"),
-        (("data", "data"), ValueError, "axis 'data' is used twice"),
-        ((("data", "model"), "data"), ValueError, "axis 'data' is used twice"),
-        ("model", TypeError, r"Received: 'model'. Write, for example, \('model',\)"),
-        (None, TypeError, "one entry for each dim"),
-        ((None, 3), TypeError, "Received: \\(None, 3\\)"),
-        ((("data", None),), TypeError, "tuple of names"),
-        (PartitionSpec(None, PartitionSpec.UNCONSTRAINED), ValueError, r"none to the compiler.*P\(None, UNCONSTRAINED"),
-        (PartitionSpec("data", unreduced={"model"}), ValueError, "no unreduced or reduced axes. .*Write None"),
-        (PartitionSpec("data", reduced={"model"}), ValueError, "no unreduced or reduced axes. .*Write None"),
+        (("data", "seq"), ValueError, r"Invalid axis names for Layout.*'seq'.*\['data', 'model'\]"),
+        (("data", "data"), ValueError, "'data' is used twice"),
+        ((("data", "model"), "data"), ValueError, "'data' is used twice"),
+        ("model", TypeError, r"'model'.*\('model',\)"),
+        (None, TypeError, "None"),
+        ((None, 3), TypeError, r"\(None, 3\).* 3"),
+        ((("data", None),), TypeError, r"\('data', None\)"),
+        (PartitionSpec(None, PartitionSpec.UNCONSTRAINED), ValueError, r"P\(None, UNCONSTRAINED"),
+        (PartitionSpec("data", unreduced={"model"}), ValueError, "unreduced={'model'}"),
+        (PartitionSpec("data", reduced={"model"}), ValueError, " reduced={'model'}"),
         (PartitionSpec("seq"), ValueError, "Invalid axis names"),
     ],
 )
-def test_what_cannot_be_is_refused_at_construction(mesh, axes, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_axes_raise_when_the_layout_is_created(mesh, axes, error, values):
+    with pytest.raises(error, match=values):
         kd.TensorLayout(axes, mesh)
 
 
-def test_a_mesh_can_be_set_once(mesh):
+def test_the_mesh_can_be_set_once(mesh):
     layout = kd.TensorLayout(("data",))
     with pytest.raises(ValueError, match="Cannot create sharding when device mesh is not set"):
         _ = layout.backend_layout
@@ -71,7 +73,7 @@ def test_a_mesh_can_be_set_once(mesh):
         layout.device_mesh = mesh
 
 
-def test_equality_is_of_axes_and_mesh(mesh):
+def test_layouts_with_equal_axes_and_meshes_are_equal(mesh):
     layout = kd.TensorLayout((None, "model"), mesh)
     same = kd.TensorLayout([None, ("model",)], kd.DeviceMesh((2, 4), ["data", "model"]))
     plain = keras.distribution.TensorLayout(
@@ -95,7 +97,7 @@ def test_setting_the_mesh_keeps_the_hash(mesh):
     assert layout in held
 
 
-def test_a_plain_layout_becomes_ours(mesh):
+def test_a_layout_of_keras_is_converted(mesh):
     plain_mesh = keras.distribution.DeviceMesh((2, 4), ["data", "model"], mesh.devices)
     layout = as_tensor_layout(keras.distribution.TensorLayout(("data",), plain_mesh))
     assert type(layout) is kd.TensorLayout
@@ -112,27 +114,38 @@ SIZES = {"data": 2, "model": 4, "seq": 3}
     ("axes", "shape"),
     [((None, "model"), (5, 8)), (("data",), (4, 3, 3)), ((("data", "model"), None), (16, 1)), (("data",), (None, 3))],
 )
-def test_what_fits_has_no_misfit(axes, shape):
+def test_layouts_that_fit(axes, shape):
     assert layout_error(axes, shape, SIZES) is None
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "says"),
+    ("axes", "shape", "values"),
     [
-        ((None, "model"), (5,), "the rule has 2 entries, but the tensor has 1 dim."),
-        ((None, "model"), (5,), "Give tensors of 1 dim a rule of their own, or shorten the rule to (None,)"),
-        (("data",), (), "the rule has 1 entry, but the tensor has 0 dims. Give tensors of 0 dims"),
+        ((None, "model"), (5,), ["2 entries", "1 dim", "(None,)"]),
+        (("data",), (), ["1 entry", "0 dims", "()"]),
         (
             (None, "model", None),
             (4096, 2, 256),
-            "dim 1 has size 2, which axis 'model' (size 4) does not divide. Replicate that dim with "
-            "(None, None, None), or use a 'model' axis of size 1 or 2.",
+            ["dim 1 has size 2", "'model' (size 4)", "(None, None, None)", "1 or 2"],
         ),
-        ((("data", "seq"),), (4,), "axes ('data', 'seq') (product 6) does not divide"),
-        (("seq",), (7919,), "of size 1."),
+        ((("data", "seq"),), (4,), ["dim 0 has size 4", "('data', 'seq') (product 6)", "1, 2 or 4"]),
+        (("seq",), (7919,), ["size 7919", "'seq' (size 3)", "size 1."]),
+        ((None, "model"), (3, 3, 6, 8), ["dim 1 has size 3", "(None, None, None, 'model')", "1 or 3"]),
     ],
 )
-def test_a_misfit_says_why_and_what_would_fit(axes, shape, says):
-    problem = layout_error(axes, shape, SIZES)
-    assert problem is not None
-    assert says in problem
+def test_the_error_of_a_layout_that_does_not_fit_has_the_values_and_a_fix(axes, shape, values):
+    error = layout_error(axes, shape, SIZES)
+    assert error is not None
+    assert [value for value in values if value not in error] == []
+
+
+@given(
+    st.lists(st.sampled_from([None, "data", "model", ("data", "seq")]), max_size=4).map(tuple),
+    st.lists(st.integers(0, 24), max_size=4).map(tuple),
+)
+def test_the_nearest_fitting_axes_fit_and_are_the_given_ones_if_these_fit(axes, shape):
+    nearest = nearest_fitting_axes(axes, shape, SIZES)
+    assert len(nearest) == len(shape)
+    assert layout_error(nearest, shape, SIZES) is None
+    if layout_error(axes, shape, SIZES) is None:
+        assert nearest == (*axes, *[None] * (len(shape) - len(axes)))
