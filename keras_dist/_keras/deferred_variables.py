@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras.internals import forget_generator_without_value, in_stateless_scope
+from keras_dist._keras.internals import drop_deferred_seed_generator, in_stateless_scope
 from keras_dist._keras.patch_registry import PatchGroup
 
 DEFERRED = PatchGroup("deferred", "While a `deferred()` block is open in any thread. They act in threads where one is.")
@@ -77,7 +77,7 @@ def deferring() -> Iterator[None]:
     finally:
         _this_thread.blocks -= 1
         if not _this_thread.blocks:
-            forget_generator_without_value()
+            drop_deferred_seed_generator()
         with _lock:
             _blocks -= 1
             if not _blocks:

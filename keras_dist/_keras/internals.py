@@ -1,7 +1,6 @@
-"""Every private name of Keras that this package touches; nobody else imports one.
+"""Private names of Keras, behind small functions; other rooms than this one and `_patches` use none.
 
-Small functions around private names, so that a new Keras is met in one place. What of Keras is replaced, and when, is
-in `_patches/training.py`, which takes Keras's modules from here.
+So a new version of Keras is met in one place.
 """
 
 import collections
@@ -18,7 +17,7 @@ def _require_jax_backend() -> None:
     if "keras" in sys.modules:
         import keras
 
-        backend, where = keras.config.backend(), "Keras is imported already and runs on"
+        backend, where = keras.config.backend(), "Keras was imported with the backend"
     elif os.environ.get("KERAS_BACKEND"):
         backend, where = os.environ["KERAS_BACKEND"], "KERAS_BACKEND is"
     else:
@@ -27,7 +26,7 @@ def _require_jax_backend() -> None:
     if backend != "jax":
         raise ValueError(
             f"keras_dist needs Keras's JAX backend, but {where} {backend!r}. "
-            "Set the environment variable KERAS_BACKEND=jax before anything imports Keras."
+            "Set the environment variable KERAS_BACKEND=jax before Keras is imported."
         )
 
 
@@ -40,7 +39,7 @@ import numpy as np  # noqa: E402
 try:
     from keras.src.backend.common import global_state, variables
     from keras.src.backend.common import standardize_dtype as standardize_dtype
-    from keras.src.backend.common.name_scope import current_path as _current_path
+    from keras.src.backend.common.name_scope import current_path as current_path
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.jax import core as jax_core
@@ -63,8 +62,8 @@ try:
     from keras.src.utils.naming import to_snake_case
 except ImportError as error:
     raise ImportError(
-        f"This keras_dist does not know Keras {keras.__version__}: {error}. Install a Keras that its "
-        "pyproject.toml names, or a newer keras_dist."
+        f"keras_dist does not support Keras {keras.__version__}: {error}. Install a Keras version that keras_dist's "
+        "pyproject.toml allows, or a newer keras_dist."
     ) from error
 
 KerasDistribution = distribution_lib.Distribution
@@ -78,22 +77,22 @@ STEPS = ("train", "test", "predict")
 
 
 def list_devices(device_type: str | None) -> list[str]:
-    """Keras's own list of devices (looked up when called, so that it can be replaced for a test)."""
+    """Returns Keras's list of devices. Looked up at each call, so that tests can replace it."""
     return distribution_lib.list_devices(device_type)
 
 
 def get_device_count(device_type: str | None) -> int:
-    """Keras's own count of devices."""
+    """Returns Keras's count of devices."""
     return distribution_lib.get_device_count(device_type)
 
 
 def num_processes() -> int:
-    """Keras's own count of processes."""
+    """Returns Keras's count of processes."""
     return _backend_lib.num_processes()
 
 
 def process_id() -> int:
-    """Keras's own number of this process."""
+    """Returns Keras's index of this process."""
     return _backend_lib.process_id()
 
 
@@ -103,10 +102,10 @@ def initialize(
     """Starts JAX's multi-process runtime and gives all processes one random seed, as Keras does.
 
     Args:
-        job_addresses: as Keras takes it.
-        num_processes: as Keras takes it.
-        process_id: as Keras takes it.
-        start: is called by Keras in the place of `jax.distributed.initialize`, with that before its arguments.
+        job_addresses: an argument of `keras.distribution.initialize`, as are the next two.
+        num_processes: see there.
+        process_id: see there.
+        start: is called instead of `jax.distributed.initialize`, which it gets as its first argument.
     """
     real = jax.distributed.initialize
     if start is not None:
@@ -118,18 +117,13 @@ def initialize(
 
 
 def initialize_seed() -> None:
-    """Gives all processes one random seed, unless they have one."""
+    """Gives all processes the same random seed, unless they have one."""
     _backend_lib.initialize_rng()
 
 
 def random_seed() -> int | None:
-    """The seed that `keras.utils.set_random_seed` was given last."""
+    """Returns the last seed that was passed to `keras.utils.set_random_seed`."""
     return rng_utils.get_random_seed()
-
-
-def path_of_open_scope() -> str:
-    """The path of the layer that is being called or built, `""` outside of any."""
-    return _current_path()
 
 
 def as_sharding(layout: Any) -> Any:
@@ -148,39 +142,39 @@ def has_mask(tensor) -> bool:
 
 
 def variable_layout(variable):
-    """The layout that a variable was created with: a TensorLayout, something of JAX's, or None."""
+    """Returns the layout of a variable: a TensorLayout, a JAX layout, or None."""
     return getattr(variable, "_layout", None)
 
 
 def variable_value(variable):
-    """The array a variable holds, or None where its creation or a running step defers it."""
+    """Returns the array of a variable; None while it is deferred, and while a step runs that has taken it."""
     return getattr(variable, "_value", None)
 
 
 def place_variable(variable, layout, value) -> None:
-    """Gives a variable another layout (None: no distribution) together with its value so laid out."""
+    """Sets the layout of a variable (None: no distribution), and its value in that layout unless it is None."""
     variable._layout = layout
     if value is not None:
         variable._value = value
 
 
 def distribute_with_keras(tensor, layout):
-    """Keras's own placing of one tensor: a sharding constraint while tracing, else a move."""
+    """Places a tensor by Keras's own function: a sharding constraint while tracing, else a move."""
     return _backend_lib.distribute_tensor(tensor, layout)
 
 
 def current_distribution():
-    """Keras's own answer to which distribution is installed."""
+    """Returns the active distribution, of this package or of Keras, or None."""
     return global_state.get_global_attribute(GLOBAL_NAME)
 
 
-def own_variables(layer) -> list:
-    """The weights of a layer, without those of the layers in it."""
+def direct_variables(layer) -> list:
+    """Returns the weights of a layer, without those of its sublayers."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def owners_of_weights(model) -> dict[int, str]:
-    """The path of each weight by its id, with the names of the model and of all layers that it is in."""
+def weight_paths(model) -> dict[int, str]:
+    """Returns the path of each weight by its id, from the names of the model and of all layers that contain it."""
     paths: dict[int, str] = {}
     seen: set[int] = set()
 
@@ -188,7 +182,7 @@ def owners_of_weights(model) -> dict[int, str]:
         if id(layer) in seen:
             return
         seen.add(id(layer))
-        for variable in own_variables(layer):
+        for variable in direct_variables(layer):
             paths.setdefault(id(variable), f"{path}/{variable.name}")
         for inner in layer._flatten_layers(include_self=False, recursive=False):
             add(inner, f"{path}/{inner.name}")
@@ -203,33 +197,33 @@ def seed_generator_states(model) -> list:
 
 
 def automatic_names(model) -> set[str]:
-    """The names that Keras gives to a model and the layers in it where the user gives none, without numbers."""
+    """Returns the names that Keras gives to a model and its layers where the user gives none, without numbers."""
     return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
 
 
 def last_layers(model) -> list:
-    """The layers that return the outputs of a functional or sequential model; none where a model has no graph."""
+    """Returns the layers that compute the outputs of a functional or sequential model; none for other models."""
     _, outputs = inputs_and_outputs(model)
     return [tensor._keras_history.operation for tensor in jax.tree.leaves(outputs)]
 
 
-def embeddings_for_heads(model) -> set[int]:
-    """The ids of the tables of embeddings that can be called as a head as well, in this model or around it."""
+def reversible_embeddings(model) -> set[int]:
+    """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
     return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
 
 
 def rematerialized(layer, call: Callable):
-    """What the call of a layer in a stateless scope returns, kept for the backward pass in its large products only.
+    """Calls a layer in a stateless scope, and saves only the results of matrix products for the backward pass.
 
-    All else that its gradient needs is computed again there, gathered weights among them. What the call changes
-    besides (states of random generators, averages, losses) goes to the scope, as without this.
+    The backward pass computes everything else again, which includes gathering weights. Updates of variables (random
+    generators, moving averages) and losses go to the scope, as in a plain call.
 
     Args:
-        layer: the layer that is called.
-        call: calls it.
+        layer: the layer.
+        call: calls the layer.
 
     Returns:
-        What the call returns.
+        The outputs of the layer.
     """
     outer: Any = get_stateless_scope()
 
@@ -254,8 +248,8 @@ def rematerialized(layer, call: Callable):
 
 
 @contextlib.contextmanager
-def unbuilt_parts_apart(model) -> Iterator[None]:
-    """Puts others in the place of a model's optimizer, loss and metrics that are not built, for a block to build."""
+def unbuilt_parts_replaced(model) -> Iterator[None]:
+    """Replaces a model's optimizer, loss and metrics that are not built by copies, for a block that builds them."""
     unbuilt = {name: part for name in _PARTS if (part := vars(model).get(name)) is not None and not part.built}
     # Not by assignment, which would make the model track the new ones.
     vars(model).update({name: _PARTS[name](part) for name, part in unbuilt.items()})
@@ -277,8 +271,8 @@ _PARTS: dict[str, Callable] = {
 
 
 @contextlib.contextmanager
-def no_trace_left() -> Iterator[None]:
-    """Takes Keras's automatic names and its random seeds back to where they were, after a block that makes models."""
+def global_state_restored() -> Iterator[None]:
+    """Restores Keras's automatic names and random seeds after a block that creates models."""
     names = dict(global_state.get_global_attribute(_NAMES) or {})
     generator, seeds = global_state.get_global_attribute(_GENERATOR), random.getstate()
     value = None if generator is None else variable_value(generator.state)
@@ -295,33 +289,33 @@ def no_trace_left() -> Iterator[None]:
 _NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
 
 
-def forget_generator_without_value() -> None:
-    """Lets Keras make its global random generator anew where it was made while values are deferred."""
+def drop_deferred_seed_generator() -> None:
+    """Removes Keras's global random generator if it was created without a value; Keras creates another one."""
     generator = global_state.get_global_attribute(_GENERATOR)
     if generator is not None and variable_value(generator.state) is None:
         global_state.set_global_attribute(_GENERATOR, None)
 
 
 def global_seed() -> list[int] | None:
-    """The state of Keras's global random generator, None where nothing has asked for it."""
+    """Returns the state of Keras's global random generator, None if it does not exist yet."""
     generator = global_state.get_global_attribute(_GENERATOR)
     return None if generator is None else np.asarray(generator.state.value).tolist()
 
 
 def set_global_seed(state: list[int] | None) -> None:
-    """Makes the state of Keras's global random generator what it was."""
+    """Sets the state of Keras's global random generator, as `global_seed` returned it."""
     if state is not None:
         generator: Any = _global_seed_generator()
         generator.state.assign(np.array(state, generator.state.dtype))
 
 
-def begin_at_epoch(model, epoch: int | None) -> None:
-    """Makes a `fit` that is about to begin do so at an epoch; None: at the one that it is given."""
+def set_initial_epoch(model, epoch: int | None) -> None:
+    """Sets the epoch at which the next `fit` of a model begins; None: at its `initial_epoch`."""
     model._initial_epoch = epoch
 
 
-def metrics_to_build(model) -> list:
-    """The metric objects that a model was compiled with and has not put to use yet."""
+def unbuilt_metrics(model) -> list:
+    """Returns the metrics that a model was compiled with, if it has not built them yet."""
     compiled = getattr(model, "_compile_metrics", None)
     if compiled is None or compiled.built:
         return []
@@ -330,14 +324,14 @@ def metrics_to_build(model) -> list:
 
 
 def is_built(model) -> bool:
-    """Whether a model and all layers in it are built; Keras says so of models whose layers are not."""
+    """Returns whether a model and all its layers are built. `model.built` alone can be True with unbuilt layers."""
     return model.built and all(layer.built for layer in model._flatten_layers())
 
 
 def layer_paths(model) -> list[str]:
-    """The paths of a model and all layers in it, as Keras spells them when it asks for the layouts of outputs.
+    """Returns the paths of a model and all its layers, as Keras spells them when it asks for layouts of outputs.
 
-    Keras notes where a layer is at its first call. One that was never called is taken to be inside of its owner.
+    Keras sets the path of a layer at its first call. A layer that was never called gets the path of its owner.
     """
     paths: dict[int, str] = {}
 
@@ -353,23 +347,23 @@ def layer_paths(model) -> list[str]:
 
 
 def symbolic_build(model, data) -> None:
-    """Makes the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
+    """Creates the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
     model._symbolic_build(data_batch=data)
 
 
 def inputs_and_outputs(model) -> tuple:
-    """The symbolic inputs and outputs of a functional or sequential model in their structures, else None and None."""
+    """Returns the structures of symbolic inputs and outputs of a functional or sequential model, else Nones."""
     graph = getattr(model, "_functional", None) or model
     return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
 
 
 def symbolic_inputs(model):
-    """The symbolic inputs of a functional or sequential model, None where a model does not know them."""
+    """Returns the symbolic inputs of a functional or sequential model, None for other models."""
     return inputs_and_outputs(model)[0]
 
 
-def pure_step(model, step: str) -> Callable:
-    """The function from state and batch to outputs and state that Keras compiles for a step."""
+def stateless_step(model, step: str) -> Callable:
+    """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
     if step != "predict":
         return getattr(model, f"{step}_step")
 

@@ -1,4 +1,4 @@
-"""The state of a model that runs: from its variables into steps, from step to step, and back into the variables."""
+"""Moves the state of a running model: from its variables into steps, from step to step, and back."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,15 +7,14 @@ import jax
 
 from keras_dist._keras.internals import STEPS, StatelessScope
 
-NOTHING_LEFT = ()  # in the place of batches: an epoch goes on after its last one, and no step is made
+NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
 
 
 class _Leaves(Sequence):
-    """One part of a training state between two steps.
+    """One part of a training state, for example the trainable variables, between two steps.
 
-    The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: a list
-    of arrays would be searched for layers and variables, one array at a time, at every step. It looks no further
-    into a sequence of another type.
+    The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: at every
+    step it would search a list of arrays for layers and variables, array by array. It does not search other sequences.
     """
 
     __slots__ = ("values",)
@@ -43,7 +42,7 @@ def _as_list(part):
 
 
 def state_variables(model, step: str) -> list[list]:
-    """The variables that a step takes and returns, in the parts and the order of Keras's training state."""
+    """Returns the variables that a step takes and returns, in the parts and order of Keras's training state."""
     parts = [model.trainable_variables, model.non_trainable_variables]
     if step == "train":
         parts.append(model.optimizer.variables)
@@ -53,15 +52,15 @@ def state_variables(model, step: str) -> list[list]:
 
 
 def step_function(model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any]) -> Callable:
-    """Wraps the function that runs a step: its state travels as `_Leaves`, and a failure loses no variable.
+    """Wraps the function that runs a step: its state is passed as `_Leaves`, and a failing step loses no variable.
 
-    Keras puts values back only from a step that has ended; where the first batch of a run fails, they would be gone.
+    Keras restores the values of variables only from a step that has ended. If the first step fails, they are lost.
 
     Args:
         model: the model.
         step: the step.
         keras_function: Keras's function of state and iterator.
-        finish: makes of the outputs, and the iterator, what is returned.
+        finish: converts the outputs, given them and the iterator, to what is returned.
     """
 
     def function(state, iterator):
@@ -85,9 +84,9 @@ def _metrics_result(model, values: list) -> dict:
 
 
 def _without_sharing(state: tuple) -> tuple:
-    """Copies arrays that two variables share: a step gives its arrays away, and can give each away once.
+    """Copies arrays that two variables share, since a step donates its arrays, each of them once.
 
-    After a fit with a moving average of the weights, Keras leaves each weight and its average with one array.
+    After a `fit` with a moving average of the weights, Keras leaves each weight and its average with the same array.
     """
     seen: set[int] = set()
 
@@ -101,14 +100,14 @@ def _without_sharing(state: tuple) -> tuple:
 
 
 def forget_compiled_functions(model) -> None:
-    """Makes a model compile its train, test and predict functions anew at their next use, in a run that goes on too."""
+    """Makes a model compile its train, test and predict functions again at their next use, also in a running `fit`."""
     for step in STEPS:
         attribute = f"{step}_function"
 
         def function(state, iterator, step=step, attribute=attribute):
             setattr(model, attribute, None)
             state = tuple(map(_as_list, state))
-            # Keras looks at the values to make a function; in a run that goes on, they are in the state.
+            # Keras reads the values when it makes a function. In a running `fit` they are in the state.
             filled = _fill_from_state(model, step, state)
             model._jax_state = None
             getattr(model, f"make_{step}_function")()
@@ -121,10 +120,10 @@ def forget_compiled_functions(model) -> None:
 
 
 def put_values_back(model) -> None:
-    """Gives the variables of a model that runs, or whose run broke off, the values that the run took from them.
+    """Restores the values of a model's variables in the middle of a run, or after one that failed.
 
-    While a step runs the variables hold no values, so that memory is not taken twice. Keras puts them back at the
-    end of a run and, for `fit` only, where one breaks off. A variable that has been given a value since keeps that.
+    While steps run, the variables hold no values, so that memory is not used twice. Keras restores them at the end of a
+    run and, for `fit` only, when it fails. A variable that was assigned a value since then keeps it.
     """
     state = getattr(model, "_jax_state", None)
     if state is None or model._jax_state_synced:

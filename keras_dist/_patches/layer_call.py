@@ -113,7 +113,7 @@ def _read_variable(original, self, value):
 def _call_operation(original, distribution, self, *args, **kwargs):
     if not isinstance(self, keras.Layer):
         return original(self, *args, **kwargs)
-    args = distribution.distribute_inputs(f"{internals.path_of_open_scope()}/input", args)
+    args = distribution.distribute_inputs(f"{internals.current_path()}/input", args)
     call_layer, call = partial(original, self, *args, **kwargs), _current_call()
     # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
     # weights are still there.

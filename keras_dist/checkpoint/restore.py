@@ -60,7 +60,7 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
 
 def _nested_paths(model, variables: list) -> list[str]:
     """Returns the paths of variables with the names of all models and layers that they are in."""
-    paths = internals.owners_of_weights(model)
+    paths = internals.weight_paths(model)
     return [paths.get(id(variable)) or str(variable.path) for variable in variables]
 
 

@@ -109,7 +109,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._progress = None
         step = self._newest_step()
         if step is None:
-            internals.begin_at_epoch(model, None)
+            internals.set_initial_epoch(model, None)
             return
         progress = self._read_progress(step)
         restore.restore(model, str(self._checkpointer.directory / str(step)), with_metrics=True)
@@ -117,11 +117,11 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._saved_at, self._batches_before_epoch = step, step - progress["batches"]
         self._progress = progress
         self._metrics = [(variable, variable.value) for variable in model.metrics_variables]
-        internals.begin_at_epoch(model, progress["epoch"])
+        internals.set_initial_epoch(model, progress["epoch"])
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts an epoch, or resumes in the middle of one."""
-        internals.begin_at_epoch(self.model, None)  # for the next fit; this one has begun
+        internals.set_initial_epoch(self.model, None)  # for the next fit; this one has begun
         self._epoch, self._batches = epoch, 0
         progress, self._progress = self._progress, None
         if progress is None:
@@ -164,7 +164,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Waits until the last checkpoint is written."""
-        internals.begin_at_epoch(self.model, None)
+        internals.set_initial_epoch(self.model, None)
         self._close()
 
     def _close(self) -> None:

@@ -48,7 +48,7 @@ class Step:
         state = self.state_specs()
         shardings = tuple([spec.sharding for spec in part] for part in state)
         function = jax.jit(
-            internals.pure_step(self.model, self.name),
+            internals.stateless_step(self.model, self.name),
             donate_argnums=0,
             out_shardings=(None, shardings),
             keep_unused=True,  # arguments that a step does not use take memory too
@@ -99,11 +99,11 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             "build_model must be a keras.Model or a function that returns one, but got "
             f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
-    with distribution.scope(), internals.no_trace_left(), deferred_variables.deferring():
+    with distribution.scope(), internals.global_state_restored(), deferred_variables.deferring():
         model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), name)
         if model is build_model and not model.built:
             raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")
-        with internals.unbuilt_parts_apart(model):
+        with internals.unbuilt_parts_replaced(model):
             specs = batch_specs(model, batch, name, distribution)
             _build(model, specs, name)
             if name == "train" and not model.optimizer.built:

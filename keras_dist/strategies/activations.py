@@ -63,7 +63,7 @@ def distribute_tensors(
 def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], role: str) -> Any:
     mesh = as_device_mesh(layout.device_mesh)
     axes = list(layout.axes)
-    is_in_layer = bool(internals.path_of_open_scope())
+    is_in_layer = bool(internals.current_path())
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number.
@@ -85,6 +85,6 @@ def _is_symbolic(leaf: Any) -> bool:
 def _require_fit(axes: tuple, shape: tuple, layout: Any, role: str) -> None:
     problem = layout_error(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
     if problem:
-        path = internals.path_of_open_scope()
+        path = internals.current_path()
         tensor = f"the {role} of {path!r}" if path else "a tensor"
         raise ValueError(f"Cannot shard {tensor} (shape {shape}) by {axes}: {problem}")

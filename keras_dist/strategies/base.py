@@ -229,7 +229,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
         """Returns the outputs of a layer, constrained to a layout."""
-        path = internals.path_of_open_scope()
+        path = internals.current_path()
         inputs = self.get_tensor_layout(f"{path}/input") if path else None
         return distribute_tensors(
             outputs, layout, self._placer.batch_axes, gradient_layout=_gradient_layout(inputs, layout)

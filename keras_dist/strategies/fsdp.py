@@ -100,7 +100,7 @@ class FullyShardedDataParallel(ModelParallel):
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         if not self.reshard_after_forward:
             return False
-        specs = map(VariableSpec.of, internals.own_variables(layer))
+        specs = map(VariableSpec.of, internals.direct_variables(layer))
         return any(self._stored_layout(spec) != self.get_compute_layout(spec) for spec in specs)
 
     def _stored_layout(self, variable) -> TensorLayout:

@@ -196,7 +196,7 @@ def _layer(path: str) -> str:
 
 def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
     axis_size = mesh.axis_sizes[axis]
-    jaxpr, heads = trace_model(model, mesh, axis_size), internals.embeddings_for_heads(model)
+    jaxpr, heads = trace_model(model, mesh, axis_size), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     weights = [

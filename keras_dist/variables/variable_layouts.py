@@ -38,7 +38,7 @@ def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
     optimizer = getattr(model, "optimizer", None)
     groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
-    groups += [metric.variables for metric in internals.metrics_to_build(model)]
+    groups += [metric.variables for metric in internals.unbuilt_metrics(model)]
     yield from {id(variable): variable for group in groups for variable in group}.values()
 
 
