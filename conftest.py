@@ -21,10 +21,21 @@ import keras_dist as kd
 
 kd.simulate_devices(8)
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# Tests that gate a change draw the same examples in every run. Long runs (`-m slow`, `-m ""`) draw new ones, and a
+# failure prints how to reproduce it; `--hypothesis-profile=random` does so in any run.
+hypothesis.settings.register_profile("gate", derandomize=True)
+hypothesis.settings.register_profile("random", print_blob=True)
+
+
+def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("gate" if "not slow" in config.option.markexpr else "random")
 
 
 def pytest_addoption(parser):

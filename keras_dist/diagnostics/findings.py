@@ -172,7 +172,7 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
             else "Keys that are paths take precedence over regexes: delete these keys, or this rule."
         )
         message = (
-            f"Layout map rule {pattern!r} has no effect: all paths that it matches are taken, {counts}{more}. {fix}"
+            f"Layout map rule {pattern!r} has no effect: all paths that it matches are taken: {counts}{more}. {fix}"
         )
         yield Finding("shadowed", message, 0, (), pattern)
 
@@ -217,7 +217,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         f"{percent_text(size / total)} of weight bytes ({bytes_text(size)}) are replicated over axis {named}, although "
         f"other weights are sharded over {'it' if len(axes) == 1 else 'them'}. The largest, with rules "
         f"that fit:{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n"
-        f"    {_DERIVE_RULES} derives rules that also keep communication low. To replicate a weight "
+        f"  {_DERIVE_RULES} derives rules that also keep communication low. To replicate a weight "
         "intentionally, give it an all-None rule.",
         [v for group in groups for v in group],
         None,

@@ -151,7 +151,7 @@ def test_a_rule_that_is_added_after_the_model_is_made():
     assert "'sequential/a/kernel', has layout (None, None) from the rules before they changed" in str(error.value)
     row = next(v for v in kd.explain(model).variables if v.path.endswith("a/kernel"))
     assert (row.axes, row.rule) == ((None, None), "a/kernel")
-    assert row.why == "lies as before the rules were changed; redistribute(model) moves it"
+    assert row.why == "layout from before the rules changed; call redistribute(model)"
     losses = fit(kd.redistribute(model))
     assert shard_shape(model.weights[0]) == (4, 2)
     assert_same_numbers(losses, losses_on_one_device(1, lambda: dense_model("adam")))
