@@ -156,9 +156,8 @@ class Coverage(Report):
         kind = self.distribution.lstrip("<").split()[0]
         yield f"{self.mesh.devices.size} devices, mesh {spell_axes(self.mesh.axis_sizes)}, {kind}"
         total = self.whole_bytes
-        text = (
-            f"{bytes_text(self.bytes)} of {bytes_text(total)} per device, average replication factor {self.copies:.3g}."
-        )
+        text = f"Each device holds {bytes_text(self.bytes)} of {bytes_text(total)}"
+        text += f" (average replication factor {self.copies:.3g})."
         if self.imbalance > 1.001:
             text += f" The fullest device holds {self.imbalance:.3g} times the mean."
         yield text

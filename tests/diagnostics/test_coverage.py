@@ -242,7 +242,7 @@ def test_the_report_starts_with_memory_per_device_and_findings():
     text = str(kd.explain(lambda: blocks(optimizer=None), rules(KERNELS | {".*karnel": ()})))
     assert text.startswith("blocks, 816 parameters ─")
     assert "8 devices, mesh data:2 x model:4, ModelParallel" in text
-    assert "960 B of 3.19 KiB per device, average replication factor 2.35." in text
+    assert "Each device holds 960 B of 3.19 KiB (average replication factor 2.35)." in text
     assert "Replicated on every device: 192 B (5.88%)." in text
     assert "2 rules, 1 unused." in text
     assert "1. Layout map rule '.*karnel' matches no variable of 'blocks'." in text
