@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser(
         "launch",
         help="run a program as several processes on this machine, for development",
-        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] (script.py | -m module) [argument ...]",
+        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] [--all-output] "
+        "(script.py | -m module) [argument ...]",
         epilog="In the program, keras_dist.initialize() without arguments joins the processes.",
     )
     launch.add_argument("-n", "--processes", type=int, required=True, help="number of processes")
@@ -107,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="number of simulated CPU devices of each process (default: each process uses this machine's devices)",
+    )
+    launch.add_argument(
+        "--all-output",
+        action="store_true",
+        help="print standard output of all processes (default: of process 0; standard error is always printed)",
     )
     launch.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
     launch.add_argument("program", help="Python script or module")

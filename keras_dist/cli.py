@@ -26,7 +26,7 @@ from keras_dist._report.tables import Table
 from keras_dist._report.units import bytes_text
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
-from keras_dist.multihost.launcher import launch
+from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
 
 
 def run(options: argparse.Namespace) -> int:
@@ -122,8 +122,10 @@ def _devices(options: argparse.Namespace) -> tuple[str, int]:
 
 def _launch(options: argparse.Namespace) -> int:
     program = ["-m", options.program] if options.module else [options.program]
+    command = [sys.executable, *program, *options.arguments]
+    show = print_all_processes if options.all_output else print_first_process
     try:
-        outcome = launch([sys.executable, *program, *options.arguments], options.processes, options.devices_per_process)
+        outcome = launch(command, options.processes, options.devices_per_process, show=show)
     except ValueError as error:
         print(f"keras-dist: error: {error}", file=sys.stderr)
         return 2

@@ -47,7 +47,7 @@ def _on_process_0(callback: type, *names: str) -> None:
     """Patches methods of a callback to do nothing on other processes than process 0."""
 
     def method(original, distribution, self, *args, **kwargs):
-        if messaging.are_several() and messaging.index() != 0:
+        if messaging.is_multi_process() and messaging.process_index() != 0:
             return None
         return original(self, *args, **kwargs)
 
@@ -61,7 +61,7 @@ def _led_by_process_0(callback: type, name: str, what: str) -> None:
     @INSTALLED.patch(callback, name, reason=_REASON, parameters=_parameters(name))
     def method(original, distribution, self, *args, **kwargs):
         work = functools.partial(original, self, *args, **kwargs)
-        return lead(self.model, what, work) if messaging.are_several() else work()
+        return lead(self.model, what, work) if messaging.is_multi_process() else work()
 
 
 def _parameters(name: str) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ _led_by_process_0(keras.callbacks.TensorBoard, "on_epoch_end", "write what Tenso
 
 @INSTALLED.patch(keras.callbacks.TensorBoard, "set_model", reason=_REASON)
 def _set_model(original, distribution, self, model):
-    if messaging.are_several() and messaging.index() != 0:
+    if messaging.is_multi_process() and messaging.process_index() != 0:
         self._model = model
     else:
         original(self, model)
@@ -120,7 +120,7 @@ def _backup_in(callback, write: Callable, folder: str) -> None:
     reason="only some processes find a backup, and the rest begins anew",
 )
 def _restore(original, distribution, self, logs=None):
-    if messaging.are_several():
+    if messaging.is_multi_process():
         found = [file_utils.exists(path) for path in (self._weights_path, self._training_metadata_path)]
         agree(
             "reading of a backup",
@@ -132,7 +132,7 @@ def _restore(original, distribution, self, logs=None):
 
 @INSTALLED.patch(file_utils, "makedirs", reason="several processes create the same folder at once")
 def _make_folders(original, distribution, path):
-    if messaging.are_several() and not file_utils.is_remote_path(path):
+    if messaging.is_multi_process() and not file_utils.is_remote_path(path):
         os.makedirs(path, exist_ok=True)
     else:
         original(path)

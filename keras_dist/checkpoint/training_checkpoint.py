@@ -229,9 +229,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             progress["data"]["source"] = None
             before = file.name.removesuffix(".json").rpartition("-")[2]
             warnings.warn(
-                f"{self.directory} was saved by {before} processes, not {messaging.count()}, so its states of Grain "
-                "iterators cannot be restored. The batches of the epoch that are done are read again and dropped, and "
-                "rows may come in another order.",
+                f"{self.directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
+                "Grain iterators cannot be restored. The batches of the epoch that are done are read again and "
+                "dropped, and rows may come in another order.",
                 stacklevel=2,
             )
         return progress
@@ -258,4 +258,4 @@ class _ProcessFile:
 
 
 def _file_name() -> str:
-    return f"process_{messaging.index()}-of-{messaging.count()}.json"
+    return f"process_{messaging.process_index()}-of-{messaging.process_count()}.json"

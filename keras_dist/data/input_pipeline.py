@@ -142,7 +142,7 @@ class _Producer:
 
     def begin(self) -> None:
         """Called before the first batch, in the order in which all processes start their pipelines."""
-        if messaging.are_several():
+        if messaging.is_multi_process():
             self._number = heapq.heappop(_free_numbers) if _free_numbers else next(_numbers)
             self._comparison = BatchComparison(
                 f"data {self._number}",
@@ -201,8 +201,8 @@ def local_rows(rows: list[list[int]]) -> LocalRows:
     Args:
         rows: for each array of the batch, the number of rows of each process. The first array that has rows counts.
     """
-    counts = next((counts for counts in rows if sum(counts)), [0] * messaging.count())
-    me = messaging.index()
+    counts = next((counts for counts in rows if sum(counts)), [0] * messaging.process_count())
+    me = messaging.process_index()
     return LocalRows(sum(counts[:me]), counts[me], sum(counts))
 
 

@@ -1,8 +1,8 @@
-"""Several processes that work as one: joining, messages, failures, and launching them on one machine.
+"""Several processes that run one program: joining them, messages between them, failures, and launching them.
 
 * `initialize.py`: `initialize`, which joins this process to the others.
-* `coordination.py`: JAX's coordination service, joined in bounded time.
-* `coordination_service.py`: that service as a program of its own.
-* `messaging.py`: short messages between processes, and detecting that one failed.
-* `launcher.py`: starts many processes on this machine, for development.
+* `coordination.py`: joins JAX's coordination service in bounded time.
+* `messaging.py`: short messages between processes.
+* `failure_watch.py`: detects that another process failed, and ends this one.
+* `launcher.py`: starts several processes on this machine, for development.
 """

@@ -1,6 +1,6 @@
-"""Many processes of one program on this machine, for development: started, shown, and stopped together.
+"""Starts several processes of one program on this machine, shows their output, and stops them together.
 
-It uses neither JAX nor Keras, which only the processes need.
+Uses neither JAX nor Keras.
 """
 
 import contextlib
@@ -15,19 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
-FOLLOWED = 70  # the exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
+FOLLOWER_STATUS = 70  # exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
 _GRACE = 15.0  # seconds that the others have to end by themselves after one failed
-_TERM = 5.0  # seconds from SIGTERM, which XLA catches and outlives, to SIGKILL
-_FLAG = "--xla_force_host_platform_device_count"
+_TERMINATION_GRACE = 5.0  # seconds from SIGTERM, which XLA catches and survives, to SIGKILL
+_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+_printing = threading.Lock()
 
 
 class Outcome(NamedTuple):
     """How the processes ended.
 
     Attributes:
-        status: 0, or the exit status of the first that failed, 128 more than the signal that ended it.
-        failed: the number of that process, None where none failed before all were stopped.
-        statuses: that of every process; negative where a signal ended it.
+        status: 0, or the exit status of the first process that failed; 128 + n if signal n ended it.
+        failed: the index of that process, or None if none failed before all were stopped.
+        statuses: exit status of each process; -n if signal n ended it.
     """
 
     status: int
@@ -45,26 +46,26 @@ def launch(
     timeout: float | None = None,
     grace: float = _GRACE,
 ) -> Outcome:
-    """Runs a command as several processes that `keras_dist.initialize()` joins, and waits for their end.
+    """Runs a command as several processes that `keras_dist.initialize()` joins, and waits until they end.
 
-    Where one fails, the others are given some seconds to end with words of their own, and are then stopped. SIGINT,
+    If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT,
     SIGTERM and SIGHUP stop all.
 
     Args:
-        command: the words of the command, the same for each process.
-        processes: how many.
-        devices_per_process: simulated CPU devices of each; by default each has the devices of this machine.
-        show: is called for each line of each process with the number of the process, "stdout" or "stderr", and the
-            line; by default lines are printed behind their number.
-        environment: variables to start from; by default those of this process.
-        timeout: seconds until all are stopped; by default they may take as long as they like.
+        command: program and arguments, the same for each process.
+        processes: number of processes.
+        devices_per_process: simulated CPU devices of each; by default each uses the devices of this machine.
+        show: called for each line of output with the index of the process, "stdout" or "stderr", and the line. By
+            default `print_first_process`; `print_all_processes` prints standard output of the others too.
+        environment: environment variables to start from; by default those of this process.
+        timeout: seconds after which all are stopped; by default there is no limit.
         grace: seconds that the others have to end by themselves after one failed.
 
     Returns:
-        How they ended.
+        How the processes ended.
 
     Raises:
-        ValueError: less than one process or device.
+        ValueError: `processes` or `devices_per_process` is less than 1.
 
     Example:
 
@@ -74,11 +75,8 @@ def launch(
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
-            raise ValueError(
-                f"A program is launched as one process or more, each with one device or more. Received: {name}={number}"
-                ". Give a number of at least 1."
-            )
-    show = show or _Printer()
+            raise ValueError(f"{name}={number} is less than 1.")
+    show = show or print_first_process
     common = dict(os.environ if environment is None else environment) | _joint_environment(processes)
     if devices_per_process is not None:
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
@@ -113,15 +111,15 @@ def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "NPROC": str(cpu_thread_count(devices)),
-        "XLA_FLAGS": " ".join(flag for flag in flags.split() if not flag.startswith(_FLAG)),  # the older way
+        "XLA_FLAGS": " ".join(flag for flag in flags.split() if not flag.startswith(_DEVICES_FLAG)),  # the older way
     }
 
 
 class _Process:
-    """One process, the threads that read what it prints, and the thread that waits for its end."""
+    """One process, with threads that read its output and wait for its end."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], show, ends):
-        # A session of its own: a key such as Ctrl-C reaches the launcher only, and what it starts ends with it.
+        # In its own session, Ctrl-C reaches the launcher only, and its child processes can be signaled with it.
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -144,7 +142,7 @@ class _Process:
     def _report_end(self, ends: "queue.SimpleQueue[int]") -> None:
         self._process.wait()
         for reader in self._readers:
-            reader.join(timeout=1)  # what it has started may hold them open
+            reader.join(timeout=1)  # child processes may hold the streams open
         ends.put(self.rank)
 
     @property
@@ -155,12 +153,12 @@ class _Process:
         return self._process.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to it and to what it has started."""
+        """Sends a signal to the process and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(self._process.pid, number)
 
     def finish(self) -> None:
-        """Reads the last of its words, for which what it has started must have ended."""
+        """Reads the rest of the output, after the process and its child processes ended."""
         for reader in self._readers:
             reader.join(timeout=5)
 
@@ -171,21 +169,22 @@ def _read(rank: int, name: str, stream: IO[str], show: Callable[[int, str, str],
             show(rank, name, line.rstrip("\n"))
 
 
-class _Printer:
-    """Prints each line behind the number of its process."""
+def print_all_processes(process: int, stream: str, line: str) -> None:
+    """Prints each line after the index of its process."""
+    with _printing:
+        print(f"[{process}] {line}", file=getattr(sys, stream), flush=True)
 
-    def __init__(self):
-        self._lock = threading.Lock()
 
-    def __call__(self, rank: int, name: str, line: str) -> None:
-        with self._lock:
-            print(f"[{rank}] {line}", file=getattr(sys, name), flush=True)
+def print_first_process(process: int, stream: str, line: str) -> None:
+    """Prints standard output of process 0 alone, since the others repeat it, and standard error of all."""
+    if process == 0 or stream == "stderr":
+        print_all_processes(process, stream, line)
 
 
 def _wait(
     group: list[_Process], ends: "queue.SimpleQueue[int]", timeout: float | None, grace: float
 ) -> tuple[int, int | None]:
-    """Waits until all have ended, or one failed and the others had their grace. Returns the status and whose it is."""
+    """Waits until all have ended, or until `grace` after the first failure. Returns `Outcome.status` and `.failed`."""
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: list[tuple[int, int]] = []
     running = len(group)
@@ -194,7 +193,7 @@ def _wait(
             end = ends.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        if end < 0:  # a signal
+        if end < 0:  # a signal to the launcher
             return 128 - end, None
         running -= 1
         status = group[end].status
@@ -204,15 +203,15 @@ def _wait(
                 soon = time.monotonic() + grace
                 deadline = soon if deadline is None else min(deadline, soon)
     if not failed:
-        return (124, None) if running else (0, None)  # as timeout(1) has it
-    return next(((status, rank) for status, rank in failed if status != FOLLOWED), failed[0])
+        return (124, None) if running else (0, None)  # 124 as in timeout(1)
+    return next(((status, rank) for status, rank in failed if status != FOLLOWER_STATUS), failed[0])
 
 
 def _stop(group: list[_Process]) -> None:
     for process in group:
         if process.is_alive():
             process.send(signal.SIGTERM)
-    deadline = time.monotonic() + _TERM
+    deadline = time.monotonic() + _TERMINATION_GRACE
     while any(process.is_alive() for process in group) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in group:
@@ -223,8 +222,8 @@ def _stop(group: list[_Process]) -> None:
 
 @contextlib.contextmanager
 def _signals(ends: "queue.SimpleQueue[int]") -> Iterator[None]:
-    """Puts signals to the launcher among the ends of processes, as negative numbers."""
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+    """Adds the signals that the launcher receives to the queue of ended processes, as negative numbers."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -70,7 +70,7 @@ def lead(model: keras.Layer, what: str, work: Callable[[], Any]) -> Any:
         ProcessFailure: another process fails.
         Exception: what the work raises, on all processes.
     """
-    if is_leading() or not messaging.are_several():
+    if is_leading() or not messaging.is_multi_process():
         return work()
     variables = list(all_variables(model))
     shapes = ";".join(f"{variable.dtype}{tuple(variable.shape)}" for variable in variables)
@@ -79,7 +79,7 @@ def lead(model: keras.Layer, what: str, work: Callable[[], Any]) -> Any:
         [what, f"{len(variables)} variables", hashlib.sha256(shapes.encode()).hexdigest()[:12]],
         "All processes do the same with the same model.",
     )
-    if messaging.index() != 0:
+    if messaging.process_index() != 0:
         return _lend(variables, what)
     _this_thread.leader = _Leader(what, variables)
     try:

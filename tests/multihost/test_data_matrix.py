@@ -19,7 +19,7 @@ GROUPS = {  # PyTorch by itself, since it is seldom installed
 }
 
 # Keras says so where it finds the end of a source without a length, on one device too.
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+pytestmark = [pytest.mark.filterwarnings("ignore:Your input ran out of data"), pytest.mark.multiprocess]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,6 @@ def folder(tmp_path_factory):
 @functools.cache
 def on_one_process(group, folder):
     return process_matrix.everything(GROUPS[group], str(folder))
-
-
-def program(sources, folder):
-    from support import process_matrix
-
-    return process_matrix.everything(sources, folder)
 
 
 def in_order(parts):
@@ -82,7 +76,9 @@ def assert_same_on_all(expected, completed):
 def test_several_processes_give_the_numbers_of_one(processes, devices, group, folder, tmp_path):
     if MISSING.issuperset(GROUPS[group]):
         pytest.skip(f"needs the packages of {', '.join(GROUPS[group])}")
-    completed = run_processes(program, GROUPS[group], str(tmp_path), processes=processes, devices=devices, timeout=900)
+    completed = run_processes(
+        process_matrix.everything, GROUPS[group], str(tmp_path), processes=processes, devices=devices, timeout=900
+    )
     assert_same_on_all(on_one_process(group, folder), completed)
 
 

@@ -1,4 +1,4 @@
-"""`keras-dist launch`: processes that need no JAX here are started, shown and stopped together."""
+"""`keras-dist launch` with programs that do not use JAX."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 import pytest
 
 import keras_dist
-from keras_dist.multihost.launcher import launch
+from keras_dist.multihost.launcher import launch, print_all_processes
 from keras_dist_cli import main
 
 
@@ -26,7 +26,7 @@ def run(source, *arguments, processes=3, devices=None, **options):
     return outcome, said
 
 
-def test_each_process_knows_its_number_and_all_know_one_address():
+def test_each_process_gets_its_index_and_all_get_one_address():
     source = """
 import os, sys
 for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
@@ -41,7 +41,7 @@ print(sys.argv[1:], file=sys.stderr)
     assert [said[rank, "stderr"] for rank in range(3)] == [["['a', '-b']"]] * 3
 
 
-def test_devices_are_simulated_where_they_are_asked_for():
+def test_devices_are_simulated_if_requested():
     source = "import os; print(*map(os.environ.get, ('JAX_PLATFORMS', 'JAX_NUM_CPU_DEVICES', 'NPROC', 'XLA_FLAGS')))"
     flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3 --xla_dump_to=x", "NPROC": "3"}
     flags.pop("JAX_PLATFORMS", None)
@@ -52,26 +52,26 @@ def test_devices_are_simulated_where_they_are_asked_for():
     assert said[0, "stdout"] == ["None None 3 " + flags["XLA_FLAGS"]]
 
 
-def test_lines_are_shown_as_they_are_printed_behind_the_number_of_their_process(capfd):
-    source = """
+TWO_STREAMS = """
 import os, sys
 rank = os.environ["KERAS_DISTRIBUTION_PROCESS_ID"]
 print("first", rank)
 print("second", rank, file=sys.stderr)
 sys.stdout.write("the last, without an end")
 """
-    assert launch([sys.executable, "-c", source], 2).status == 0
+
+
+@pytest.mark.parametrize(
+    ("show", "of_process_1"), [(None, []), (print_all_processes, ["[1] first 1", "[1] the last, without an end"])]
+)
+def test_each_line_is_printed_after_the_index_of_its_process(show, of_process_1, capfd):
+    assert launch([sys.executable, "-c", TWO_STREAMS], 2, show=show).status == 0
     shown = capfd.readouterr()
-    assert sorted(shown.out.splitlines()) == [
-        "[0] first 0",
-        "[0] the last, without an end",
-        "[1] first 1",
-        "[1] the last, without an end",
-    ]
+    assert sorted(shown.out.splitlines()) == ["[0] first 0", "[0] the last, without an end", *of_process_1]
     assert sorted(shown.err.splitlines()) == ["[0] second 0", "[1] second 1"]
 
 
-def test_what_no_process_of_the_program_flushes_is_shown_before_it_ends():
+def test_output_that_the_program_does_not_flush_is_shown_at_once():
     source = "import os, time; print('begun'); time.sleep(1000)"
     seen = []
 
@@ -102,7 +102,7 @@ time.sleep(1000)
     assert outcome == (status, 1, [-15, own, -9])
 
 
-def test_the_others_may_end_with_their_own_words():
+def test_the_others_have_time_to_end_with_their_own_errors():
     source = """
 import os, sys, time
 if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
@@ -116,7 +116,7 @@ sys.exit(70)
     assert said[0, "stdout"] == said[2, "stdout"] == ["words"]
 
 
-def test_a_process_that_only_followed_is_not_the_status():
+def test_the_status_is_not_that_of_a_process_that_ended_because_of_another():
     source = """
 import os, sys, time
 if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
@@ -128,7 +128,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_stops_all(number, tmp_path):
+def test_a_signal_to_the_launcher_stops_all_processes(number, tmp_path):
     source = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -150,7 +150,7 @@ time.sleep(1000)
     assert not any(map(is_running, pids))
 
 
-# Without the rest of the package, which the launcher does not need.
+# Without the rest of the package, which the launcher does not need, so it starts fast.
 LAUNCHER = f"""
 import importlib.util, sys
 specification = importlib.util.spec_from_file_location("launch", {keras_dist.__path__[0] + "/multihost/launcher.py"!r})
@@ -158,7 +158,7 @@ launch = importlib.util.module_from_spec(specification)
 sys.modules["launch"] = launch
 specification.loader.exec_module(launch)
 assert "jax" not in sys.modules
-sys.exit(launch.launch([sys.executable, sys.argv[1]], 2).status)
+sys.exit(launch.launch([sys.executable, sys.argv[1]], 2, show=launch.print_all_processes).status)
 """
 
 
@@ -174,7 +174,7 @@ def is_running(pid):
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_the_command_passes_all_that_follows_the_program_to_it(module, tmp_path, monkeypatch, capfd):
+def test_the_command_passes_arguments_to_the_program(module, tmp_path, monkeypatch, capfd):
     (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:]); sys.exit(4)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     program = ["-m", "program"] if module else [str(tmp_path / "program.py")]
@@ -185,19 +185,19 @@ def test_the_command_passes_all_that_follows_the_program_to_it(module, tmp_path,
 
 
 @pytest.mark.parametrize("options", [["-n", "0"], ["-n", "1", "--devices-per-process", "0"]])
-def test_less_than_one_is_an_error(options, capsys):
+def test_less_than_one_process_or_device_is_an_error(options, capsys):
     assert main(["launch", *options, "program.py"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("keras-dist: error: A program is launched as one process or more")
-    assert "=0. Give" in shown
+    assert shown.startswith("keras-dist: error: ")
+    assert "processes=0" in shown or "devices_per_process=0" in shown
 
 
 @pytest.mark.parametrize("words", [["launch"], ["launch", "-n", "2"], ["launch", "program.py"]])
-def test_the_command_needs_a_number_and_a_program(words, capsys):
+def test_the_command_needs_a_number_of_processes_and_a_program(words, capsys):
     assert main(words) == 2
     assert "error: the following arguments are required" in capsys.readouterr().err
 
 
-def test_a_program_that_is_not_there_is_the_error_of_python(capfd, tmp_path):
+def test_a_missing_program_fails_as_in_python(capfd, tmp_path):
     assert main(["launch", "-n", "1", str(tmp_path / "nothing.py")]) == 2
     assert "can't open file" in capfd.readouterr().err

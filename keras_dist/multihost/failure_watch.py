@@ -1,0 +1,183 @@
+"""Detects that another process died, failed or stalled, and ends this process in bounded time.
+
+| another process | detected by | at the latest after |
+|---|---|---|
+| raises an exception | its report, through the coordination service | 1 s |
+| exits early | its announcement, when this process next waits for a message | 1 s |
+| is killed or stopped | missed heartbeats | `coordination.HEARTBEAT_TIMEOUT` |
+| makes other calls | the timeout of messages | `initialize(timeout=...)` |
+
+Where the main thread is blocked in a collective, no exception reaches it: `_END_GRACE` seconds after the detection,
+the process prints the reason and exits with status 70. If process 0 is killed, the coordination service ends with it,
+and JAX aborts the other processes at once (status 134, "leader task was preempted/died").
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from keras_dist.multihost import coordination, messaging
+from keras_dist.multihost.launcher import FOLLOWER_STATUS
+from keras_dist.multihost.messaging import TICK
+
+_END_GRACE = 10.0  # seconds that a process has to end by itself after another one failed
+_LAST_MARGIN = 3.0  # seconds that process 0 waits longer than that
+
+_is_leaving = False
+_threads: list[threading.Thread] = []
+_live: set[int] = set()  # processes whose heartbeats arrive
+_dead: list[int] = []  # processes whose heartbeats stopped before they reached the end of the program
+
+
+def start() -> None:
+    """Starts to watch the other processes, and to report the failure of this one. Called once.
+
+    Raises:
+        ValueError: process 0 has another number of processes.
+        ProcessFailure: process 0 does not get here within the timeout.
+    """
+    messaging.announce_start()
+    if messaging.process_index() == 0:
+        messaging.publish("number of processes", messaging.process_count())
+    count = messaging.receive("number of processes")
+    _live.update(range(messaging.process_count()))
+    _report_uncaught_exceptions()
+    atexit.register(_leave)  # after JAX registered its own handler, so this one runs first
+    for target in (_watch_heartbeats, _watch_failures):
+        _threads.append(threading.Thread(target=target, name=f"keras_dist{target.__name__}", daemon=True))
+        _threads[-1].start()
+    if count != messaging.process_count():
+        raise ValueError(
+            f"Process {messaging.process_index()} has num_processes={messaging.process_count()}, but process 0 has "
+            f"num_processes={count}. Pass the same num_processes to all processes."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ detection
+
+
+def _watch_failures() -> None:
+    while not _is_leaving and coordination.is_joined():
+        time.sleep(TICK)
+        try:
+            report = messaging.reported_failure()
+            if report is not None and report[0] == messaging.process_index():
+                time.sleep(2 * _END_GRACE)  # it ends by itself, unless its main thread is blocked in a collective
+                _end(report[1])
+            if report is not None:
+                _fail(report[1])
+            elif _dead:
+                _fail(f"{messaging.describe(_dead).capitalize()} died or stopped responding.")
+        except (jax.errors.JaxRuntimeError, ConnectionError) as error:
+            if not _is_leaving and coordination.is_joined():
+                _fail(f"The coordination service in process 0 ({coordination.address()}) does not respond: {error}")
+
+
+def _fail(message: str) -> None:
+    messaging.set_known_failure(message)
+    time.sleep(_END_GRACE)  # for the main thread, unless it is blocked in a collective
+    _end(message)
+
+
+def _watch_heartbeats() -> None:
+    """Keeps `_live` and `_dead` up to date.
+
+    In a thread of its own: JAX's `get_live_nodes` returns only when all live processes have called it.
+    """
+    everyone = list(range(messaging.process_count()))
+    while not _is_leaving and coordination.is_joined():
+        time.sleep(TICK)
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the other thread reports these
+            live = {*coordination.client().get_live_nodes(everyone)}
+            ended = messaging.ended_processes()
+            _dead[:] = sorted({*everyone} - live - {*ended})
+            _live.intersection_update(live)
+
+
+# ------------------------------------------------------------------------------------------------------------ ending
+
+
+def _end(reason: str) -> None:
+    sys.stdout.flush()
+    _print_reason(reason)
+    os._exit(FOLLOWER_STATUS)
+
+
+def _print_reason(reason: str) -> None:
+    print(f"keras_dist: process {messaging.process_index()} exits. {reason}", file=sys.stderr, flush=True)
+
+
+def _leave() -> None:
+    """Leaves the others at the end of the program. Process 0 waits for them, since the service ends with it."""
+    global _is_leaving
+    if not coordination.is_joined():  # the program has called jax.distributed.shutdown()
+        return
+    messaging.announce_end()
+    if messaging.process_index() == 0:
+        _wait_for_others()
+    _is_leaving = not _has_failed()
+    # A thread that is inside JAX when Python ends would abort the process: end what it waits for first.
+    with contextlib.nullcontext() if _is_leaving else contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.distributed.shutdown()
+    for thread in _threads:
+        thread.join(_END_GRACE if _is_leaving else TICK)
+
+
+def _wait_for_others() -> None:
+    """Waits until the other processes have disconnected; JAX aborts those that lose the service before."""
+    deadline, has_failed = time.monotonic() + messaging.timeout(), False
+    while _are_others_connected() and time.monotonic() < deadline:
+        if not has_failed and _has_failed():
+            has_failed = True
+            deadline = min(deadline, time.monotonic() + _END_GRACE + _LAST_MARGIN)
+        time.sleep(TICK / 10)
+
+
+def _are_others_connected() -> bool:
+    if coordination.has_shutdown_barrier():  # at which they wait for this process
+        return len(messaging.ended_processes()) < messaging.process_count()
+    return len(_live) > 1
+
+
+def _has_failed() -> bool:
+    return messaging.known_failure() is not None or messaging.reported_failure() is not None
+
+
+def _report_uncaught_exceptions() -> None:
+    before: Callable = sys.excepthook
+
+    def hook(kind, error, trace):
+        before(kind, error, trace)
+        if _is_device_error(error):  # perhaps since another process ended: wait to learn which
+            seconds = coordination.heartbeat_timeout() if _is_of_connection(error) else 0
+            deadline, ended = time.monotonic() + seconds + 5 * TICK, []
+            while messaging.known_failure() is None and not ended and time.monotonic() < deadline:
+                time.sleep(TICK / 10)
+                ended = messaging.ended_processes()
+            if ended:
+                _print_reason(
+                    f"{messaging.describe(ended).capitalize()} ended while other processes needed it. Let every "
+                    "process run the same program to its end."
+                )
+        messaging.report_failure(error)
+        failure = messaging.known_failure()
+        if failure is not None and not isinstance(error, messaging.ProcessFailure):
+            _print_reason(failure)
+
+    sys.excepthook = hook
+
+
+def _is_device_error(error: BaseException) -> bool:
+    """Whether an error is from JAX's runtime, which has several types and starts with a code: `UNKNOWN: Gloo ...`."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error)) is not None
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    return re.search("gloo|nccl|connection|peer", str(error), re.IGNORECASE) is not None

@@ -1,0 +1,100 @@
+"""Calls of Keras for which process 1 is given something else than process 0."""
+
+import warnings
+
+import keras
+import numpy as np
+
+import keras_dist as kd
+
+
+def divergent():
+    me = kd.process_id()
+    is_other = me == 1
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(26, 4)).astype("float32"), random.normal(size=(26, 3)).astype("float32")
+
+    def model(seed=1, width=8):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(seed)
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width), keras.layers.Dense(3)])
+        made.compile("sgd", "mse")
+        return made
+
+    def raising():
+        yield x[:7], y[:7]
+        yield x[:7], y[:7]
+        if is_other:
+            raise OSError("the disk is gone")
+        yield x[:7], y[:7]
+
+    def generated(batches):
+        yield from [(x[:7], y[:7])] * batches
+
+    class Numbered(keras.utils.PyDataset):
+        def __init__(self, batches):
+            super().__init__()
+            self.batches = batches
+
+        def __len__(self):
+            return self.batches
+
+        def __getitem__(self, index):
+            return x[:7] + index, y[:7]
+
+    cases = {
+        "seed": lambda: model(seed=me).fit(x, y, batch_size=7, verbose=0),
+        "values": lambda: changed(model()).fit(x, y, batch_size=7, verbose=0),
+        "model": lambda: model(width=8 + 8 * me).fit(x, y, batch_size=7, verbose=0),
+        "rows": lambda: model().fit(x + me, y, batch_size=7, verbose=0),
+        "a late row": lambda: model().fit(with_another_row(x), y, batch_size=7, verbose=0, shuffle=False),
+        "shuffled": lambda: shuffled_anew(model()).fit(x, y, batch_size=7, verbose=0),
+        "batch size": lambda: model().fit(x, y, batch_size=7 - me, verbose=0),
+        "one batch fewer": lambda: model().fit(
+            x[: 26 - 7 * me], y[: 26 - 7 * me], batch_size=7, verbose=0, shuffle=False
+        ),
+        "one batch fewer of a generator": lambda: model().fit(generated(4 - me), verbose=0),
+        "one batch fewer of a PyDataset": lambda: model().fit(Numbered(4 - me), epochs=2, verbose=0, shuffle=False),
+        "shapes": lambda: model().predict(x[:, : 4 - me], verbose=0),
+        "dtypes": lambda: model().predict(x.astype("int32") if is_other else x, verbose=0),
+        "steps": lambda: model().fit(generated(9), steps_per_epoch=3 - me, verbose=0),
+        "method": lambda: model().evaluate(x, y, verbose=0) if is_other else model().fit(x, y, verbose=0),
+        "an error in a source": lambda: model().fit(raising(), verbose=0),
+        "single batches": lambda: model().train_on_batch(x[: 7 - me], y[: 7 - me]),
+    }
+
+    def changed(made):
+        if is_other:
+            made.layers[0].bias.assign(np.ones(8, "float32"))
+        return made
+
+    def with_another_row(rows):
+        rows = rows.copy()
+        rows[-1, -1] += me
+        return rows
+
+    def shuffled_anew(made):
+        np.random.seed(me)
+        return made
+
+    said = {}
+    for name, case in cases.items():
+        with kd.DataParallel().scope():
+            try:
+                said[name] = f"no error: {case()}"
+            except Exception as error:
+                said[name] = f"{type(error).__name__}: {error}"
+
+    def with_warnings(batches, rows):
+        with kd.DataParallel(auto_shard_dataset=False).scope(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = model()
+            steps = []
+            counter = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+            made.fit(((rows, y[:7]) for _ in range(batches)), callbacks=[counter], epochs=1, verbose=0)
+            return [len(steps), " ".join(str(warning.message) for warning in caught)]
+
+    said["unequal parts"] = with_warnings(4 - me, x[7 * me : 7 * me + 7])
+    said["equal parts"] = with_warnings(3, x[:7])
+    said["goes on"] = model().fit(x, y, batch_size=7, verbose=0).history["loss"]
+    return said

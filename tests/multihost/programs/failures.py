@@ -1,0 +1,74 @@
+"""Two processes that work together until one of them fails."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import keras
+import numpy as np
+
+import keras_dist as kd
+from keras_dist.multihost import messaging
+
+
+def _raise():
+    raise KeyError("the reason")
+
+
+def _send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+FAILURES = {
+    "raises": _raise,
+    "is killed": _send(signal.SIGKILL),
+    "crashes": _send(signal.SIGSEGV),
+    "is interrupted": _send(signal.SIGINT),
+    "is stopped": _send(signal.SIGSTOP),
+    "ends early": lambda: sys.exit(0),
+    "ends without cleanup": lambda: os._exit(3),
+    "stalls": lambda: time.sleep(1000),
+}
+
+
+def fail(work, failure, who, wait_seconds):
+    """Works with the other process; after three steps, process `who` fails."""
+
+    def act():
+        messaging.set_timeout(wait_seconds)
+        if messaging.process_index() == who:
+            FAILURES[failure]()
+
+    if work == "fit":
+        _fit(act)
+        return
+    for step in range(5):
+        if step == 3:
+            act()
+        (_exchange if work == "messages" else _sum_over_devices)(step)
+
+
+def _exchange(step):
+    assert messaging.exchange("steps", step) == [step, step]
+
+
+def _sum_over_devices(step):
+    mesh = jax.sharding.Mesh(jax.devices(), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    ones = jax.make_array_from_callback((jax.device_count(),), sharding, lambda index: np.ones(1))
+    float(jax.jit(lambda x: x.sum())(ones))
+
+
+def _fit(act):
+    class Act(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])  # waits for the devices of both processes
+            if batch == 3:
+                act()
+
+    kd.set_distribution(kd.DataParallel())
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, verbose=0, callbacks=[Act()])
