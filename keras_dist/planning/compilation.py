@@ -1,9 +1,9 @@
-"""What a compiler makes of a step, read off the compiled program."""
+"""Compiles a step and reads its memory, traffic and costs from the compiled program."""
 
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,11 @@ from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_
 from keras_dist.planning.hardware import Hardware
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, read_module
-from keras_dist.planning.model_flops import asked_flops
+from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 
-# With this libtpu finishes a program that does not fit, so that what it would need is known; before 0.0.50.
-_COMPILE_ALL_THE_SAME = {"xla_tpu_no_crash_on_oom": True}
+# Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
+_COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
 
 # Without a GPU to measure on, XLA chooses tile sizes of Triton kernels from a table, and finds none for some matrices.
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -31,17 +31,16 @@ _TRITON_NOTE = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes, summed over one step of one device.
+    """All collectives of one kind over the same axes, in one step on one device.
 
     Attributes:
-        kind: the HLO operation: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
-            `"collective-permute"`.
-        axes: the mesh axes, outermost first; None where the groups are those of no axes.
-        count: how many of them run.
-        tensors: how many tensors they carry; a compiler combines several into one collective.
-        bytes: the size of what is reduced, gathered, scattered or sent.
-        wire_bytes: what one device sends, by the ring formulas.
-        crosses_network: whether they go between slices or hosts, and not only over the links inside.
+        kind: HLO opcode: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
+        axes: mesh axes, outermost first; None if the groups do not follow axes.
+        count: number of collectives.
+        tensors: number of tensors; compilers combine several into one collective.
+        bytes: unsharded size of what is reduced, gathered or scattered, or size of what is sent.
+        wire_bytes: bytes that one device sends, in ring algorithms.
+        crosses_network: whether they cross slices or hosts, instead of using only the links within.
     """
 
     kind: str
@@ -55,23 +54,23 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What one device does in a compiled step, and holds besides the variables and the batch.
+    """Memory, traffic and costs of a compiled step on one device.
 
     Attributes:
-        argument_bytes: variables and batch as the compiler lays them out, bytes.
-        outputs: results that take the place of no argument, bytes.
-        temporaries: bytes.
-        program: the program itself, bytes.
-        traffic: the collectives, summed by kind and axes.
+        argument_bytes: variables and batch, with the padding of the compiler's layouts.
+        outputs: bytes of results that do not reuse the memory of an argument.
+        temporaries: bytes of temporary memory.
+        program: bytes of the program itself.
+        traffic: collectives, summed by kind and axes.
         collectives: each collective instruction.
         flops: FLOP of matrix multiplications and convolutions.
-        model_flops: FLOP that the model asks for, on all devices together.
+        model_flops: FLOP of the model, on all devices together.
         memory_traffic: bytes read from and written to device memory.
-        roofline: seconds that the step takes at least.
-        largest_values: the largest temporaries.
-        refusal: what the compiler said where memory does not suffice, else None.
-        notes: what to know of these figures.
-        seconds: how long the compiler took.
+        roofline: lower bound on step time.
+        largest_values: largest temporaries.
+        refusal: the compiler's message if memory does not suffice, else None.
+        notes: limits of these figures.
+        seconds: compile time.
     """
 
     argument_bytes: float
@@ -90,32 +89,29 @@ class Compilation:
     seconds: float
 
 
-def compile_step(step: Step, hardware: Hardware | None, say: Any) -> Compilation:
-    """Traces and compiles a step and reads the program.
+def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[[str], Any]) -> Compilation:
+    """Traces and compiles a step, and reads the compiled program.
 
     Args:
         step: the step.
-        hardware: what the devices are.
-        say: a function that is told what is being done.
-
-    Returns:
-        What it will do.
+        hardware: figures of the devices, None if unknown.
+        show_progress: called with a message before each stage.
 
     Raises:
         ValueError: the batch does not fit the model.
     """
     mesh = step.distribution.device_mesh
-    say(f"Tracing the {step.name} step of {step.model.name}")
+    show_progress(f"Tracing the {step.name} step of {step.model.name}")
     traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
-    model_flops = asked_flops(traced.jaxpr.jaxpr)
-    say(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
+    model_flops = count_model_flops(traced.jaxpr.jaxpr)
+    show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()
     compiled, refusal, compiler_notes = _compile(traced.lower())
     seconds = time.perf_counter() - started
     if compiled is None:
         return _refused(step, str(refusal), model_flops, seconds)
-    say("Reading the compiled program")
+    show_progress("Reading the compiled program")
     devices = mesh.backend_mesh.devices
     flat = devices.ravel().tolist()
     networks = networks_of(flat)
@@ -155,13 +151,13 @@ def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise RuntimeError(f"The compiler failed with an error of its own: {refusal[:400]}") from error
     try:
-        return lowered.compile(compiler_options={**options, **_COMPILE_ALL_THE_SAME}), refusal, notes
+        return lowered.compile(compiler_options={**options, **_COMPILE_WITHOUT_FITTING}), refusal, notes
     except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50
         return None, refusal, notes
 
 
 def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float) -> Compilation:
-    """What is known of a program that does not fit, and that the compiler did not finish."""
+    """What is known of a program that the compiler did not finish, because it does not fit."""
     arguments = jax.tree.leaves((step.state_specs(), step.batch))
     needed = re.search(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of", refusal)
     held, total = sum(map(bytes_on_a_device, arguments)), 0.0
@@ -181,7 +177,7 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
         roofline=Roofline.unknown(step.distribution.device_mesh.backend_mesh.devices.flat[0].platform),
         largest_values=(),
         refusal=refusal,
-        notes=("The compiler did not finish the program, so that its collectives, FLOP and time are not known.",),
+        notes=("The compiler stopped when memory did not suffice, so collectives, FLOP and time are unknown.",),
         seconds=seconds,
     )
 
@@ -189,13 +185,13 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
 def _notes(costs: Any, model_flops: float | None) -> tuple[str, ...]:
     notes = []
     if model_flops is None:
-        notes.append("How often the model's loops run is not known before it is compiled: its FLOP are those executed.")
-    if costs.unknown_loops:
         notes.append(
-            f"{costs.unknown_loops} loops run a number of times that the program does not say; they count once."
+            "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
         )
+    if costs.unknown_loops:
+        notes.append(f"{costs.unknown_loops} loops have an unknown trip count; each counts as one iteration.")
     if costs.opaque_calls:
-        notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are not known and count as none.")
+        notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
     return tuple(notes)
 
 
@@ -205,7 +201,9 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
     for each in collectives:
         if each.group_size > 1:
             if each.groups not in crossing:
-                groups = each.groups or [range(len(networks))]  # as the roofline takes groups that are not known
+                groups = each.groups or [
+                    range(len(networks))
+                ]  # unknown groups count as one of all devices, as in roofline
                 crossing[each.groups] = any(np.ptp(networks[list(group)]) > 0 for group in groups)
             figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
             sums[each.kind, each.axes, crossing[each.groups]] += figures
@@ -219,29 +217,29 @@ def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
 
 
-# ------------------------------------------------------------------------------------------ from two depths to a third
+# ------------------------------------------------------------------------------------------ extrapolation in depth
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation:
-    """Returns what a deeper model does: every figure goes on in the straight line through two that were compiled.
+    """Extrapolates every figure of two compilations linearly to a deeper model.
 
     Args:
-        compiled: two compilations, by the number of blocks of their models, the smaller one first.
-        depth: how many blocks the model has that is asked for.
+        compiled: two compilations by the number of blocks of their models, the smaller one first.
+        depth: number of blocks of the deeper model.
     """
     depths, (shallow, deep) = tuple(compiled), compiled.values()
     factor = (depth - depths[0]) / (depths[1] - depths[0])
 
-    def line(first: Any, second: Any) -> Any:
+    def extrapolate(first: Any, second: Any) -> Any:
         return None if first is None or second is None else max(0.0, first + (second - first) * factor)
 
-    figures = {name: line(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
-    seconds = {name: line(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}
+    figures = {name: extrapolate(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
+    seconds = {name: extrapolate(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}
     before = {(each.kind, each.axes, each.crosses_network): each for each in shallow.traffic}
     traffic = []
     for each in deep.traffic:
         first = before.get((each.kind, each.axes, each.crosses_network))
-        sums = {name: line(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
+        sums = {name: extrapolate(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
         traffic.append(replace(each, **sums))
     refusal = deep.refusal or shallow.refusal
     return Compilation(

@@ -1,4 +1,4 @@
-"""The FLOP that a step asks for, before any compiler has seen it."""
+"""FLOP of a model's step, counted before compilation."""
 
 import itertools
 import math
@@ -10,18 +10,20 @@ from jax.extend.core import Jaxpr, Literal
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
-def asked_flops(jaxpr: Jaxpr) -> float | None:
-    """Counts the FLOP of the matrix multiplications and convolutions that a function asks for, over whole arrays.
+def count_model_flops(jaxpr: Jaxpr) -> float | None:
+    """Counts the FLOP of a function's matrix multiplications and convolutions, on unsharded arrays.
 
-    What is computed again from the same values counts once: a model that recomputes activations for its backward pass
-    to save memory asks for no more than one that keeps them. Source: Chowdhery et al. 2022, "PaLM", appendix B.
+    An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
+    backward pass (rematerialization) has the same FLOP as one that keeps them.
 
     Args:
-        jaxpr: what the function was traced to.
+        jaxpr: the traced function.
 
     Returns:
-        FLOP, two for each multiplication with its addition. The body of a scan counts as often as it runs, and of
-        several branches the most expensive one; None where a loop of unknown length multiplies matrices.
+        FLOP, 2 per multiply-add. The body of a scan counts once per iteration, and of several branches the most
+        expensive one counts. None if a loop with an unknown trip count has matrix multiplications.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """
     counter = _Counter()
     flops = counter.count(jaxpr, [next(counter.numbers) for _ in (*jaxpr.constvars, *jaxpr.invars)])[0]
@@ -29,19 +31,19 @@ def asked_flops(jaxpr: Jaxpr) -> float | None:
 
 
 class _Counter:
-    """Numbers values so that the same operation on the same values has the same numbers."""
+    """Numbers values such that the same operation on the same values gets the same numbers (value numbering)."""
 
     def __init__(self):
         self.numbers = itertools.count()
         self.known: dict[Any, list[int]] = {}
 
     def count(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> tuple[float, list[int]]:
-        """Returns the FLOP that are new, and the numbers of the results."""
+        """Returns the FLOP of operations not seen before, and the numbers of the results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         total = 0.0
         for equation in jaxpr.eqns:
             operands = [self._number(each, values) for each in equation.invars]
-            flops, results = self._of_equation(equation, operands)
+            flops, results = self._count_equation(equation, operands)
             total += flops
             values.update(zip(equation.outvars, results, strict=True))
         return total, [self._number(each, values) for each in jaxpr.outvars]
@@ -56,14 +58,14 @@ class _Counter:
             self.known[key] = [next(self.numbers) for _ in range(count)]
         return self.known[key]
 
-    def _of_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
+    def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, _inner_jaxprs(equation.params)
         if name in _INLINED and inner:
             first = inner[0]
             constants = [next(self.numbers) for _ in first.constvars]
             return self.count(first, [*constants, *operands])
         if inner:
-            # The body of a loop is counted by itself, since its values are new ones in every turn.
+            # A loop's body is counted separately, because its values differ in every iteration.
             flops = [_Counter().count(each, range(len(each.constvars) + len(each.invars)))[0] for each in inner]
             times = equation.params["length"] if name == "scan" else math.nan if name == "while" and any(flops) else 1
             total = times * (max(flops) if name == "cond" else sum(flops))
@@ -72,9 +74,9 @@ class _Counter:
         is_new = key not in self.known
         results = self._known_results(key, len(equation.outvars))
         if name == "dot_general" and is_new:
-            return _of_dot(equation), results
+            return _dot_flops(equation), results
         if name == "conv_general_dilated" and is_new:
-            return _of_convolution(equation), results
+            return _convolution_flops(equation), results
         return 0.0, results
 
 
@@ -83,16 +85,16 @@ def _inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
-def _of_dot(equation: Any) -> float:
+def _dot_flops(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
-def _of_convolution(equation: Any) -> float:
+def _convolution_flops(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
     of_outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    # Each element of the output is a sum over all of one output feature's kernel, the input features of its group only.
+    # Each output element is a sum over the kernel of one output feature, which has the input features of its group.
     flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / of_outputs
-    # Rows of zeros that stand for a stride of the forward pass are not multiplied by any compiler worth its name.
+    # Zeros inserted for a stride of the forward pass are not multiplied.
     return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]

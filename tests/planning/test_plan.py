@@ -15,7 +15,7 @@ import keras_dist as kd
 from keras_dist._keras.internals import variable_value
 from keras_dist.planning import compilation
 from keras_dist.planning.compile_target import require_one_target
-from keras_dist.planning.model_flops import asked_flops
+from keras_dist.planning.model_flops import count_model_flops
 
 
 def figures(planned):
@@ -430,7 +430,9 @@ def test_errors_of_layout_rules_are_raised_unchanged():
 
 
 def flops_of(function, *shapes):
-    return asked_flops(jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]).jaxpr)
+    return count_model_flops(
+        jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]).jaxpr
+    )
 
 
 def test_flop_are_those_of_the_textbook():

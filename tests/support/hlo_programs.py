@@ -29,7 +29,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 def _installed_or_skipped(name: str | int, package: str, reason: str):
     missing = importlib.util.find_spec(package) is None
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
+    return pytest.param(name, marks=[pytest.mark.skipif(missing, reason=reason), pytest.mark.compiler])
 
 
 TPUS = [
