@@ -1,12 +1,12 @@
-"""Time to create a mesh in the order of the hardware, for 8 to 16,384 devices that are described and not attached.
+"""Time to create a mesh that is ordered by links, for 8 to 16,384 mock devices.
 
-* plain: the devices reshaped, in a `jax.sharding.Mesh`.
-* mesh_utils: JAX's `create_device_mesh`, or `create_hybrid_device_mesh` with the same axes across slices, in a
-  `jax.sharding.Mesh`; this is what eformer's `create_mesh` does.
-* ours: `keras_dist.create_mesh`, which returns a `jax.sharding.Mesh` too.
+* plain: a `jax.sharding.Mesh` of the reshaped devices.
+* mesh_utils: a `jax.sharding.Mesh` of JAX's `create_device_mesh`, or of `create_hybrid_device_mesh` with the same axes
+  across slices, as in eformer's `create_mesh`.
+* ours: `keras_dist.create_mesh`, which also returns a `jax.sharding.Mesh`.
 * DeviceMesh: `keras_dist.create_device_mesh`, lowered.
 
-The ways take turns. JAX keeps the meshes that it has made, so the names of the axes differ from turn to turn.
+The methods take turns. JAX caches meshes, so the names of the axes differ from turn to turn.
 
 Run: python benchmarks/mesh_creation.py [--turns 15]
 """
@@ -26,7 +26,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import mesh_utils  # noqa: E402
 
-# Devices, the shape of a mesh, and how much of each axis crosses slices or hosts.
+# Devices, the shape of the mesh, and the degree of each axis across slices or hosts.
 CLUSTERS = {
     "v3:2x2": (kd.mock_tpus("v3:2x2"), (2, 4), None),
     "v4:4x4x4": (kd.mock_tpus("v4:4x4x4"), (4, 16), None),
@@ -39,8 +39,8 @@ CLUSTERS = {
 }
 
 
-def ways(devices: list, shape: tuple, dcn: tuple | None) -> dict:
-    """Returns functions that make the mesh, given the names of the axes."""
+def methods(devices: list, shape: tuple, dcn: tuple | None) -> dict:
+    """Returns functions that create the mesh, given the names of the axes."""
 
     def plain(names):
         return jax.sharding.Mesh(np.array(devices).reshape(shape), names)
@@ -66,21 +66,21 @@ def ways(devices: list, shape: tuple, dcn: tuple | None) -> dict:
 def main() -> None:
     """Prints a table of times and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=15, help="how often each way is timed")
+    parser.add_argument("--turns", type=int, default=15, help="number of measurements of each method")
     turns = parser.parse_args().turns
     print(f"medians of {turns} turns; a ratio is the median of the ratios of each turn")
     columns = ("mesh_utils (ms)", "ours/mesh_utils", "ours/plain", "DeviceMesh/mesh_utils")
     print(f"{'cluster':24}{'devices':>8}", *(f"{column:>16}" for column in columns))
     all_devices = jax.devices
     for cluster, (devices, shape, dcn) in CLUSTERS.items():
-        jax.devices = lambda *_, devices=devices: devices  # create_mesh takes all devices that JAX has
+        jax.devices = lambda *_, devices=devices: devices  # create_mesh uses all devices of JAX
         times: dict[str, list[float]] = {}
         try:
             for turn in range(turns):
-                for way, make in ways(devices, shape, dcn).items():
+                for method, make in methods(devices, shape, dcn).items():
                     begin = time.perf_counter()
-                    mesh = make((f"data{turn}{way}", "model"))
-                    times.setdefault(way, []).append(time.perf_counter() - begin)
+                    mesh = make((f"data{turn}{method}", "model"))
+                    times.setdefault(method, []).append(time.perf_counter() - begin)
                     assert mesh.devices.shape == shape
         finally:
             jax.devices = all_devices

@@ -1,8 +1,8 @@
-"""Meshes from a laptop to two slices of 256 chips, and what the order of the devices buys.
+"""Meshes from a laptop to two slices of 256 chips, and the benefit of ordering devices.
 
-What is sent from neighbour to neighbour along a mesh axis goes around a ring of its devices, and each step around the
-ring takes as long as the longest link. Where devices sit in the hardware decides how long that is. The clusters below
-are described, not attached, so this runs anywhere.
+Communication between neighbors along a mesh axis goes around a ring of its devices, and each step around the ring takes
+as long as its longest link, which depends on the positions of the devices in the hardware. The clusters below consist of
+mock devices, so this runs anywhere.
 
 Run: python guides/meshes.py
 """
@@ -19,10 +19,10 @@ import keras  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 
-def on_a_laptop() -> None:
-    """Every way to write axes makes the same mesh, and a model trains on it."""
+def train_on_a_laptop() -> None:
+    """Creates the same mesh from every form of axes, and trains a model on it."""
     print("--- on a laptop")
-    mesh = kd.create_device_mesh("data:2,model:-1")  # -1: what is left
+    mesh = kd.create_device_mesh("data:2,model:-1")  # -1 stands for the remaining devices
     assert mesh == kd.create_device_mesh({"data": 2, "model": 4})
     assert mesh == kd.create_device_mesh([("data", 2), ("model", 4)])
     assert mesh == kd.create_device_mesh((2, 4), axis_names=["data", "model"])
@@ -44,10 +44,10 @@ def on_a_laptop() -> None:
         kd.create_device_mesh("data:3,model:4")
     except ValueError as error:
         print(error)
-    print("some of the devices, if that is meant:", kd.create_device_mesh("data:4", devices=4))
+    print("a mesh of some devices:", kd.create_device_mesh("data:4", devices=4))
 
 
-# Name of the cluster, its devices in the order in which JAX lists them, and the axes of a mesh.
+# The name of the cluster, its devices in JAX's order, and the axes of a mesh.
 CLUSTERS = [
     ("TPU v3, 4 chips of 2 cores", kd.mock_tpus("v3:2x2"), "data:8"),
     ("TPU v5p, 4 x 4 x 4 chips", kd.mock_tpus("v5p:4x4x4"), "data:4,model:16"),
@@ -60,14 +60,14 @@ CLUSTERS = [
 ]
 
 
-def what_order_buys() -> None:
-    """The longest link on the rings of each axis: devices as JAX lists them, and in the order that suits their links.
+def compare_orders() -> None:
+    """Prints the longest link on the rings of each axis, in JAX's order and in that of create_device_mesh.
 
-    JAX's mesh_utils says which chips an axis gets, the innermost axis first, so that axes share as few links as can be;
-    an outer axis can then have a longer way than in the listed order (data:32). Around its chips each axis then runs in
-    a ring of short links.
+    JAX's mesh_utils assigns chips to axes, beginning with the innermost, so that axes share as few links as possible.
+    An outer axis can then have a longer link than in JAX's order (data:32). create_device_mesh makes each axis run
+    around its chips in a ring of short links.
     """
-    print("\n--- the longest link on the rings of each axis, as the devices are listed and by create_device_mesh")
+    print("\n--- the longest link on the rings of each axis, in JAX's order and from create_device_mesh")
     for cluster, devices, axes in CLUSTERS:
         listed = kd.DeviceMesh(axes, devices=devices).info()["longest_link"]
         ordered = kd.create_device_mesh(axes, devices).info()["longest_link"]
@@ -75,9 +75,9 @@ def what_order_buys() -> None:
         print(f"{cluster:38} {axes:24} {links}")
 
 
-def across_slices() -> None:
-    """Which axes cross the network between slices."""
-    print("\n--- two slices of 256 chips: which axis crosses the network")
+def choose_axes_across_slices() -> None:
+    """Shows which axes cross the network between slices, and how to choose them."""
+    print("\n--- two slices of 256 chips: axes that cross the network")
     devices = kd.mock_tpus("v5e:16x16", slices=2)
     axes = "data:8,fsdp:16,model:4"
     for dcn in (None, "fsdp", {"model": 2}):
@@ -87,6 +87,6 @@ def across_slices() -> None:
 
 
 if __name__ == "__main__":
-    on_a_laptop()
-    what_order_buys()
-    across_slices()
+    train_on_a_laptop()
+    compare_orders()
+    choose_axes_across_slices()

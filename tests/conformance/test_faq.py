@@ -22,7 +22,8 @@ D = keras.distribution
 x, y = np.ones((97, 4), "float32"), np.ones((97, 1), "float32")
 
 def build(width=8):
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(width, name="dense"), keras.layers.Dense(1, name="out")])
+    layers = keras.layers.Dense(width, name="dense"), keras.layers.Dense(1, name="out")
+    model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile("adam", "mse")
     return model
 
