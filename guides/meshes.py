@@ -1,7 +1,7 @@
 """Meshes from a laptop to two slices of 256 chips, and the benefit of ordering devices.
 
-Communication between neighbors along a mesh axis goes around a ring of its devices, and each step around the ring takes
-as long as its longest link, which depends on the positions of the devices in the hardware. The clusters below consist of
+Communication between neighbors along a mesh axis goes around a ring of its devices. Each step around the ring takes as
+long as its longest link, which depends on the positions of the devices in the hardware. The clusters below consist of
 mock devices, so this runs anywhere.
 
 Run: python guides/meshes.py
