@@ -1,12 +1,12 @@
-"""Foresight: the real step compiled for hardware that need not be attached, and what it costs.
+"""Planning: compiles the real step for hardware that need not be attached, and reports what it needs.
 
-* `plan.py`: `plan`. `report.py`: how a `Plan` prints. `compare.py`: `compare`.
+* `plan.py`: `plan`, which puts the parts below together.
+* `report.py`: `Plan`, as data and as a printed report. `compare.py`: several plans in one table.
+* `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
+* `hardware.py`: memory, compute and bandwidths of chips, with their sources.
 * `abstract_step.py`: the step of a model, with shapes in place of arrays.
-* `compilation.py`: what the compiler makes of a step.
-* `model_flops.py`: the FLOP that a step asks for.
-* `roofline.py`: a lower bound on step time.
-* `interconnect.py`: how long collectives occupy links and network.
-* `hardware.py`: figures of chips, with their sources.
-* `compile_target.py`: devices of hardware that is not attached.
+* `compilation.py`: what the compiled step holds, computes and sends.
 * `hlo/`: reads compiled modules.
+* `model_flops.py`: the FLOP that a model requires.
+* `roofline.py`, `interconnect.py`: a lower bound on step time.
 """

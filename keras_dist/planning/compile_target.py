@@ -320,6 +320,6 @@ def _require_regular_slices(mesh: DeviceMesh) -> None:
         if len(counts) > 1:
             names = ", ".join(repr(mesh.axis_names[dim]) for dim in chosen)
             raise ValueError(
-                f"Cannot compile for {mesh}: along {names}, a group has {' and '.join(map(str, counts))} devices in a "
-                "slice, and libtpu needs equal numbers. Use full slices, in the order of DeviceMesh(shape, axis_names)."
+                f"Cannot compile for {mesh}: along {names}, groups have {' and '.join(map(str, counts))} devices per "
+                "slice, but libtpu needs equal numbers. Use full slices, in the order of DeviceMesh(shape, axis_names)."
             )

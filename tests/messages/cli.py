@@ -1,0 +1,65 @@
+"""Texts of `keras_dist/cli.py` and `keras_dist_cli.py`.
+
+The help of `launch` is left out: argparse of Python 3.13 prints options with two names in another way.
+"""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from unittest import mock
+
+from keras_dist_cli import main
+
+FUNCTIONS = """
+import keras
+import keras_dist as kd
+
+def build():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")], name="mlp")
+    model.compile("sgd", "mse")
+    return model
+
+def no_layout(mesh):
+    return {"dense/kernel": (None, "model")}
+
+def of_another_mesh(mesh):
+    return kd.DataParallel(kd.create_device_mesh("other:8"))
+"""
+PLAN = ("plan", "model.py:build", "--target", "cpu:8", "--mesh", "data:2,model:4", "--batch", "16")
+
+
+def shown(*arguments):
+    """What a command prints, in a directory with a file of functions."""
+    Path("model.py").write_text(FUNCTIONS)
+    output = io.StringIO()
+    narrow = mock.patch.dict(os.environ, {"COLUMNS": "120"})
+    with narrow, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        main(arguments)
+    return output.getvalue().rstrip().replace(str(Path.cwd()), "/tmp")
+
+
+def changed(**options):
+    """What `plan` prints with some other options."""
+    pairs = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return shown(*PLAN, *pairs)
+
+
+CASES = {
+    "help": lambda: shown("--help"),
+    "help for plan": lambda: shown("plan", "--help"),
+    "help for mesh": lambda: shown("mesh", "--help"),
+    "help for devices": lambda: shown("devices", "--help"),
+    "no command": lambda: shown(),
+    "a mesh that is larger than this machine": lambda: shown("mesh", "data:4,model:4"),
+    "a mesh": lambda: shown("mesh", "data:2,model:4"),
+    "slices without a target": lambda: shown("mesh", "data:8", "--slices", "2"),
+    "a batch that is neither a number nor a function": lambda: changed(batch="many"),
+    "a batch of no rows": lambda: changed(batch="0"),
+    "a function that the file does not have": lambda: changed(layout="model.py:layout"),
+    "a file that does not exist": lambda: changed(layout="other.py:layout"),
+    "a module that does not exist": lambda: changed(layout="other:layout"),
+    "no function": lambda: changed(layout="layout"),
+    "a layout function that returns a dict": lambda: changed(layout="model.py:no_layout"),
+    "a layout for another mesh": lambda: changed(layout="model.py:of_another_mesh"),
+}

@@ -1,0 +1,229 @@
+"""Texts of `keras_dist/planning`."""
+
+import dataclasses
+import types
+from unittest import mock
+
+import jax
+import keras
+import numpy as np
+from keras import layers
+from support.example_plans import GIB, MEMORY, example_plan
+from support.planned_models import gpt, perceptron, rules, subclassed
+
+import keras_dist as kd
+from keras_dist.planning import compilation, compile_target
+from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.roofline import Roofline
+
+
+def sequential(*members, shape=(4,), **compiled):
+    """A compiled `Sequential` of layers."""
+    model = keras.Sequential([keras.Input(shape), *members], name="mlp")
+    model.compile("sgd", "mse", **compiled)
+    return model
+
+
+def plan_of(build, batch=16, **options):
+    return str(kd.plan(build, kd.DataParallel(), batch, **options).notes)
+
+
+class Positive(layers.Layer):
+    """A layer whose output shape depends on data."""
+
+    def call(self, x):
+        return x[x > 0]
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class Refuses(layers.Layer):
+    """A layer that raises an error of its own when it is traced."""
+
+    def call(self, x):
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError("this layer takes rows of 8 numbers")
+        return x
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+class Bakes(layers.Layer):
+    """A layer that embeds a large array in the program."""
+
+    def call(self, x):
+        return x @ keras.ops.convert_to_tensor(np.ones((2**12, 2**10), "float32"))
+
+
+def uneven_blocks(depth):
+    return sequential(*(layers.Dense(4 if number < 5 else 8) for number in range(depth)), layers.Dense(1))
+
+
+def target_without_compilers(name):
+    compile_target._compile_only_target.cache_clear()
+    with mock.patch("importlib.util.find_spec", return_value=None), mock.patch.dict("os.environ"):
+        compile_target.os.environ.pop("TPU_LIBRARY_PATH", None)
+        return kd.target(name)
+
+
+def target_refused_by_the_compiler(name, error):
+    compile_target._compile_only_target.cache_clear()
+    with (
+        mock.patch("importlib.util.find_spec", return_value="found"),
+        mock.patch.object(compile_target.topologies, "get_topology_desc", side_effect=error),
+    ):
+        return kd.target(name)
+
+
+def target_of_an_unusable_plugin():
+    compile_target._compile_only_target.cache_clear()
+    with (
+        mock.patch("importlib.util.find_spec", return_value="found"),
+        mock.patch("importlib.metadata.version", return_value="0.9"),
+        mock.patch("importlib.import_module", side_effect=ImportError("the version does not match")),
+        mock.patch.object(compile_target.jax, "__version__", "0.10"),
+        mock.patch.object(compile_target.topologies, "get_topology_desc", side_effect=NotImplementedError),
+    ):
+        return kd.target("h100:8")
+
+
+def many_gpus():
+    devices = types.SimpleNamespace(devices=kd.mock_gpus(1, 16))
+    with (
+        mock.patch("importlib.util.find_spec", return_value="found"),
+        mock.patch.object(compile_target.topologies, "get_topology_desc", return_value=devices),
+    ):
+        compile_target._compile_only_target.cache_clear()
+        kd.target("h100:16")
+        compile_target._compile_only_target.cache_clear()
+
+
+def hardware(**changes):
+    return kd.Hardware(**{"name": "own", "platform": "tpu", "device_kind": "TPU v5 lite", **changes})
+
+
+def register(entry):
+    return type(kd.hardware)(kd.hardware.values()).register(entry)
+
+
+def mesh_of_two_targets():
+    require_one_target(kd.DeviceMesh((2,), ["data"], [kd.mock_tpus("v5e:2x2")[0], kd.mock_tpus("v4:2x2x1")[0]]))
+
+
+def mesh_of_irregular_slices():
+    devices = kd.mock_tpus("v5e:2x2", slices=2)
+    require_one_target(kd.DeviceMesh((6,), ["data"], devices[:6]))
+
+
+def failing_compiler(message):
+    def compile(compiler_options=None):
+        raise jax.errors.JaxRuntimeError(message)
+
+    return compilation._compile(types.SimpleNamespace(compile=compile))
+
+
+def without_triton():
+    def compile(compiler_options=None):
+        if compiler_options is None:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot")
+
+    return compilation._compile(types.SimpleNamespace(compile=compile))[2][0]
+
+
+TOO_LARGE = dataclasses.replace(MEMORY, temporaries=12 * GIB)
+UNKNOWN = {
+    "fits": None,
+    "memory": dataclasses.replace(MEMORY, capacity=None),
+    "roofline": Roofline.unknown("gpu"),
+    "model_flops_utilization": None,
+}
+
+CASES = {
+    # Reports
+    "a plan that fits": lambda: str(example_plan()),
+    "a plan that does not fit": lambda: str(example_plan(fits=False, memory=TOO_LARGE, traffic=(), notes=())),
+    "a plan for hardware without figures": lambda: str(example_plan(**UNKNOWN)),
+    "the repr of a plan": lambda: repr(example_plan()),
+    "a comparison": lambda: str(kd.compare(fsdp=example_plan(), tp=example_plan(fits=False, memory=TOO_LARGE))),
+    "a comparison of different models": lambda: str(
+        kd.compare(a=example_plan(), b=example_plan(model="llama"), c=example_plan(**UNKNOWN))
+    ),
+    "the list of hardware": lambda: repr(kd.hardware),
+    # Arguments of plan
+    "a comparison of no plans": lambda: kd.compare(),
+    "a comparison of other objects": lambda: kd.compare(["plan"]),
+    "no distribution": lambda: kd.plan(gpt, "data:8", 16),
+    "an unknown step": lambda: plan_of(gpt, step="fit"),
+    "no model": lambda: plan_of("model.py"),
+    "a build function that returns no model": lambda: plan_of(lambda: None),
+    "a model that is not compiled": lambda: plan_of(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)])),
+    "a model that is not built": lambda: plan_of(subclassed(), ((16, 32), (16, 8))),
+    "an eager model": lambda: plan_of(lambda: sequential(layers.Dense(2), run_eagerly=True)),
+    # Batches
+    "no rows": lambda: plan_of(perceptron, 0),
+    "a batch that a layer refuses": lambda: plan_of(lambda: sequential(Refuses())),
+    "a batch without targets": lambda: plan_of(perceptron, jax.ShapeDtypeStruct((16, 16), "float32")),
+    "a batch of four": lambda: plan_of(perceptron, ((16, 16), (16, 8), (16,), (16,))),
+    "a batch with None in its shape": lambda: plan_of(perceptron, ((None, 16), (None, 8))),
+    "a batch of text": lambda: plan_of(perceptron, "64"),
+    "a number of rows for inputs of unknown length": lambda: plan_of(
+        lambda: sequential(layers.Dense(2), shape=(None, 4))
+    ),
+    "a number of rows for a model without inputs": lambda: plan_of(subclassed),
+    "shapes that depend on data": lambda: plan_of(lambda: sequential(Positive())),
+    "a batch that the axis does not divide": lambda: plan_of(perceptron, 12),
+    "a mesh axis that is not used": lambda: str(
+        kd.plan(perceptron, rules(kd.create_device_mesh("data:2,model:4"), {}), 16).notes[0]
+    ),
+    "a large constant in the program": lambda: plan_of(lambda: sequential(Bakes(), layers.Dense(1), shape=(2**12,)), 8),
+    # Depths
+    "depth with a model": lambda: plan_of(perceptron(), depth=8),
+    "depth with a build function without parameter": lambda: plan_of(perceptron, depth=8),
+    "depth below the compiled depths": lambda: plan_of(gpt, depth=3),
+    "depth with unequal blocks": lambda: plan_of(uneven_blocks, depth=8),
+    # Targets
+    "a target of unknown hardware": lambda: kd.target("v9:2x2"),
+    "a target in upper case": lambda: kd.target("H100:8"),
+    "a target with x in place of a colon": lambda: kd.target("H100x8"),
+    "a target by its device kind": lambda: kd.target("TPU v4"),
+    "a target without a shape": lambda: kd.target("4x4"),
+    "a target that is not text": lambda: kd.target(8),
+    "a number of chips that is not a power of two": lambda: kd.target("v5e:6"),
+    "three sides of a 2D slice": lambda: kd.target("v5e:2x2x2"),
+    "a slice that is too large": lambda: kd.target("v5e:32x8"),
+    "slices of GPUs": lambda: kd.target("h100:8", slices=2),
+    "no slices": lambda: kd.target("v5e:2x2", slices=0),
+    "slices that are not an integer": lambda: kd.target("v5e:2x2", slices=2.0),
+    "three sizes of GPUs": lambda: target_refused_by_the_compiler("h100:2x2x2", None),
+    "more than 8 GPUs in a host": many_gpus,
+    "more CPU devices than JAX has started with": lambda: kd.target("cpu:9"),
+    "a shape of CPU devices": lambda: kd.target("cpu:2x4"),
+    "no compiler for TPUs": lambda: target_without_compilers("v5e:2x4"),
+    "no compiler for GPUs": lambda: target_without_compilers("h100:8"),
+    "a shape that libtpu refuses": lambda: target_refused_by_the_compiler(
+        "v5e:3x3", jax.errors.JaxRuntimeError("INVALID_ARGUMENT: 3x3 is not divisible by 2x2")
+    ),
+    "libtpu in use by another process": lambda: target_refused_by_the_compiler(
+        "v5e:2x2", jax.errors.JaxRuntimeError("ABORTED: accessing libtpu multi-process lockfile")
+    ),
+    "a CUDA plugin that JAX cannot use": target_of_an_unusable_plugin,
+    "a mesh of two targets": mesh_of_two_targets,
+    "a mesh of irregular slices": mesh_of_irregular_slices,
+    # The compiler
+    "a program without tile sizes": without_triton,
+    "an internal error of the compiler": lambda: failing_compiler("INTERNAL: another failure"),
+    # Hardware
+    "unknown hardware": lambda: kd.hardware["v9"],
+    "hardware with an impossible name": lambda: hardware(name="a:b"),
+    "hardware of an unknown platform": lambda: hardware(platform="quantum"),
+    "hardware with a negative figure": lambda: hardware(memory_bytes=-1),
+    "hardware with an unknown dtype": lambda: hardware(flops_per_second={"float16": 1e12}),
+    "hardware with a figure without source": lambda: hardware(memory_bytes=2**30),
+    "hardware with the source of an unknown figure": lambda: hardware(sources={"speed": "a datasheet"}),
+    "hardware with peaks that are not a mapping": lambda: hardware(flops_per_second=5),
+    "other figures under a known name": lambda: register(dataclasses.replace(kd.hardware["v5e"], memory_bytes=2**30)),
+    "CPU hardware under another name": lambda: register(hardware(platform="cpu")),
+    "registration of text": lambda: register("v5e"),
+}

@@ -1,0 +1,59 @@
+"""Programs that the compiler refuses, or compiles in another way only."""
+
+import jax
+import pytest
+from support.planned_models import LAYOUTS, perceptron
+
+import keras_dist as kd
+from keras_dist.planning import compilation
+
+
+class Lowered:
+    """A program that compiles without Triton only, or not at all."""
+
+    def __init__(self, message, compiles_without_triton):
+        self.message, self.compiles_without_triton = message, compiles_without_triton
+
+    def compile(self, compiler_options=None):
+        if compiler_options == {"xla_gpu_enable_triton_gemm": False} and self.compiles_without_triton:
+            return "the program"
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_program_without_tile_sizes_is_compiled_without_triton():
+    message = "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"
+    compiled, refusal, notes = compilation._compile(Lowered(message, True))
+    assert (compiled, refusal) == ("the program", None)
+    assert "xla_gpu_enable_triton_gemm=False" in notes[0]
+
+
+@pytest.mark.parametrize("message", ["INTERNAL: Couldn't find output tile sizes", "INTERNAL: another failure"])
+def test_internal_errors_of_the_compiler_name_it(message):
+    with pytest.raises(RuntimeError, match=f"The compiler .*{message}"):
+        compilation._compile(Lowered(message, False))
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory (17.00G) exceeds available HBM (15.75G).",
+            17.0,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.25G of 15.75G hbm. Exceeded by 2.5G.",
+            18.25,
+        ),
+    ],
+)
+def test_program_that_the_compiler_does_not_finish(message, needed, monkeypatch):
+    monkeypatch.setattr(compilation, "_compile", lambda lowered: (None, message, ()))
+    planned = kd.plan(perceptron, LAYOUTS["data parallel"](), 16)
+    assert planned.fits is False
+    assert planned.memory.total == needed * 2**30
+    assert planned.traffic == ()
+    assert planned.roofline.seconds is None
+    assert any(message in note for note in planned.notes)
+    assert message.split(".")[0][:40] in " ".join(str(planned).split())
+    assert "not known" in str(planned)
+    assert "not known" in str(kd.compare(planned))
