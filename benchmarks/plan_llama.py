@@ -1,8 +1,8 @@
-"""Plans the training of a Llama 3 on TPU v5p from a laptop: what it takes to know, and what is known then.
+"""Plan the training of a Llama 3 on TPU v5p from a laptop: how long it takes to know what it needs.
 
-KerasHub's Llama 3 with 8 G parameters on 64 chips, or with 70 G on 256, AdamW, bfloat16 compute, sequences of 4,096
-tokens, fully sharded over one axis and tensor parallel over the other. By default two shallow models are compiled and
-the plan is extrapolated; `--whole` compiles all blocks, to compare.
+KerasHub's Llama 3 with 8 billion parameters on 64 chips, or 70 billion on 256: AdamW, bfloat16 compute, sequences of
+4,096 tokens, FSDP over one axis and TP over the other. By default, models of 2 and 4 blocks are compiled and the plan
+is extrapolated; `--whole` compiles all blocks, for comparison.
 
 Run: pip install "keras-dist[tpu,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
 """
@@ -32,7 +32,7 @@ LENGTH = 4096
 
 
 def build(depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: int) -> keras.Model:
-    """Returns a compiled Llama 3; nothing in it knows of a distribution."""
+    """Returns a compiled Llama 3. Nothing in it refers to a distribution."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     backbone = keras_hub.models.Llama3Backbone(
         vocabulary_size=128256,
@@ -49,7 +49,7 @@ def build(depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: i
 
 
 def layout(mesh: kd.DeviceMesh) -> kd.Distribution:
-    """Fully sharded over "data", tensor parallel over "model"; the blocks hand on whole rows of the batch."""
+    """FSDP over "data" and TP over "model"; outputs of blocks are sharded over "data" only."""
     layout_map = kd.LayoutMap(mesh)
     layout_map["token_embedding/embeddings"] = ("model", "data")
     layout_map["token_embedding/reverse_embeddings"] = ("data", "model")
@@ -81,8 +81,8 @@ def main():
         planned = kd.plan(lambda blocks: build(blocks, **sizes), layout(mesh), batch, depth=depth)
     print(planned)
     print(
-        f"Known after {time.perf_counter() - started:.0f} s ({time.process_time() - cpu_started:.0f} s of CPU time), "
-        f"with {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory at most."
+        f"Planned in {time.perf_counter() - started:.0f} s ({time.process_time() - cpu_started:.0f} s of CPU time), "
+        f"with a peak of {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory."
     )
 
 

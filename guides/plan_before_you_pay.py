@@ -1,9 +1,8 @@
-"""A GPT of 1.4 G parameters planned for three clusters in three layouts each: what fits, and what bounds it.
+"""Plan a GPT of 1.4 billion parameters for three clusters with three distributions: what fits, and what bounds time.
 
-Nothing is attached and no weight is made: the real train step is compiled for each cluster, and the compiled program is
-read. Two small models of 2 and 4 blocks are compiled for each plan, and the plan goes on to 24 blocks in a straight
-line. Clusters whose compiler is not installed are left out; with none, eight CPU devices are simulated, whose speed is
-not known but whose memory and traffic are.
+No hardware is attached and no weight is allocated: the real train step is compiled for each cluster, and the compiled
+program is read. Each plan compiles models of 2 and 4 blocks and extrapolates to 24. Clusters whose compiler is not
+installed are skipped. If none is, eight CPU devices are simulated; their memory and traffic are known, but no times.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py [target ...]
 """
@@ -12,7 +11,7 @@ import importlib.util
 import os
 import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dist as kd
@@ -23,11 +22,11 @@ import keras  # noqa: E402
 from keras import layers  # noqa: E402
 
 DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
-ROWS = 64  # sequences in a batch, over all devices
+ROWS = 64  # sequences in a global batch
 
 
 def build(depth: int) -> keras.Model:
-    """Returns a compiled GPT of `depth` blocks; nothing in it knows of a distribution."""
+    """Returns a compiled GPT with `depth` blocks. Nothing in it refers to a distribution."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens)
@@ -45,17 +44,17 @@ def build(depth: int) -> keras.Model:
 
 
 def data_parallel(devices) -> kd.Distribution:
-    """Every device holds everything and works on its part of the batch."""
+    """DP: every device holds all weights and processes its shard of the batch."""
     return kd.DataParallel(kd.create_device_mesh({"data": len(devices)}, devices=devices))
 
 
 def fully_sharded(devices) -> kd.Distribution:
-    """Every device holds a part of every large weight, and gathers each when it is needed."""
+    """FSDP: every device holds a shard of each large weight, and gathers it when it is needed."""
     return kd.FullyShardedDataParallel(kd.create_device_mesh({"fsdp": len(devices)}, devices=devices))
 
 
 def tensor_parallel(devices) -> kd.Distribution:
-    """Groups of four devices share each block, as in Megatron; the groups work on different parts of the batch."""
+    """TP: groups of four devices share each block, as in Megatron. Each group processes its shard of the batch."""
     mesh = kd.create_device_mesh({"data": len(devices) // 4, "model": 4}, devices=devices)
     return kd.ModelParallel(layout_map=kd.tensor_parallel_layout_map(lambda: build(depth=2), mesh))
 

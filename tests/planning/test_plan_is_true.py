@@ -1,4 +1,4 @@
-"""What a plan says is what a model really holds and does on eight devices: bytes and collectives, to the last one."""
+"""Bytes and collectives in a plan equal those of a real run on eight devices, to the last one."""
 
 from collections import Counter
 
@@ -12,9 +12,12 @@ from keras_dist._keras import internals
 from keras_dist.planning.hlo.module_costs import read_module
 
 
+SLOW_MODELS = ("gpt", "convnet", "two branches")
+
+
 @pytest.fixture
 def compiled_texts(monkeypatch):
-    """The programs that Keras compiles from now on."""
+    """Records the programs that Keras compiles."""
     texts = []
 
     def recording_jit(function, **options):
@@ -31,7 +34,7 @@ def compiled_texts(monkeypatch):
 
 
 def held_bytes(variables):
-    """The bytes of variables on each of the devices, which must be the same on all."""
+    """Returns the bytes of variables per device, which must be equal on all devices."""
     held = Counter()
     for variable in variables:
         for shard in variable.value.addressable_shards:
@@ -46,8 +49,10 @@ def collectives(found):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_state_and_collectives_are_those_of_fit(name, layout, compiled_texts):
+@pytest.mark.parametrize(
+    "name", ["perceptron", "subclassed", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)]
+)
+def test_state_and_collectives_equal_those_of_fit(name, layout, compiled_texts):
     build, (x, y) = MODELS[name]
     distribution = LAYOUTS[layout]()
     planned = kd.plan(build, distribution, (x, y))
@@ -68,9 +73,10 @@ def test_state_and_collectives_are_those_of_fit(name, layout, compiled_texts):
     assert planned.collectives
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("step", ["test", "predict"])
-def test_the_other_steps_are_planned_too(step, compiled_texts):
+def test_steps_of_evaluate_and_predict(step, compiled_texts):
     build, (x, y) = MODELS["gpt"]
     distribution = LAYOUTS["tensor parallel"]()
     planned = kd.plan(build, distribution, x if step == "predict" else (x, y), step=step)
@@ -87,7 +93,7 @@ def test_the_other_steps_are_planned_too(step, compiled_texts):
 
 
 @pytest.mark.usefixtures("full_compilation")
-def test_data_parallel_moves_the_gradients_and_nothing_else():
+def test_data_parallel_reduces_the_gradients_and_nothing_else():
     planned = kd.plan(gpt, kd.DataParallel(), 16)
     floor = 2 * planned.memory.weights * 7 / 8
     assert {each.kind for each in planned.traffic} == {"all-reduce"}
@@ -95,7 +101,7 @@ def test_data_parallel_moves_the_gradients_and_nothing_else():
 
 
 @pytest.mark.usefixtures("full_compilation")
-def test_tensor_parallel_has_four_all_reduces_in_a_block():
+def test_tensor_parallel_has_four_all_reduces_per_block():
     distribution = LAYOUTS["tensor parallel"]()
     counts = []
     for depth in (2, 3):
@@ -106,8 +112,9 @@ def test_tensor_parallel_has_four_all_reduces_in_a_block():
     assert counts[1] - counts[0] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
-def test_a_deeper_model_goes_on_in_the_straight_line_of_two_smaller_ones():
+def test_extrapolation_equals_the_compiled_model():
     for layout in ("tensor parallel", "fully sharded"):
         distribution = LAYOUTS[layout]()
         whole = kd.plan(lambda: gpt(8), distribution, 16)

@@ -49,7 +49,7 @@ COMPILERS = [pytest.param("cpu"), *TPUS, *GPUS]
 
 @functools.cache
 def devices_of(compiler: str) -> tuple:
-    """Devices that need not be attached: "cpu", a TPU topology like "v5e:2x4", or hosts of H100 like "h100:1x2x4"."""
+    """Returns devices to compile for: "cpu", a TPU topology such as "v5e:2x4", or H100 hosts such as "h100:1x2x4"."""
     if compiler == "cpu":
         return tuple(jax.devices("cpu")[:8])
     if compiler.startswith("h100:"):
