@@ -11,7 +11,9 @@ from keras_dist.planning.model_flops import count_model_flops
 
 
 def flops_of(function, *shapes):
-    return count_model_flops(jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]).jaxpr)
+    return count_model_flops(
+        jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]).jaxpr
+    )
 
 
 def test_flop_of_matrix_multiplications_convolutions_loops_and_branches():

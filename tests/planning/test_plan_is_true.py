@@ -11,7 +11,6 @@ import keras_dist as kd
 from keras_dist._keras import internals
 from keras_dist.planning.hlo.module_costs import read_module
 
-
 SLOW_MODELS = ("gpt", "convnet", "two branches")
 
 
