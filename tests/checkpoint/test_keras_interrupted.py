@@ -1,4 +1,4 @@
-"""A data source that fails in the middle of a run: `keras.distribution` loses the weights, ours loses nothing."""
+"""A data source that fails in the middle of a run: `keras.distribution` loses the weights, keras_dist keeps them."""
 
 import jax
 import keras
@@ -81,7 +81,7 @@ def test_a_failure_at_the_first_batch_loses_no_weights(verb):
 
 @verbs
 @pytest.mark.parametrize("breaks_at", [0, 1])
-def test_training_goes_on_after_a_failure(verb, breaks_at):
+def test_training_continues_after_a_failure(verb, breaks_at):
     def use(model, fails):
         source = Fragile()
         losses = train(model, source)
@@ -96,7 +96,7 @@ def test_training_goes_on_after_a_failure(verb, breaks_at):
 
 @verbs
 @pytest.mark.parametrize("breaks_at", [0, 1])
-def test_after_a_failure_the_weights_lie_as_before(verb, breaks_at):
+def test_a_failure_keeps_the_layout_of_weights(verb, breaks_at):
     start_anew()
     with model_parallel(kd, {".*a/kernel": (None, "model")}).scope():
         model, source = dense_model("adam"), Fragile()
@@ -107,7 +107,7 @@ def test_after_a_failure_the_weights_lie_as_before(verb, breaks_at):
 
 @pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("breaks_at", [0, 1])
-def test_weights_that_are_set_after_a_failure_stay(verb, breaks_at):
+def test_weights_set_after_a_failure_are_used(verb, breaks_at):
     source = Fragile()
     with kd.DataParallel().scope():
         model = dense_model()
@@ -120,7 +120,7 @@ def test_weights_that_are_set_after_a_failure_stay(verb, breaks_at):
 
 @pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("breaks_at", [0, 1])
-def test_a_model_can_be_moved_after_a_failure(verb, breaks_at):
+def test_a_model_is_redistributed_after_a_failure(verb, breaks_at):
     source = Fragile()
     with kd.DataParallel().scope():
         model = dense_model()
@@ -130,7 +130,7 @@ def test_a_model_can_be_moved_after_a_failure(verb, breaks_at):
     assert shard_shape(model.weights[0]) == (4, 2)
 
 
-def test_a_batch_that_does_not_fit_the_model_loses_no_weights():
+def test_a_batch_with_another_shape_loses_no_weights():
     def before_and_after(api):
         with api.DataParallel().scope():
             model = dense_model("adam")

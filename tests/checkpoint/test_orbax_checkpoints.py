@@ -1,4 +1,4 @@
-"""Checkpoints of Keras's own Orbax callback: saved under one distribution, restored under another one, or refused."""
+"""Checkpoints of Keras's own Orbax callback: saved under one distribution and restored under another one."""
 
 import keras
 import numpy as np
@@ -96,7 +96,7 @@ def assert_placed(model, distribution):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_is_loaded_onto_any_distribution(strategy, tmp_path):
+def test_a_model_is_loaded_under_any_distribution(strategy, tmp_path):
     expected, distribution = saved(tmp_path, sequential), STRATEGIES[strategy]()
     with distribution.scope():
         loaded = keras.saving.load_model(str(tmp_path))
@@ -110,18 +110,18 @@ def test_a_model_is_loaded_onto_any_distribution(strategy, tmp_path):
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_models_of_any_kind(make, tmp_path):
+def test_every_kind_of_model_is_restored(make, tmp_path):
     make_model = MODELS[make]
     expected = saved(tmp_path, make_model)
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
-        second = compiled(make_model)  # the names that Keras gives are counted on
+        second = compiled(make_model)  # Keras numbers its layers differently
         second.load_weights(str(tmp_path))
         assert_same(second, expected)
         loaded = keras.saving.load_model(str(tmp_path), custom_objects={"Subclass": Subclass})
         assert_same(loaded, expected)
 
 
-def test_one_step_of_several(tmp_path):
+def test_a_checkpoint_of_one_of_several_steps_is_restored(tmp_path):
     saved(tmp_path, sequential, max_to_keep=None)
     with kd.DataParallel().scope():
         model = compiled(sequential)
@@ -131,7 +131,7 @@ def test_one_step_of_several(tmp_path):
         assert int(model.optimizer.iterations) == 4
 
 
-def test_weights_only(tmp_path):
+def test_a_checkpoint_of_weights_only_is_restored(tmp_path):
     expected = saved(tmp_path, sequential, save_weights_only=True)
     with kd.DataParallel().scope():
         model = compiled(sequential, "sgd")
@@ -153,7 +153,7 @@ def wider():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "optimizer", "words"),
+    ("before", "after", "optimizer", "difference"),
     [
         (sequential, deeper, "adam", "checkpoint lacks '[^']*dense[^']*/kernel"),
         (deeper, sequential, "adam", "model lacks '[^']*/"),
@@ -161,18 +161,18 @@ def wider():
         (sequential, sequential, "sgd", "model lacks 'adam/"),
     ],
 )
-def test_what_does_not_fit_is_refused(before, after, optimizer, words, tmp_path):
+def test_a_mismatch_raises_and_changes_nothing(before, after, optimizer, difference, tmp_path):
     saved(tmp_path, before)
     with kd.DataParallel().scope():
         model = compiled(after, optimizer)
         kept = [np.asarray(weight.value) for weight in model.weights]
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=difference):
             model.load_weights(str(tmp_path))
         for weight, value in zip(model.weights, kept, strict=True):
             np.testing.assert_array_equal(weight.value, value)
 
 
-def test_what_is_common_is_restored_when_asked_for(tmp_path):
+def test_skip_mismatch_restores_what_is_common(tmp_path):
     expected = saved(tmp_path, sequential)
     with kd.DataParallel().scope():
         model = compiled(sequential, "sgd")
@@ -181,15 +181,15 @@ def test_what_is_common_is_restored_when_asked_for(tmp_path):
         np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
 
 
-def test_without_a_distribution_keras_is_as_it_is(tmp_path):
+def test_without_a_distribution_keras_restores_nothing_into_a_renumbered_model(tmp_path):
     saved(tmp_path, sequential)
     model = compiled(sequential)
     before = np.asarray(model.weights[0].value)
-    model.load_weights(str(tmp_path))  # restores nothing, since names are counted on
+    model.load_weights(str(tmp_path))  # Keras numbers its layers differently
     np.testing.assert_array_equal(model.weights[0].value, before)
 
 
-def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
+def test_saving_in_the_background_writes_the_state_of_its_step(tmp_path):
     copies = []
 
     class Copy(keras.callbacks.Callback):
@@ -208,38 +208,43 @@ def test_what_is_saved_in_the_background_is_the_state_of_its_step(tmp_path):
                 np.testing.assert_array_equal(weight, expected)
 
 
-# ---------------------------------------------------------------------------------------------------------- the paths
+# ---------------------------------------------------------------------------------------------------------- paths
 
 
-def test_numbers_that_overlap_are_paired_in_order():
+def test_overlapping_numbers_are_matched_in_order():
     saved = ["dense/kernel", "dense_1/kernel", "dense_10/kernel", "dense_2/kernel"]
     paths = ["dense_2/kernel", "dense_3/kernel", "dense_4/kernel", "dense_12/kernel"]
-    pairing = path_matching.match_weights(saved, paths, [f"functional/{path}" for path in paths], {"dense"})
-    assert pairing.pairs == {0: "dense/kernel", 1: "dense_1/kernel", 2: "dense_2/kernel", 3: "dense_10/kernel"}
+    matching = path_matching.match_weights(saved, paths, [f"functional/{path}" for path in paths], {"dense"})
+    assert matching.pairs == {0: "dense/kernel", 1: "dense_1/kernel", 2: "dense_2/kernel", 3: "dense_10/kernel"}
 
 
-def test_numbers_that_a_user_has_given_are_not_counted_on():
+def test_numbers_in_names_that_users_gave_must_be_equal():
     saved, paths = ["block_1/kernel", "block_2/kernel"], ["block_2/kernel", "block_3/kernel"]
-    pairing = path_matching.match_weights(saved, paths, paths, {"dense"})
-    assert not pairing.is_complete
-    assert pairing.missing == [1]
-    assert pairing.unexpected == ["block_1/kernel"]
+    matching = path_matching.match_weights(saved, paths, paths, {"dense"})
+    assert not matching.is_complete
+    assert matching.missing == [1]
+    assert matching.unexpected == ["block_1/kernel"]
 
 
-def test_slots_follow_their_weights():
+def test_optimizer_variables_are_matched_by_their_weights():
     weights = [("dense/kernel", "sequential/dense/kernel")]
     saved = ["adam/iteration", "adam/sequential_dense_kernel_momentum"]
-    pairing = path_matching.match_optimizer(saved, ["adam_1/iteration", "adam_1/dense_kernel_momentum"], weights)
-    assert pairing.pairs == dict(enumerate(saved))
+    matching = path_matching.match_optimizer(saved, ["adam_1/iteration", "adam_1/dense_kernel_momentum"], weights)
+    assert matching.pairs == dict(enumerate(saved))
 
 
-def test_no_path_is_saved_twice():
+def test_saved_paths_are_unique():
     paths = ["dense/kernel", "dense/kernel", "seed/seed_generator_state", "seed/seed_generator_state", "dense/bias"]
     owners = ["m/a/dense/kernel", "m/b/dense/kernel", "m/a/seed_generator_state", "m/b/seed_generator_state", "m/bias"]
     saved = path_matching.unique_weight_paths(paths, owners)
     assert saved == [*owners[:2], paths[2], f"{paths[2]}~1", "dense/bias"]
     weights = list(zip(paths, saved, strict=True))
-    slots = ["adam/iteration", "adam/dense_kernel_momentum", "adam/dense_kernel_momentum", "adam/dense_bias_momentum"]
-    names = path_matching.optimizer_paths(slots, weights)
-    assert names == ["adam/iteration", "adam/m_a_dense_kernel_momentum", "adam/m_b_dense_kernel_momentum", slots[3]]
-    assert path_matching.match_optimizer(names, slots, weights).pairs == dict(enumerate(names))
+    variables = [
+        "adam/iteration",
+        "adam/dense_kernel_momentum",
+        "adam/dense_kernel_momentum",
+        "adam/dense_bias_momentum",
+    ]
+    names = path_matching.optimizer_paths(variables, weights)
+    assert names == ["adam/iteration", "adam/m_a_dense_kernel_momentum", "adam/m_b_dense_kernel_momentum", variables[3]]
+    assert path_matching.match_optimizer(names, variables, weights).pairs == dict(enumerate(names))

@@ -1,4 +1,4 @@
-"""Training that is cut off and started again goes on as if it had not been: the same losses, batch by batch."""
+"""Training that is interrupted and restarted resumes as if it had not been: the same losses, batch by batch."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ Y = X.sum(1, keepdims=True)
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
-class CutOff(Exception):
+class Interrupted(Exception):
     pass
 
 
 class Losses(keras.callbacks.Callback):
-    """Notes the loss after each batch, and cuts training off after some."""
+    """Records the loss after each batch, and interrupts training after some."""
 
     def __init__(self, after=None):
         super().__init__()
@@ -39,7 +39,7 @@ class Losses(keras.callbacks.Callback):
         if logs:
             self.losses[self.epoch, batch] = float(logs["loss"]), float(logs["mae"])
         if self.after is not None and len(self.losses) == self.after:
-            raise CutOff
+            raise Interrupted
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs[epoch] = {name: float(value) for name, value in logs.items()}
@@ -111,7 +111,7 @@ def build(dropout=0.2, **compile_arguments):
 
 
 def train(directory, source, after=None, save_freq=1, callbacks=(), distribution=None, **arguments):
-    """Trains a new model and returns what `Losses` has noted, and the weights."""
+    """Trains a new model and returns its `Losses` and weights."""
     compile_arguments = {key: arguments.pop(key) for key in ("steps_per_execution", "run_eagerly") if key in arguments}
     losses = Losses(after)
     with (distribution or kd.DataParallel()).scope():
@@ -120,95 +120,95 @@ def train(directory, source, after=None, save_freq=1, callbacks=(), distribution
         arguments = {"epochs": EPOCHS, "verbose": 0, **SOURCES[source](), **arguments}
         try:
             model.fit(callbacks=[*checkpoint, losses, *callbacks], **arguments)
-        except CutOff:
-            checkpoint[0]._close()  # what is being written is written to its end
+        except Interrupted:
+            checkpoint[0]._close()  # waits for the checkpoint that is being written
         return losses, [np.asarray(weight) for weight in model.get_weights()]
 
 
-def assert_goes_on(found, whole, begins):
-    """Asserts that training went on with a batch, and from there was that which was never cut off."""
-    (losses, weights), (whole_losses, whole_weights) = found, whole
-    assert next(iter(losses.losses)) == begins
-    assert losses.losses.items() <= whole_losses.losses.items()
-    assert list(losses.losses)[-1] == list(whole_losses.losses)[-1]
+def assert_resumes(found, uninterrupted, at):
+    """Asserts that training resumed at a batch, and from there on equals the uninterrupted run."""
+    (losses, weights), (expected_losses, expected_weights) = found, uninterrupted
+    assert next(iter(losses.losses)) == at
+    assert losses.losses.items() <= expected_losses.losses.items()
+    assert list(losses.losses)[-1] == list(expected_losses.losses)[-1]
     for epoch, logs in losses.epochs.items():
-        assert logs == whole_losses.epochs[epoch]
-    for weight, expected in zip(weights, whole_weights, strict=True):
+        assert logs == expected_losses.epochs[epoch]
+    for weight, expected in zip(weights, expected_weights, strict=True):
         np.testing.assert_array_equal(weight, expected)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_training_goes_on_in_the_middle_of_an_epoch(source, tmp_path):
-    whole = train(None, source)
-    batches = list(whole[0].losses)
+def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
+    uninterrupted = train(None, source)
+    batches = list(uninterrupted[0].losses)
     after = len(batches) // 2 + 1
     train(tmp_path, source, after)
-    assert_goes_on(train(tmp_path, source), whole, batches[after])
+    assert_resumes(train(tmp_path, source), uninterrupted, batches[after])
 
 
 @pytest.mark.parametrize("source", ["arrays", "grain"])
-def test_training_goes_on_after_the_last_batch_of_an_epoch(source, tmp_path):
+def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.
     arguments = {"validation_data": (X[:16], Y[:16])}
-    whole = train(None, source, **arguments)
+    uninterrupted = train(None, source, **arguments)
     train(tmp_path, source, after=6, **arguments)
     found = train(tmp_path, source, **arguments)
-    assert found[0].epochs == whole[0].epochs
-    assert_goes_on(found, whole, (0, 5))  # callbacks see the end of the last batch once more
+    assert found[0].epochs == uninterrupted[0].epochs
+    assert_resumes(found, uninterrupted, (0, 5))  # callbacks see the end of the last batch once more
 
 
-def test_training_goes_on_at_the_begin_of_an_epoch(tmp_path):
-    whole = train(None, "arrays")
+def test_training_resumes_at_the_start_of_an_epoch(tmp_path):
+    uninterrupted = train(None, "arrays")
     train(tmp_path, "arrays", after=9, save_freq="epoch")
-    assert_goes_on(train(tmp_path, "arrays", save_freq="epoch"), whole, (1, 0))
+    assert_resumes(train(tmp_path, "arrays", save_freq="epoch"), uninterrupted, (1, 0))
     nothing_to_do = train(tmp_path, "arrays", save_freq="epoch")
     assert not nothing_to_do[0].losses
-    np.testing.assert_array_equal(nothing_to_do[1][0], whole[1][0])
+    np.testing.assert_array_equal(nothing_to_do[1][0], uninterrupted[1][0])
 
 
-def test_training_goes_on_after_being_cut_off_again_and_again(tmp_path):
-    whole, seen = train(None, "arrays"), {}
+def test_training_resumes_after_repeated_interruptions(tmp_path):
+    uninterrupted, seen = train(None, "arrays"), {}
     for _ in range(4):
         losses, weights = train(tmp_path, "arrays", after=4, save_freq=3)
         seen |= losses.losses
     losses, weights = train(tmp_path, "arrays", save_freq=3)
-    assert seen | losses.losses == whole[0].losses
-    np.testing.assert_array_equal(weights[0], whole[1][0])
+    assert seen | losses.losses == uninterrupted[0].losses
+    np.testing.assert_array_equal(weights[0], uninterrupted[1][0])
 
 
-def test_several_steps_at_once(tmp_path):
-    whole = train(None, "arrays", steps_per_execution=2)
+def test_training_resumes_with_several_steps_per_execution(tmp_path):
+    uninterrupted = train(None, "arrays", steps_per_execution=2)
     train(tmp_path, "arrays", after=4, steps_per_execution=2)
-    assert_goes_on(train(tmp_path, "arrays", steps_per_execution=2), whole, (1, 3))
+    assert_resumes(train(tmp_path, "arrays", steps_per_execution=2), uninterrupted, (1, 3))
 
 
 @pytest.mark.parametrize("save_freq", [100, "epoch"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_callback_that_stops_training_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
+def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 3
 
-    whole = train(None, "arrays", validation_data=(X, Y))
+    uninterrupted = train(None, "arrays", validation_data=(X, Y))
     with kd.DataParallel().scope():
         callbacks = [Stop(), kd.TrainingCheckpoint(str(tmp_path), save_freq)][:: 1 if is_first else -1]
         data = {"x": X, "y": Y, "validation_data": (X, Y), "batch_size": BATCH, "epochs": EPOCHS}
         build().fit(**data, verbose=0, callbacks=callbacks)
-    assert_goes_on(train(tmp_path, "arrays", save_freq=save_freq, validation_data=(X, Y)), whole, (0, 4))
+    assert_resumes(train(tmp_path, "arrays", save_freq=save_freq, validation_data=(X, Y)), uninterrupted, (0, 4))
 
 
-def test_a_fit_that_failed_does_not_make_the_next_one_begin_later(tmp_path):
+def test_a_fit_that_failed_does_not_change_the_start_of_the_next_one(tmp_path):
     train(tmp_path, "arrays", after=7, save_freq="epoch")
     with kd.DataParallel().scope():
         model, checkpoint = build(), kd.TrainingCheckpoint(str(tmp_path))
         arguments = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
-        with pytest.raises(CutOff):
+        with pytest.raises(Interrupted):
             model.fit(X, Y, **arguments, callbacks=[checkpoint, Losses(after=1)])
         assert model.fit(X, Y, **arguments).epoch == [0, 1, 2]
         assert model.fit(X, Y, **arguments, callbacks=[checkpoint]).epoch == [1, 2]
 
 
-def test_a_dataset_is_not_read_where_it_was_read_before(tmp_path):
+def test_batches_of_a_dataset_that_are_done_are_not_read_again(tmp_path):
     dataset = Dataset()
     train(tmp_path, "PyDataset", after=9, x=dataset, shuffle=False)
     dataset.read.clear()
@@ -216,24 +216,24 @@ def test_a_dataset_is_not_read_where_it_was_read_before(tmp_path):
     assert [index for index in dataset.read if index < 3] == [0, 0, 1, 2]  # one is read to build; the third epoch
 
 
-def test_training_goes_on_under_another_strategy(tmp_path):
+def test_training_resumes_under_another_strategy(tmp_path):
     strategies = [
         kd.FullyShardedDataParallel(min_shard_bytes=0),
         kd.DataParallel(shard_optimizer_state=True),
         kd.DataParallel(devices=kd.list_devices()[:2]),
     ]
-    whole = train(None, "arrays")
+    uninterrupted = train(None, "arrays")
     seen = {}
     for strategy in strategies:
         seen |= train(tmp_path, "arrays", after=3, distribution=strategy)[0].losses
     seen |= train(tmp_path, "arrays")[0].losses
-    assert list(seen) == list(whole[0].losses)
+    assert list(seen) == list(uninterrupted[0].losses)
     for batch, losses in seen.items():
-        np.testing.assert_allclose(losses, whole[0].losses[batch], rtol=1e-5)
+        np.testing.assert_allclose(losses, uninterrupted[0].losses[batch], rtol=1e-5)
 
 
-def test_the_order_of_batches_under_workers():
-    # Keras's first epoch begins with what workers had read to build the model, and leaves out the last batches.
+def test_the_first_epoch_of_a_dataset_with_workers_has_all_batches_in_order():
+    # Keras's own first epoch starts with batches that workers read to build the model, and leaves out the last ones.
     dataset, rows = Dataset(workers=2), []
     with kd.DataParallel().scope():
         model = build()
@@ -257,19 +257,19 @@ def test_positions_survive_json():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "value"),
     [
         ({"save_freq": 0}, "save_freq=0"),
         ({"save_freq": "batch"}, "save_freq='batch'"),
         ({"max_to_keep": 0}, "max_to_keep=0"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_arguments(arguments, value, tmp_path):
+    with pytest.raises(ValueError, match=value):
         kd.TrainingCheckpoint(str(tmp_path), **arguments)
 
 
-def test_variables_that_share_a_path_go_on(tmp_path):
+def test_variables_that_share_a_path_resume(tmp_path):
     def part(name):
         layers = [keras.layers.Dense(8, name="up"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="down")]
         return keras.Sequential([keras.Input((4,)), *layers], name=name)
@@ -277,11 +277,11 @@ def test_variables_that_share_a_path_go_on(tmp_path):
     def fit(directory, after=None):
         keras.utils.set_random_seed(7)
         with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
-            model = keras.saving.load_model(tmp_path / "model.keras")  # whose paths lack the names of the parts
+            model = keras.saving.load_model(tmp_path / "model.keras")  # whose paths lack the names of the inner models
             model.compile("adam", "mse", metrics=["mse", "mse"])
             paths = [variable.path for variable in model.variables]
             assert paths.count("up/kernel") == 2
-            with contextlib.suppress(CutOff):
+            with contextlib.suppress(Interrupted):
                 checkpoint, losses = kd.TrainingCheckpoint(str(directory), 1), Two(after)
                 arguments = {"batch_size": BATCH, "epochs": 2, "verbose": 0}
                 model.fit(X, [Y, 2 * Y], **arguments, callbacks=[checkpoint, losses])
@@ -294,21 +294,21 @@ def test_variables_that_share_a_path_go_on(tmp_path):
 
     inputs = keras.Input((4,))
     keras.Model(inputs, [part("first")(inputs), part("second")(inputs)]).save(tmp_path / "model.keras")
-    whole = fit(tmp_path / "whole")
+    uninterrupted = fit(tmp_path / "uninterrupted")
     fit(tmp_path / "cut", after=8)
-    assert_goes_on(fit(tmp_path / "cut"), whole, (1, 2))
+    assert_resumes(fit(tmp_path / "cut"), uninterrupted, (1, 2))
 
 
-def test_a_fit_without_a_distribution_is_refused(tmp_path):
+def test_fit_without_a_distribution_raises(tmp_path):
     with pytest.raises(ValueError, match="set_distribution"):
         build().fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])
 
 
-def test_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_raises(tmp_path):
     train(tmp_path, "arrays", after=1)
     with kd.DataParallel().scope():
         keras.utils.clear_session()
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("adam", "mse")
-        with pytest.raises(ValueError, match=f"{tmp_path}.*'sequential'.*the checkpoint lacks 'dense"):
+        with pytest.raises(ValueError, match=f"{tmp_path}.*model lacks 'sequential/batch_norm"):
             model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])

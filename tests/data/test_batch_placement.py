@@ -1,4 +1,4 @@
-"""Host batches become global arrays."""
+"""Host batches are placed on a mesh as global arrays."""
 
 import jax
 import numpy as np
@@ -15,11 +15,11 @@ def placer():
     return BatchPlacer(kd.DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
 
 
-@pytest.mark.parametrize(("rows", "rows_on_a_device"), [(16, 2), (12, 3), (6, 3), (5, 5), (0, 0)])
-def test_rows_go_over_the_largest_part_of_the_axes_that_divides_them(placer, rows, rows_on_a_device):
+@pytest.mark.parametrize(("rows", "rows_per_device"), [(16, 2), (12, 3), (6, 3), (5, 5), (0, 0)])
+def test_rows_are_sharded_over_the_largest_subset_of_axes_that_divides_them(placer, rows, rows_per_device):
     values = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
     placed = placer.place(values)
-    assert placed.sharding.shard_shape(placed.shape) == (rows_on_a_device, 3)
+    assert placed.sharding.shard_shape(placed.shape) == (rows_per_device, 3)
     np.testing.assert_array_equal(np.asarray(placed), values)
 
 
@@ -33,7 +33,7 @@ def test_structure_and_none_are_kept(placer):
 
 
 @pytest.mark.parametrize("number", [2, 0.5, True])
-def test_a_python_number_takes_the_type_of_what_it_meets_as_on_one_device(placer, number):
+def test_a_python_number_keeps_its_weak_type(placer, number):
     array = np.full((8, 1), 200, "uint8")
     placed_array, placed_number = placer.place((array, number))
     expected = jax.device_put(array) * jax.device_put(number)
@@ -41,13 +41,13 @@ def test_a_python_number_takes_the_type_of_what_it_meets_as_on_one_device(placer
     np.testing.assert_array_equal(placed_array * placed_number, expected)
 
 
-def test_no_batch_axes_replicate():
+def test_without_batch_axes_batches_are_replicated():
     placed = BatchPlacer(kd.DeviceMesh((8,), ["model"]), ()).place(np.ones((16, 2)))
     assert placed.sharding.is_fully_replicated
     assert len(placed.sharding.device_set) == 8
 
 
-def test_an_array_that_is_sharded_here_stays_as_it_lies(placer):
+def test_an_array_sharded_on_this_mesh_is_unchanged(placer):
     mine = jax.device_put(np.ones((16, 8)), kd.TensorLayout(("data", "fsdp"), placer.device_mesh).backend_layout)
     replicated = jax.device_put(np.ones((16, 8)), kd.TensorLayout((), placer.device_mesh).backend_layout)
     placed = placer.place((mine, replicated))
@@ -55,7 +55,7 @@ def test_an_array_that_is_sharded_here_stays_as_it_lies(placer):
     assert placed[1].sharding.shard_shape((16, 8)) == (2, 8)
 
 
-def test_an_array_from_another_mesh_comes_here(placer):
+def test_an_array_on_another_mesh_is_moved(placer):
     elsewhere = jax.device_put(
         np.arange(8.0), kd.TensorLayout(("x",), kd.DeviceMesh((2,), ["x"], ["cpu:1", "cpu:0"])).backend_layout
     )

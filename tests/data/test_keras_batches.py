@@ -1,4 +1,4 @@
-"""Batches that `keras.distribution` cannot take, or takes badly; each scenario runs on it and on ours."""
+"""Batches that `keras.distribution` rejects or replicates; each scenario runs on it and on keras_dist."""
 
 import jax
 import keras
@@ -316,7 +316,7 @@ def test_an_output_rule_on_a_layer_of_several_outputs(build, message, kind, rows
 
 
 @pytest.mark.parametrize("kind", [AsTuple, AsDict])
-def test_an_output_rule_lays_out_each_output_that_has_the_dims(kind):
+def test_an_output_rule_shards_each_output_with_enough_dims(kind):
     def outputs(api):
         with with_output_rule(api).scope():
             return jax.tree.leaves(kind(name="several")(X))
@@ -371,7 +371,7 @@ def test_a_bad_batch_dim_name(names, message):
 
 
 class Spy(keras.layers.Layer):
-    """Notes how its input lies."""
+    """Records the shard shape of its input."""
 
     def __init__(self):
         super().__init__()

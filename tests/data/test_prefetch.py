@@ -1,4 +1,4 @@
-"""An iterator that runs ahead: its order, its bound, its errors, its end; and `fit` on top of it."""
+"""The prefetcher: order, limit, errors and end of its items; and `fit` on top of it."""
 
 import gc
 import itertools
@@ -31,18 +31,18 @@ def every_thread_ends():
     wait_until(lambda: set(threading.enumerate()) <= before)
 
 
-class Noting:
-    """An iterator that notes how many items it was asked for."""
+class CountingIterator:
+    """Counts how many items were requested."""
 
     def __init__(self, items=None):
-        self.asked = 0
+        self.requested = 0
         self._items = itertools.count() if items is None else iter(items)
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        self.asked += 1
+        self.requested += 1
         return next(self._items)
 
 
@@ -51,39 +51,39 @@ def test_all_items_come_in_their_order(items, limit):
     assert list(Prefetcher(iter(items), limit)) == items
 
 
-def test_one_item_waits_and_one_is_made():
-    source = Noting()
+def test_one_item_waits_and_one_is_produced():
+    source = CountingIterator()
     ahead = Prefetcher(source)
     assert next(ahead) == 0
-    wait_until(lambda: source.asked == 3)  # one was taken, one waits, one is made and waits for room
+    wait_until(lambda: source.requested == 3)  # one was taken, one waits, and one is produced and waits for room
     time.sleep(0.05)
-    assert source.asked == 3
+    assert source.requested == 3
     assert next(ahead) == 1
-    wait_until(lambda: source.asked == 4)
+    wait_until(lambda: source.requested == 4)
     ahead.close()
 
 
-def test_nothing_is_read_before_the_first_item_is_asked_for():
-    source = Noting()
+def test_nothing_is_read_before_the_first_request():
+    source = CountingIterator()
     ahead = Prefetcher(source)
     time.sleep(0.02)
-    assert source.asked == 0
+    assert source.requested == 0
     ahead.close()
 
 
 def test_no_more_is_read_ahead_than_is_allowed():
-    source = Noting()
+    source = CountingIterator()
     ahead = Prefetcher(source, 0)
     ahead.allow(2)
     assert [next(ahead), next(ahead)] == [0, 1]
     time.sleep(0.05)
-    assert source.asked == 2
-    assert next(ahead) == 2  # what is asked for is made, allowed or not
-    assert source.asked == 3
+    assert source.requested == 2
+    assert next(ahead) == 2  # a requested item is produced, allowed or not
+    assert source.requested == 3
     ahead.close()
 
 
-def test_an_error_comes_where_the_item_would_have_come():
+def test_an_error_is_raised_in_place_of_the_item():
     def broken():
         yield 1
         yield 2
@@ -97,20 +97,20 @@ def test_an_error_comes_where_the_item_would_have_come():
     assert list(ahead) == []
 
 
-def test_an_iterator_that_nobody_holds_any_more_ends_its_thread():
-    ahead = Prefetcher(Noting())
+def test_a_deleted_prefetcher_ends_its_thread():
+    ahead = Prefetcher(CountingIterator())
     next(ahead)
     del ahead  # the fixture waits for the thread
 
 
-def test_a_closed_iterator_is_over():
-    ahead = Prefetcher(Noting())
+def test_a_closed_prefetcher_has_no_items():
+    ahead = Prefetcher(CountingIterator())
     next(ahead)
     ahead.close()
     assert list(ahead) == []
 
 
-# ----------------------------------------------------------------------------------------------- under a distribution
+# -------------------------------------------------------------------------------------------------- in `fit`
 
 
 def small_model():
@@ -124,7 +124,7 @@ BATCH = np.ones((8, 3), "float32"), np.ones((8, 2), "float32")
 
 
 def test_the_next_batch_is_read_while_a_step_runs():
-    source, read = Noting(itertools.repeat(BATCH)), []
+    source, read = CountingIterator(itertools.repeat(BATCH)), []
 
     def batches():
         yield from source
@@ -134,15 +134,15 @@ def test_the_next_batch_is_read_while_a_step_runs():
     )
 
     def read_ahead(batch):
-        read.append(source.asked)
-        return source.asked > batch + 1 or batch == 4
+        read.append(source.requested)
+        return source.requested > batch + 1 or batch == 4
 
     with kd.DataParallel().scope():
         small_model().fit(batches(), steps_per_epoch=5, callbacks=[callback], verbose=0)
     assert max(read) == 5
 
 
-def test_a_generator_keeps_what_no_step_has_used():
+def test_a_generator_keeps_batches_that_no_step_used():
     def numbered():
         for number in itertools.count():
             yield BATCH[0] * number, BATCH[1]
@@ -153,7 +153,7 @@ def test_a_generator_keeps_what_no_step_has_used():
     assert next(data)[0][0, 0] == 6
 
 
-def test_a_source_that_fails_in_the_middle_of_an_epoch_is_told_with_its_own_error():
+def test_a_source_that_fails_in_the_middle_of_an_epoch_raises_its_own_error():
     def failing():
         yield BATCH
         yield BATCH
@@ -167,7 +167,7 @@ def test_a_source_that_fails_in_the_middle_of_an_epoch_is_told_with_its_own_erro
         assert np.isfinite(model.get_weights()[0]).all()
 
 
-def test_a_training_that_is_stopped_ends_the_reading():
+def test_stopping_training_ends_prefetching():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 1

@@ -42,7 +42,7 @@ def test_what_differs_is_said_on_all_processes(said, case, words):
 def test_an_error_in_the_source_of_one_process_ends_all(said):
     assert said[1]["an error in a source"] == "OSError: the disk is gone"
     assert "OSError: the disk is gone" in said[0]["an error in a source"]
-    assert "process 1" in said[0]["an error in a source"]
+    assert "Process 1 (" in said[0]["an error in a source"]
 
 
 def test_an_epoch_of_unequal_parts_ends_for_all_with_a_warning(said):

@@ -1,0 +1,75 @@
+"""Texts of `keras_dist/checkpoint`."""
+
+import os
+import sys
+from unittest import mock
+
+import keras
+import numpy as np
+
+import keras_dist as kd
+from keras_dist.multihost import messaging
+
+X, Y = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
+
+
+def new_model(*widths):
+    layers = [keras.layers.Dense(width, name=f"layer_{number}") for number, width in enumerate(widths)]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="gpt")
+    model.compile("sgd", "mse")
+    return model
+
+
+def fit(model, directory=None):
+    directory = os.path.abspath("checkpoints") if directory is None else directory
+    model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(directory)])
+
+
+def restart(*widths):
+    """Trains a model of two layers, and then another one with the same directory."""
+    with kd.DataParallel().scope():
+        fit(new_model(8, 1))
+        fit(new_model(*widths))
+
+
+def load(model, **arguments):
+    with kd.DataParallel().scope():
+        fit(new_model(8, 1))
+        model().load_weights(os.path.abspath("checkpoints"), **arguments)
+
+
+def without_orbax():
+    with mock.patch.dict(sys.modules, {"orbax.checkpoint": None}):
+        kd.TrainingCheckpoint("checkpoints")
+
+
+def different_directories():
+    def exchange(topic, message, is_abandoned=None):
+        return [message, 40] if topic == "TrainingCheckpoint" else [message]
+
+    with mock.patch.object(messaging, "exchange", exchange), kd.DataParallel().scope():
+        fit(new_model(8, 1))
+
+
+def another_number_of_processes():
+    checkpoint = kd.TrainingCheckpoint(os.path.abspath("checkpoints"))
+    folder = os.path.join(checkpoint.directory, "7", "progress")
+    os.makedirs(folder)
+    with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:
+        file.write('{"data": {"source": "grain"}}')
+    checkpoint._checkpointer = checkpoint._open()
+    checkpoint._read_progress(7)
+
+
+CASES = {
+    "save_freq is out of range": lambda: kd.TrainingCheckpoint("checkpoints", save_freq=0),
+    "max_to_keep is out of range": lambda: kd.TrainingCheckpoint("checkpoints", max_to_keep=0),
+    "Orbax is not installed": without_orbax,
+    "fit without a distribution": lambda: fit(new_model(8, 1)),
+    "processes see different directories": different_directories,
+    "a grain dataset resumes with another number of processes": another_number_of_processes,
+    "the checkpoint is of a model with other shapes": lambda: restart(6, 1),
+    "the checkpoint is of a model with other layers": lambda: restart(8, 8, 8, 8, 1),
+    "weights are loaded into a model that is not built": lambda: load(lambda: keras.Sequential(name="gpt")),
+    "weights are loaded with skip_mismatch": lambda: load(lambda: new_model(8, 8, 1), skip_mismatch=True),
+}
