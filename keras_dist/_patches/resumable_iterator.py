@@ -50,10 +50,9 @@ class ResumableIterator:
             batch = next(self._iterator)
         except StopIteration:
             if self._batches == 0 and self._must_have_batches:
-                source = type(self._adapter).__name__.removesuffix("Adapter")
                 raise ValueError(
-                    f"The dataset is empty: {source} yields no batch. Pass at least one row; check filters, file "
-                    "patterns and the dataset's length."
+                    f"The dataset has no batches (Keras reads it with {type(self._adapter).__name__}). Pass at least "
+                    "one row; check filters, file patterns and the dataset's length."
                 ) from None
             raise
         self._batches += 1

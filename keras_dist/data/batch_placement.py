@@ -60,8 +60,8 @@ class BatchPlacer:
         used = math.prod(sizes[name] for name in self.axes_for(rows))
         axes = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
         return (
-            f"Batches of {rows} rows are too small for {shards} shards (batch axes {axes}): they are split into {used} "
-            f"shards, and each row is computed {shards // used} times. Use a batch size that is a multiple of {shards}."
+            f"Batches of {rows} rows are smaller than the {shards} shards of the batch axes ({axes}), so each row is "
+            f"computed {shards // used} times. Use a batch size that is a multiple of {shards}."
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:

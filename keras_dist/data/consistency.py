@@ -151,7 +151,7 @@ def _require_equal(messages: list[dict[str, Any]], key: str, problem: str, fix: 
 def _spec(leaves: list, structure: Any) -> str:
     """Describes the structure of a batch without its rows; scalars with their values."""
     texts = [f"{leaf!r}" if np.ndim(leaf) == 0 else f"{_dtype(leaf)}[..., {_row_shape(leaf)}]" for leaf in leaves]
-    return f"{structure} of {', '.join(texts)}".removeprefix("PyTreeDef(")
+    return f"{str(structure).removeprefix('PyTreeDef(')[:-1]} of {', '.join(texts)}"
 
 
 def _dtype(leaf: Any) -> str:

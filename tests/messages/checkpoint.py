@@ -1,6 +1,7 @@
 """Texts of `keras_dist/checkpoint`."""
 
 import os
+import shutil
 import sys
 from unittest import mock
 
@@ -20,21 +21,25 @@ def new_model(*widths):
     return model
 
 
-def fit(model, directory=None):
-    directory = os.path.abspath("checkpoints") if directory is None else directory
-    model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(directory)])
+def new_directory():
+    shutil.rmtree("checkpoints", ignore_errors=True)
+    return os.path.abspath("checkpoints")
+
+
+def fit(model, directory="checkpoints"):
+    model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(os.path.abspath(directory))])
 
 
 def restart(*widths):
     """Trains a model of two layers, and then another one with the same directory."""
     with kd.DataParallel().scope():
-        fit(new_model(8, 1))
+        fit(new_model(8, 1), new_directory())
         fit(new_model(*widths))
 
 
 def load(model, **arguments):
     with kd.DataParallel().scope():
-        fit(new_model(8, 1))
+        fit(new_model(8, 1), new_directory())
         model().load_weights(os.path.abspath("checkpoints"), **arguments)
 
 
@@ -48,11 +53,11 @@ def different_directories():
         return [message, 40] if topic == "TrainingCheckpoint" else [message]
 
     with mock.patch.object(messaging, "exchange", exchange), kd.DataParallel().scope():
-        fit(new_model(8, 1))
+        fit(new_model(8, 1), new_directory())
 
 
 def another_number_of_processes():
-    checkpoint = kd.TrainingCheckpoint(os.path.abspath("checkpoints"))
+    checkpoint = kd.TrainingCheckpoint(new_directory())
     folder = os.path.join(checkpoint.directory, "7", "progress")
     os.makedirs(folder)
     with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:

@@ -37,7 +37,7 @@ def as_process_0(program, theirs, mine):
 
     with (
         mock.patch.object(messaging, "exchange", exchange),
-        mock.patch.object(messaging, "describe", lambda processes: "process 1 (host-1, pid 42)"),
+        mock.patch.object(messaging, "describe", return_value="process 1 (host-1, pid 42)"),
     ):
         program(theirs)
         return program(mine)
