@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -152,39 +152,34 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
         matching = Matching({n: path for n, path in matching.pairs.items() if paths[n] == path}, [], [])
     groups.append((metrics, matching, metric_entries))
 
-    found, problems = {}, []
+    found, problems, differences = {}, [], []
     for variables, matching, names in groups:
-        problems += _mismatches(variables, matching)
+        if matching.missing:
+            problems.append(f"the checkpoint lacks {_listed(repr(variables[n].path) for n in matching.missing)}")
+        if matching.unexpected:
+            problems.append(f"the model lacks {_listed(map(repr, matching.unexpected))}")
         for number, path in matching.pairs.items():
-            variable, saved_as = variables[number], saved[names[path]]
-            difference = _difference(variable, saved_as, path)
-            if difference:
-                problems.append(difference)
+            variable, entry = variables[number], names[path]
+            if difference := _difference(variable, saved[entry], path):
+                differences.append(difference)
             else:
-                found[names[path]] = variable
-    return found, problems
+                found[entry] = variable
+    return found, [*problems, _listed(differences)] if differences else problems
 
 
-def _mismatches(variables, matching: Matching) -> Iterator[str]:
-    if matching.missing:
-        yield f"the checkpoint lacks {_listed([variables[number].path for number in matching.missing])}"
-    if matching.unexpected:
-        yield f"the model lacks {_listed(matching.unexpected)}"
-
-
-def _listed(paths: list[str]) -> str:
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-    return ", ".join(f"'{path}'" for path in paths[:4]) + more
+def _listed(texts: Iterable[str]) -> str:
+    texts = list(texts)
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _difference(variable, saved_as, path: str) -> str | None:
+    name = f"'{path}'" if path == variable.path else f"'{path}' (variable '{variable.path}')"
     shapes = tuple(saved_as.shape), tuple(variable.shape)
     if shapes[0] != shapes[1]:
-        return f"'{path}' has shape {shapes[0]} in the checkpoint, but '{variable.path}' has {shapes[1]} in the model"
+        return f"{name} has shape {shapes[0]} in the checkpoint but {shapes[1]} in the model"
     are_floats = [jax.numpy.issubdtype(dtype, np.inexact) for dtype in (saved_as.dtype, variable.value.dtype)]
     if are_floats[0] != are_floats[1]:
-        dtype = np.dtype(saved_as.dtype).name
-        return f"'{path}' has dtype {dtype} in the checkpoint, but '{variable.path}' has {variable.dtype} in the model"
+        return f"{name} is {np.dtype(saved_as.dtype).name} in the checkpoint but {variable.dtype} in the model"
     return None
 
 
