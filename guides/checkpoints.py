@@ -1,10 +1,10 @@
-"""Training that is cut off at any moment, started again, and goes on as if it had not been; elsewhere too.
+"""Training that is killed, restarted, and resumes as if it had not been interrupted.
 
-A process is killed with SIGKILL in the middle of an epoch, as a machine that goes away would end it. The same command
-is run again: it finds the newest complete checkpoint and goes on with the next batch. Its losses are those of a run
-that nobody disturbed, to the last bit. Then the checkpoint is read under other distributions.
+A process is killed with SIGKILL in the middle of an epoch, as if its machine had failed. The same command runs again:
+it finds the newest complete checkpoint and continues with the next batch. Its losses equal those of an uninterrupted
+run, bit for bit. Then the checkpoint is loaded under other distributions.
 
-Eight CPU devices are simulated where there is one device only.
+With only one device, eight CPU devices are simulated.
 
 Run: python guides/checkpoints.py
 """
@@ -25,7 +25,7 @@ EPOCHS, BATCH, KILLED_AFTER = 3, 64, 40  # 23 batches an epoch: the 40th is in t
 
 
 def build():
-    """Returns a compiled model. It has dropout, so it draws random numbers at every step."""
+    """Returns a compiled model with dropout, which draws random numbers at every step."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -42,34 +42,39 @@ def build():
     return model
 
 
-# --- 1. What a program needs: one callback.
+# --- 1. A program needs one callback.
 #
-# There is no code for the restart. `fit` looks into the directory when it begins: if a complete checkpoint is there, it
-# restores the model, the optimizer, the metrics and the random generators, and goes on with the batch that is next.
-# What decides when to save:
+# There is no code for the restart. When `fit` starts and finds a complete checkpoint in the directory, it restores the
+# model, the optimizer, the metrics and the random generators, and continues with the next batch. The arguments:
 #
-# - `save_freq="epoch"`, or a number of batches. A save takes the time to copy the device's part of the variables to the
-#   host; they are written while training goes on.
-# - `max_to_keep`: the newest so many are kept. A checkpoint counts when all of it is written, and only then is an older
-#   one deleted, so 1 is enough for restarts.
+# - `save_freq`: `"epoch"`, or a number of batches. Saving copies the device's shards to the host, and writes them while
+#   training continues.
+# - `max_to_keep`: the number of newest checkpoints to keep. A checkpoint counts once it is complete, and only then an
+#   older one is deleted, so 1 is enough for restarts.
 #
-# On several hosts, every process writes its own part, into a directory that all of them see. What starts the processes
-# again, under Slurm or Kubernetes, is in guides/many_hosts.py; the program is the same.
+# With several hosts, each process writes its own shards into a directory that all of them share. guides/many_hosts.py
+# shows how Slurm or Kubernetes restart the processes; the program is the same.
 
 
-def train(directory: str, notes: str, killed_after: int | None) -> None:
-    """Trains on scikit-learn's digits and notes the loss after each batch; kills its process if it is told to."""
+def train(directory: str, losses_file: str, killed_after: int | None) -> None:
+    """Trains on scikit-learn's digits, records the loss after each batch, and kills its own process if asked to.
+
+    Args:
+        directory: of the checkpoints.
+        losses_file: where the losses are recorded, as lines of JSON.
+        killed_after: number of batches after which the process is killed, None for never.
+    """
     import keras
     from sklearn.datasets import load_digits
 
-    class Notes(keras.callbacks.Callback):
+    class RecordLosses(keras.callbacks.Callback):
         batches, epoch = 0, 0
 
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
 
         def on_train_batch_end(self, batch, logs=None):
-            with open(notes, "a") as file:
+            with open(losses_file, "a") as file:
                 file.write(json.dumps([self.epoch, batch, float(logs["loss"])]) + "\n")
             self.batches += 1
             if self.batches == killed_after:
@@ -79,49 +84,49 @@ def train(directory: str, notes: str, killed_after: int | None) -> None:
     images = digits.data[:1437].astype("float32") / 16
     kd.set_distribution(kd.FullyShardedDataParallel())
     checkpoint = kd.TrainingCheckpoint(directory, save_freq=10)
-    callbacks = [checkpoint, Notes()]
+    callbacks = [checkpoint, RecordLosses()]
     build().fit(images, digits.target[:1437], batch_size=BATCH, epochs=EPOCHS, callbacks=callbacks, verbose=0)
 
 
-def start(directory: pathlib.Path, notes: pathlib.Path, killed_after: int | None = None) -> int:
-    """Runs this program's `train` in a process of its own and returns its exit status."""
-    command = [sys.executable, __file__, "train", str(directory), str(notes), json.dumps(killed_after)]
+def start(directory: pathlib.Path, losses_file: pathlib.Path, killed_after: int | None = None) -> int:
+    """Runs `train` in a process of its own and returns its exit status."""
+    command = [sys.executable, __file__, "train", str(directory), str(losses_file), json.dumps(killed_after)]
     return subprocess.run(command, check=False).returncode
 
 
-def losses(notes: pathlib.Path) -> list[tuple]:
-    """Returns epoch, batch and loss in the order in which they were noted."""
-    return [tuple(json.loads(line)) for line in notes.read_text().splitlines()]
+def read_losses(file: pathlib.Path) -> list[tuple]:
+    """Returns epoch, batch and loss of each batch, in the order of training."""
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def main() -> None:
-    """Trains undisturbed, trains with a kill, compares, and reads the checkpoint elsewhere."""
+    """Trains without and with an interruption, compares the losses, and loads the checkpoint elsewhere."""
     folder = pathlib.Path(tempfile.mkdtemp())
-    start(folder / "undisturbed", folder / "undisturbed.txt")
-    whole = losses(folder / "undisturbed.txt")
-    print(f"--- 1. undisturbed: {len(whole)} batches, the last loss is {whole[-1][2]:.6f}")
+    start(folder / "uninterrupted", folder / "uninterrupted.txt")
+    expected = read_losses(folder / "uninterrupted.txt")
+    print(f"--- 1. uninterrupted: {len(expected)} batches, last loss {expected[-1][2]:.6f}")
 
-    # --- 2. Killed and started again.
+    # --- 2. Killed and restarted.
     #
-    # The kill comes 40 batches after the start, right when a checkpoint begins to be written. What is written of it is
-    # left behind as a directory whose name says so, never counts, and is removed at the next start. The batches since
-    # the checkpoint before are done once more, and come out as they did.
+    # The process is killed after 40 batches, just when it starts to write a checkpoint. The incomplete checkpoint stays
+    # in a temporary directory, does not count, and is removed at the next start. The batches since the last complete
+    # checkpoint are repeated, with the same results.
     status = start(folder / "killed", folder / "killed.txt", KILLED_AFTER)
-    before = losses(folder / "killed.txt")
-    print(f"--- 2. killed: exit status {status} after epoch {before[-1][0]}, batch {before[-1][1]}")
+    before = read_losses(folder / "killed.txt")
+    print(f"--- 2. killed in epoch {before[-1][0]} after batch {before[-1][1]}, exit status {status}")
     start(folder / "killed", folder / "killed.txt")
-    after = losses(folder / "killed.txt")[len(before) :]
-    print(f"started again: goes on with epoch {after[0][0]}, batch {after[0][1]}")
-    if set(before + after) != set(whole):
-        sys.exit("the losses are not those of the undisturbed training")
-    print(f"all {len(whole)} losses are those of the undisturbed training, to the last bit")
+    after = read_losses(folder / "killed.txt")[len(before) :]
+    print(f"restarted: resumes in epoch {after[0][0]} with batch {after[0][1]}")
+    if set(before + after) != set(expected):
+        sys.exit("the losses differ from those of the uninterrupted training")
+    print(f"all {len(expected)} losses equal those of the uninterrupted training, bit for bit")
 
-    # --- 3. On another mesh, under another strategy, as another number of processes.
+    # --- 3. On another mesh, with another strategy or another number of processes.
     #
-    # A program that is started again may install another distribution than the one before: each device reads its own
-    # part of what it will hold. `fit` does so by itself; `model.load_weights` does it for a model that is used
-    # otherwise. On another mesh the losses differ in the last digits, since sums are taken in another order.
-    print("--- 3. elsewhere")
+    # The restarted program may install another distribution: each device reads the shards that it will hold. `fit` with
+    # the callback does this, and so does `model.load_weights`, for a model that is not trained further. On another mesh
+    # the losses differ in the last digits, because sums are computed in another order.
+    print("--- 3. other distributions")
     import numpy as np
 
     weights = []
@@ -130,18 +135,19 @@ def main() -> None:
             model = build()
             model.load_weights(str(folder / "killed"))
             kernel = model.get_layer("up").kernel.value
-            print(f"{type(distribution).__name__:24} 'up/kernel' {kernel.shape}, a device holds", end=" ")
-            print(kernel.sharding.shard_shape(kernel.shape))
+            shard_shape = kernel.sharding.shard_shape(kernel.shape)
+            print(f"{type(distribution).__name__:24} 'up/kernel' {kernel.shape}, shard of a device {shard_shape}")
             weights.append(np.asarray(kernel))
-    print("the same values:", all(np.array_equal(weights[0], other) for other in weights))
+    print("equal values:", all(np.array_equal(weights[0], other) for other in weights))
 
-    # --- 4. What is restored, and what is refused.
+    # --- 4. A checkpoint of another model.
     #
-    # Keras's own callback, `keras.callbacks.OrbaxCheckpoint`, writes the same format: for the best model by a metric,
-    # or to load a model with its configuration by `keras.saving.load_model(directory)`. While a distribution of
-    # keras_dist is installed, loading either finds each variable also where Keras has named it otherwise (a model made
-    # a second time, or rebuilt from its configuration), and never restores a part in silence:
-    print("--- 4. what does not fit")
+    # Keras's own callback, `keras.callbacks.OrbaxCheckpoint`, writes the same format: use it for the best model by a
+    # metric, or to load a model with its configuration by `keras.saving.load_model(directory)`. While a distribution of
+    # keras_dist is installed, both kinds of checkpoints are matched with the variables of the model by path, also if
+    # Keras has numbered the layers differently or the model was rebuilt from its configuration. A mismatch raises an
+    # error, and no variable changes:
+    print("--- 4. another model")
     import keras
 
     with kd.DataParallel().scope():
@@ -151,17 +157,17 @@ def main() -> None:
         except ValueError as error:
             print(f"ValueError: {str(error).replace(str(folder), '...')}")
 
-    # --- 5. What is not in a checkpoint.
+    # --- 5. What is not saved.
     #
-    # - What other callbacks remember: `EarlyStopping` and `ReduceLROnPlateau` count anew, `History` begins where
-    #   training went on.
-    # - What a `PyDataset` keeps of itself, such as an order that it shuffles in `on_epoch_end`.
-    # - The seed of a shuffle that the program draws by itself: `tf.data` and PyTorch need the same one each time. They
-    #   are read from the beginning and what was done is dropped. Arrays, `PyDataset` and grain are not read twice.
+    # - The state of other callbacks: `EarlyStopping` and `ReduceLROnPlateau` start anew, and `History` starts where
+    #   training resumed.
+    # - What a `PyDataset` keeps in its own attributes, such as an order that it shuffles in `on_epoch_end`.
+    # - The seed of a shuffle in `tf.data` or PyTorch: set the same one in each run. These sources are read from their
+    #   beginning, and the batches that are done are dropped. Arrays, `PyDataset` and Grain are not read twice.
 
 
 def tensor_parallel() -> kd.Distribution:
-    """Returns model parallelism over all devices: the larger layer is cut into parts."""
+    """Returns tensor parallelism over all devices."""
     layout_map = kd.LayoutMap(kd.DeviceMesh({"data": 1, "model": -1}))
     layout_map["up/kernel"] = (None, "model")
     layout_map["digits/kernel"] = ("model", None)

@@ -91,10 +91,10 @@ def test_the_guide_to_layout_maps_has_each_message_and_what_to_do(guide_to_layou
 def test_the_guide_to_checkpoints():
     done = subprocess.run([sys.executable, GUIDES / "checkpoints.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "killed: exit status -9 after epoch 1, batch 16" in done.stdout
-    assert "all 69 losses are those of the undisturbed training, to the last bit" in done.stdout
-    assert "ModelParallel            'up/kernel' (64, 256), a device holds (64, 32)" in done.stdout
-    assert "the same values: True" in done.stdout
+    assert "killed in epoch 1 after batch 16, exit status -9" in done.stdout
+    assert "all 69 losses equal" in done.stdout
+    assert "ModelParallel            'up/kernel' (64, 256), shard of a device (64, 32)" in done.stdout
+    assert "equal values: True" in done.stdout
     assert "ValueError: Checkpoint " in done.stdout
 
 
