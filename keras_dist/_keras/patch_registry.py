@@ -72,18 +72,20 @@ class Patch:
             return replacement
         if context is None:
 
-            def patched(*args, **kwargs):
+            @functools.wraps(original)
+            def in_every_thread(*args, **kwargs):
                 return replacement(original, *args, **kwargs)
 
-        else:
+            return in_every_thread
 
-            def patched(*args, **kwargs):
-                value = context()
-                if value is None:
-                    return original(*args, **kwargs)
-                return replacement(original, value, *args, **kwargs)
+        @functools.wraps(original)
+        def in_context(*args, **kwargs):
+            value = context()
+            if value is None:
+                return original(*args, **kwargs)
+            return replacement(original, value, *args, **kwargs)
 
-        return functools.wraps(original)(patched)
+        return in_context
 
     def check_signature(self) -> None:
         """Raises ValueError where Keras's function is missing or takes other parameters."""
@@ -92,8 +94,8 @@ class Patch:
         if found != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(
-                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. keras_dist patches "
-                f"it for: {self.reason}. Install a Keras version that keras_dist's pyproject.toml allows, or a newer "
+                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. The patch is "
+                f"for this: {self.reason}. Install a Keras version that keras_dist's pyproject.toml allows, or a newer "
                 "keras_dist."
             )
 

@@ -82,9 +82,9 @@ def _get_tensor(original, distribution, self, key):
 def _is_asked_for_by_keras() -> bool:
     """Returns whether Keras or KerasHub reads a tensor, in order to assign it. Other code may need a real array."""
     frame, module = sys._getframe(1), __name__
-    while module == saving_lib.__name__ or module.startswith("keras_dist."):
+    while frame is not None and (module == saving_lib.__name__ or module.startswith("keras_dist.")):
         frame = frame.f_back
-        module = frame.f_globals.get("__name__", "")
+        module = "" if frame is None else frame.f_globals.get("__name__", "")
     return module.partition(".")[0] in ("keras", "keras_hub")
 
 

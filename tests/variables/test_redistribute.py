@@ -42,7 +42,7 @@ def on_one_device(*uses, build=dense_model):
 
 def raises_misplaced():
     """Expects the error for variables that are not placed as the active distribution places them."""
-    return pytest.raises(ValueError, match=r"variables of 'sequential'.*redistribute\(model\)")
+    return pytest.raises(ValueError, match=r"'sequential' was not built.*redistribute\(model\)")
 
 
 def losses_on_one_device(fits, build=dense_model):

@@ -1,0 +1,96 @@
+"""Texts of `keras_dist/_keras`, `keras_dist/_patches`, and of what they ask of a distribution."""
+
+import warnings
+from unittest import mock
+
+import keras
+import numpy as np
+
+import keras_dist as kd
+from keras_dist._keras import internals
+from keras_dist._keras.patch_registry import Patch
+
+X = np.ones((8, 4), "float32")
+
+
+def model():
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="dense")], name="gpt")
+    made.compile("sgd", "mse")
+    return made
+
+
+def sharded_by(**rules):
+    layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,model:4"))
+    for name, axes in rules.items():
+        layout_map[f".*dense/{name}"] = axes
+    return kd.ModelParallel(layout_map=layout_map)
+
+
+def predict_with(made, distribution):
+    kd.set_distribution(distribution)
+    made.predict(X, verbose=0)
+
+
+def built_before_the_distribution():
+    predict_with(model(), kd.DataParallel())
+
+
+def built_under_another_distribution():
+    with sharded_by(kernel=(None, "model")).scope():
+        made = model()
+    predict_with(made, sharded_by(kernel=("model", None)))
+
+
+def rules_changed_after_the_model_was_created():
+    warnings.simplefilter("ignore", kd.LayoutMapWarning)
+    distribution = sharded_by()
+    with distribution.scope():
+        made = model()
+    distribution._layout_map[".*dense/kernel"] = (None, "model")
+    predict_with(made, distribution)
+
+
+def predicted_outside_of_the_scope():
+    with kd.DataParallel().scope():
+        made = model()
+    made.predict(X, verbose=0)
+
+
+def deferred_value_used():
+    with kd.deferred():
+        made = model()
+    made.get_weights()
+
+
+def unknown_keras(name, parameters):
+    try:
+        Patch(keras.saving, name, parameters, None, "files are written twice", "", None).check_signature()
+    except ValueError as error:
+        raise ValueError(str(error).replace(keras.__version__, "9.0")) from None
+
+
+def another_backend():
+    with mock.patch.object(keras.config, "backend", return_value="torch"):
+        internals._require_jax_backend()
+
+
+CASES = {
+    "a Keras whose function takes other parameters": lambda: unknown_keras("get_registered_name", ("name",)),
+    "a Keras without the function": lambda: unknown_keras("write_twice", ("path",)),
+    "another backend than JAX": another_backend,
+    "not a distribution": lambda: kd.set_distribution("data"),
+    "a batch axis that the mesh does not have": lambda: kd.ModelParallel(
+        layout_map=kd.LayoutMap(kd.create_device_mesh("data:2,model:4")), batch_dim_name="batch"
+    ),
+    "a rule that does not fit a variable": lambda: predict_with(
+        kd.redistribute(model(), sharded_by(kernel=(None, "model", None))), None
+    ),
+    "axes of a tensor without a distribution": lambda: kd.distribute_tensor(X, ("data", None)),
+    "a model that was built before the distribution was set": built_before_the_distribution,
+    "a model that was built under another distribution": built_under_another_distribution,
+    "a model whose rules changed after it was created": rules_changed_after_the_model_was_created,
+    "a model that runs outside of its distribution's scope": predicted_outside_of_the_scope,
+    "redistribute, a variable": lambda: kd.redistribute(keras.Variable(X, name="table")),
+    "redistribute, to a layout map": lambda: kd.redistribute(model(), kd.LayoutMap(None)),
+    "the value of a deferred variable": deferred_value_used,
+}
