@@ -108,7 +108,7 @@ def _hardware(step: Step) -> Hardware | None:
 
 def _exact_fields(step: Step) -> dict[str, Any]:
     """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
-    chip, variables = _hardware(step), _variables(step)
+    chip, variables, names = _hardware(step), _variables(step), step.distribution.batch_dim_name
     state = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
     return {
         "model": step.model.name,
@@ -117,7 +117,7 @@ def _exact_fields(step: Step) -> dict[str, Any]:
         "mesh": step.distribution.device_mesh,
         "distribution": repr(step.distribution),
         "batch": jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
-        "batch_axes": axis_tuple(step.distribution.batch_dim_name),
+        "batch_axes": axis_tuple(names if isinstance(names, str | None) else tuple(names)),
         "variables": variables,
         "memory": Memory(
             **state,
@@ -222,8 +222,8 @@ def _require_depths(build_model: Any, depth: Any, compile_depths: Any) -> None:
             f"With depth={depth!r}, build_model must be a function of the number of blocks, but got {build_model!r} "
             f"({type(build_model).__name__}). {advice}"
         )
+    signature = inspect.signature(build_model)
     try:
-        signature = inspect.signature(build_model)
         signature.bind(1)
     except TypeError:
         name = getattr(build_model, "__name__", repr(build_model))
@@ -231,8 +231,6 @@ def _require_depths(build_model: Any, depth: Any, compile_depths: Any) -> None:
             f"With depth={depth!r}, build_model is called with the number of blocks, but {name}{signature} does not "
             f"accept one argument. {advice}"
         ) from None
-    except ValueError:
-        pass  # a callable without a signature, such as some builtins
     counts = [*compile_depths, depth] if isinstance(compile_depths, (tuple, list)) else []
     if len(counts) != 3 or not all(isinstance(n, int) and n > 0 for n in counts) or sorted(set(counts)) != counts:
         raise ValueError(

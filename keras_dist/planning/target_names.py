@@ -83,14 +83,15 @@ def _suggestion(name: str) -> str:
     text = re.sub(r"^(\d+)\s*x\s*([a-z].*)$", r"\2:\1", text)  # "8xH100"
     names = {known.lower(): known for known in hardware}
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    match = re.fullmatch(rf"({longest_first})[\s_:x*-]*((?:\d+x){{0,2}}\d+)?", text)
-    if match is None:
-        chip, _, shape = text.partition(":")
-        near = difflib.get_close_matches(chip, names, 1)
-        match = near and [None, near[0], shape if re.fullmatch(r"(\d+x){0,2}\d+", shape) else None]
-    if not match:
-        return ""
-    entry = hardware[names[match[1]]]
+    if match := re.fullmatch(rf"({longest_first})[\s_:x*-]*((?:\d+x){{0,2}}\d+)?", text):
+        chip, shape = match[1], match[2]
+    else:
+        wrong, _, shape = text.partition(":")
+        chip = next(iter(difflib.get_close_matches(wrong, names, 1)), None)
+        if chip is None:
+            return ""
+    entry = hardware[names[chip]]
     generation = tpu_generation_of(entry.device_kind)
-    example = "8" if generation is None else "4x4" if generation.is_2d else "2x2x2"
-    return f"Did you mean '{entry.name}:{match[2] or example}'?"
+    if not re.fullmatch(r"(\d+x){0,2}\d+", shape or ""):
+        shape = "8" if generation is None else "4x4" if generation.is_2d else "2x2x2"
+    return f"Did you mean '{entry.name}:{shape}'?"
