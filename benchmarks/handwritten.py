@@ -1,7 +1,7 @@
-"""One train step of a GPT in plain JAX under eight parallel strategies: the yardstick for a distribution library.
+"""One train step of a GPT in plain JAX under eight parallel strategies, as a reference for distribution libraries.
 
-The model is a Keras one, operation for operation (`mixed_bfloat16`: float32 weights and Adam, bfloat16 compute). Every
-strategy is the same program for one device inside `jax.shard_map` with its collectives written out, so that no
+The model computes what a Keras one does, operation for operation (`mixed_bfloat16`: float32 weights and Adam, bfloat16
+compute). Every strategy is the same per-device program inside `jax.shard_map`, with its collectives written out: no
 partitioner decides what is sent.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/handwritten.py [--target h100:8] [name ...]
@@ -28,7 +28,7 @@ STATE = "weights", "momentums", "velocities"
 
 @dataclass(frozen=True)
 class Gpt:
-    """Sizes of a decoder-only, pre-norm GPT with learned positions and an untied head; rows are those of a part."""
+    """Sizes of a decoder-only, pre-norm GPT with learned positions and an untied head; `rows` per batch shard."""
 
     vocabulary: int = 16384
     width: int = 1024
@@ -42,60 +42,61 @@ class Gpt:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which mesh axis splits what.
+    """Which mesh axis shards what.
 
     Attributes:
         mesh: sizes of the mesh axes, outermost first.
-        rows: axes that split the rows of the batch.
-        kernels: the axis that splits the rows of kernels, which are gathered when they are used (FSDP).
-        regathers: whether blocks drop gathered kernels after the forward pass and gather them again for the backward.
-        slots: the axis that splits Adam's slots of kernels which themselves are whole (ZeRO-1).
-        model: the axis that splits heads, hidden units and vocabulary (Megatron).
-        splits_length: whether activations between the split layers are split by position (sequence parallelism).
+        batch_axes: the axes that shard the batch.
+        fsdp_axis: the axis that shards the rows of kernels, which are gathered when they are used (FSDP).
+        reshards_after_forward: whether blocks free gathered kernels after the forward pass and gather them again for
+            the backward pass.
+        zero1_axis: the axis that shards Adam's state of kernels that are replicated themselves (ZeRO-1).
+        tensor_axis: the axis that shards heads, hidden units and vocabulary (Megatron).
+        sequence_parallel: whether activations between the sharded layers are sharded by position.
     """
 
     mesh: dict[str, int]
-    rows: tuple[str, ...] = ()
-    kernels: str | None = None
-    regathers: bool = False
-    slots: str | None = None
-    model: str | None = None
-    splits_length: bool = False
+    batch_axes: tuple[str, ...] = ()
+    fsdp_axis: str | None = None
+    reshards_after_forward: bool = False
+    zero1_axis: str | None = None
+    tensor_axis: str | None = None
+    sequence_parallel: bool = False
 
     def size(self, *axes: str | None) -> int:
-        """Returns how many devices some axes have together."""
+        """Returns the product of the sizes of some axes."""
         return math.prod(self.mesh[axis] for axis in axes if axis)
 
 
 STRATEGIES = {
-    "dp": Strategy({"batch": 8}, rows=("batch",)),
-    "zero1": Strategy({"batch": 8}, rows=("batch",), slots="batch"),
-    "fsdp": Strategy({"fsdp": 8}, rows=("fsdp",), kernels="fsdp"),
-    "fsdp_reshard": Strategy({"fsdp": 8}, rows=("fsdp",), kernels="fsdp", regathers=True),
-    "hsdp": Strategy({"replica": 2, "shard": 4}, rows=("replica", "shard"), kernels="shard"),
-    "tp": Strategy({"model": 8}, model="model"),
-    "tp_sp": Strategy({"model": 8}, model="model", splits_length=True),
-    "fsdp_tp": Strategy({"fsdp": 4, "model": 2}, rows=("fsdp",), kernels="fsdp", model="model"),
+    "dp": Strategy({"batch": 8}, batch_axes=("batch",)),
+    "zero1": Strategy({"batch": 8}, batch_axes=("batch",), zero1_axis="batch"),
+    "fsdp": Strategy({"fsdp": 8}, batch_axes=("fsdp",), fsdp_axis="fsdp"),
+    "fsdp_reshard": Strategy({"fsdp": 8}, batch_axes=("fsdp",), fsdp_axis="fsdp", reshards_after_forward=True),
+    "hsdp": Strategy({"replica": 2, "shard": 4}, batch_axes=("replica", "shard"), fsdp_axis="shard"),
+    "tp": Strategy({"model": 8}, tensor_axis="model"),
+    "tp_sp": Strategy({"model": 8}, tensor_axis="model", sequence_parallel=True),
+    "fsdp_tp": Strategy({"fsdp": 4, "model": 2}, batch_axes=("fsdp",), fsdp_axis="fsdp", tensor_axis="model"),
 }
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A weight: its shape, the dim that tensor parallelism splits, and whether it is large: no bias, no norm."""
+    """A weight: its shape, the dim that tensor parallelism shards, and whether it is a kernel (not a bias or norm)."""
 
     shape: tuple[int, ...]
     model_dim: int | None = None
     is_kernel: bool = True
 
-    def part(self, strategy: Strategy, axis: str | None) -> P:
-        """Returns the layout of the weight with dim 0 of kernels split over `axis`, besides tensor parallelism."""
-        entries = [strategy.model if dim == self.model_dim else None for dim in range(len(self.shape))]
+    def partition_spec(self, strategy: Strategy, axis: str | None) -> P:
+        """Returns the layout of the weight: tensor parallelism, and dim 0 of kernels over `axis`."""
+        entries = [strategy.tensor_axis if dim == self.model_dim else None for dim in range(len(self.shape))]
         if axis and self.is_kernel:
-            entries[0] = (strategy.model, axis) if entries[0] else axis
+            entries[0] = (strategy.tensor_axis, axis) if entries[0] else axis
         return P(*entries)
 
     def flat(self, array):
-        """Returns a weight as a matrix or a vector: of kernels with 3 dims XLA:TPU scatters only some."""
+        """Returns a weight as a matrix or a vector: XLA:TPU does not reduce-scatter all kernels with 3 dims."""
         if not self.is_kernel:
             return array.ravel()
         return array.reshape(-1, array.shape[-1]) if self.model_dim == 0 else array.reshape(array.shape[0], -1)
@@ -104,13 +105,13 @@ class Parameter:
 def parameters(model: Gpt) -> dict[str, Parameter]:
     """Returns the weights of a model by name.
 
-    Embeddings are split by width, not by vocabulary: to gather activations costs half of what their sum costs.
+    Embeddings are sharded by width, not by vocabulary: to gather activations costs half of what an all-reduce costs.
     """
     width, heads, hidden = model.width, (model.heads, model.head_size), (4 * model.width,)
-    whole = Parameter((width,), None, False)
+    replicated = Parameter((width,), None, False)
 
     def dense(name, inputs, outputs, model_dim):
-        bias = Parameter(outputs, 0, False) if model_dim else whole
+        bias = Parameter(outputs, 0, False) if model_dim else replicated
         return {f"{name}/kernel": Parameter((*inputs, *outputs), model_dim), f"{name}/bias": bias}
 
     found = {"embedding": Parameter((model.vocabulary, width), 1), "position": Parameter((model.length, width), 1)}
@@ -119,8 +120,8 @@ def parameters(model: Gpt) -> dict[str, Parameter]:
             found |= dense(f"{block}/{name}", (width,), heads, 1)
         found |= dense(f"{block}/output", heads, (width,), 0)
         found |= dense(f"{block}/up", (width,), hidden, 1) | dense(f"{block}/down", hidden, (width,), 0)
-        found |= {f"{block}/{norm}/{name}": whole for norm in ("norm1", "norm2") for name in ("gamma", "beta")}
-    found |= {"norm/gamma": whole, "norm/beta": whole}
+        found |= {f"{block}/{norm}/{name}": replicated for norm in ("norm1", "norm2") for name in ("gamma", "beta")}
+    found |= {"norm/gamma": replicated, "norm/beta": replicated}
     return found | dense("head", (width,), (model.vocabulary,), 1)
 
 
@@ -134,24 +135,24 @@ def dtype_of(name: str, model: Gpt) -> str:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def enter_model(x, axis):
-    """Megatron's f: activations that all devices have enter a layer that is split; their gradients are summed."""
+    """Megatron's f: replicated activations enter a sharded layer; their gradients are all-reduced."""
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def leave_model(x, axis):
-    """Megatron's g: sums what the devices computed; all of them have the gradient."""
+    """Megatron's g: all-reduces the partial results of a sharded layer; their gradient is replicated."""
     return lax.psum(x, axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_width(x, axis):
-    """Gathers the last dim; all devices have the gradient, of which each keeps its part."""
+    """Gathers the last dim; its gradient is replicated, and each device keeps its shard."""
     return lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
 
 
-def own_part(x, axis, dim):
-    """Returns the part of a dim that belongs to this device."""
+def local_shard(x, axis, dim):
+    """Returns this device's shard of a replicated tensor, along one dim."""
     size = x.shape[dim] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
@@ -160,31 +161,31 @@ enter_model.defvjp(lambda x, axis: (x, None), lambda axis, _, gradient: (lax.psu
 leave_model.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, gradient: (gradient,))
 gather_width.defvjp(
     lambda x, axis: (gather_width(x, axis), None),
-    lambda axis, _, gradient: (own_part(gradient, axis, gradient.ndim - 1),),
+    lambda axis, _, gradient: (local_shard(gradient, axis, gradient.ndim - 1),),
 )
 
 
 def gather(kernel, axis):
-    """Gathers the rows of a matrix that a mesh axis splits; their gradients are scattered.
+    """Gathers the rows of a sharded matrix; their gradients are reduce-scattered.
 
-    Along a dim of its own: where XLA:TPU lays a matrix out by columns it cannot scatter rows, and all-reduces them.
+    It gathers along a new dim, because XLA:TPU cannot reduce-scatter the rows of a matrix that it stores by columns.
     """
     return lax.all_gather(kernel, axis).reshape(-1, kernel.shape[-1])
 
 
 def scatter(gradient, axis):
-    """Sums a matrix over a mesh axis, of which each device keeps some rows."""
+    """Reduce-scatters the rows of a matrix over a mesh axis."""
     return lax.psum_scatter(gradient.reshape(lax.axis_size(axis), -1, gradient.shape[-1]), axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def regathered_matmul(x, kernel, axis):
-    """Multiplies by a matrix whose rows a mesh axis splits, which is gathered again in the backward pass."""
+    """Multiplies by a matrix with sharded rows, and gathers it again in the backward pass."""
     return x @ gather(kernel, axis)
 
 
 def _regathered_matmul_backward(axis, saved, gradient):
-    # The barrier keeps the second gather apart from the first one, and waits for the gradient.
+    # The barrier keeps the second gather separate from the first one, and after the gradient.
     x, kernel, gradient = lax.optimization_barrier((*saved, gradient))
     return jax.vjp(lambda x, kernel: x @ gather(kernel, axis), x, kernel)[1](gradient)
 
@@ -193,23 +194,23 @@ regathered_matmul.defvjp(lambda x, kernel, axis: (x @ gather(kernel, axis), (x, 
 
 
 def moves_of(strategy: Strategy) -> SimpleNamespace:
-    """Returns how activations enter and leave layers that are split, and how kernels are used."""
-    axis, same = strategy.model, lambda x: x
+    """Returns how activations enter and leave sharded layers, and how kernels are used."""
+    axis, same = strategy.tensor_axis, lambda x: x
     moves = SimpleNamespace(embedded=same, enter=same, leave=same, gather=same, matmul=jnp.matmul)
-    if axis and strategy.splits_length:
-        # From a part of the width of all positions to all the width of a part of the positions.
+    if axis and strategy.sequence_parallel:
+        # From a shard of the width of all positions to the full width of a shard of the positions.
         moves.embedded = lambda x: lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
-        moves.enter = lambda x: lax.all_gather(x, axis, axis=1, tiled=True)  # its gradient is scattered
+        moves.enter = lambda x: lax.all_gather(x, axis, axis=1, tiled=True)  # its gradient is reduce-scattered
         moves.leave = lambda x: lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)  # its gradient is gathered
     elif axis:
         moves.embedded = lambda x: gather_width(x, axis)
         moves.enter = lambda x: enter_model(x, axis)
         moves.leave = lambda x: leave_model(x, axis)
-    if strategy.kernels:
-        moves.gather = lambda kernel: gather(kernel, strategy.kernels)
-        moves.matmul = lambda x, kernel: x @ gather(kernel, strategy.kernels)
-    if strategy.regathers:
-        moves.matmul = lambda x, kernel: regathered_matmul(x, kernel, strategy.kernels)
+    if strategy.fsdp_axis:
+        moves.gather = lambda kernel: gather(kernel, strategy.fsdp_axis)
+        moves.matmul = lambda x, kernel: x @ gather(kernel, strategy.fsdp_axis)
+    if strategy.reshards_after_forward:
+        moves.matmul = lambda x, kernel: regathered_matmul(x, kernel, strategy.fsdp_axis)
     return moves
 
 
@@ -242,11 +243,13 @@ def apply_block(x, weights, moves, head_size):
 
 
 def cross_entropy(logits, targets, axis):
-    """Returns the cross entropy of each position, of logits that may be split by vocabulary over a mesh axis."""
+    """Returns the cross entropy of each position, of logits that may be sharded by vocabulary over an axis."""
     logits = logits.astype(jnp.float32)
     largest = total = lambda x: x
     if axis:
-        targets = targets - lax.axis_index(axis) * logits.shape[-1]  # elsewhere out of range, and one_hot is zero
+        targets = (
+            targets - lax.axis_index(axis) * logits.shape[-1]
+        )  # out of range on other devices, where one_hot is zero
         largest, total = (lambda x: lax.pmax(x, axis)), (lambda x: leave_model(x, axis))
     logits = logits - largest(lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     right = jnp.sum(jax.nn.one_hot(targets, logits.shape[-1]) * logits, axis=-1)
@@ -254,7 +257,7 @@ def cross_entropy(logits, targets, axis):
 
 
 def local_loss(weights, tokens, targets, model: Gpt, strategy: Strategy):
-    """Returns what the rows of one device add to the mean loss."""
+    """Returns what the rows of one device contribute to the mean loss."""
     moves = moves_of(strategy)
     x = jnp.take(moves.gather(weights["embedding"]), tokens, axis=0) + moves.gather(weights["position"])
     x = moves.embedded(x)
@@ -263,8 +266,12 @@ def local_loss(weights, tokens, targets, model: Gpt, strategy: Strategy):
         of_block = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         x = apply_block(x, of_block, moves, model.head_size)
     x = moves.enter(layer_norm(x, weights["norm/gamma"], weights["norm/beta"]))
-    logits = x @ moves.gather(weights["head/kernel"]) + weights["head/bias"]  # its backward comes next: kept
-    return jnp.sum(cross_entropy(logits, targets, strategy.model)) / (targets.size * strategy.size(*strategy.rows))
+    logits = (
+        x @ moves.gather(weights["head/kernel"]) + weights["head/bias"]
+    )  # not gathered again: its backward pass comes next
+    return jnp.sum(cross_entropy(logits, targets, strategy.tensor_axis)) / (
+        targets.size * strategy.size(*strategy.batch_axes)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- the step
@@ -280,32 +287,34 @@ def adam(weight, momentum, velocity, gradient, count):
 
 
 def local_step(state, batch, model: Gpt, strategy: Strategy):
-    """The whole train step of one device: returns the loss and the new state."""
+    """Runs the train step of one device; returns the loss and the new state."""
     split = parameters(model)
     old = {name: [split[name].flat(state[part][name]) for part in STATE] for name in split}
-    # With respect to the bfloat16 weights, so that gradients are summed in bfloat16.
+    # Gradients with respect to the bfloat16 weights, so that they are summed in bfloat16.
     weights = {name: weight.astype(dtype_of(name, model)) for name, (weight, _, _) in old.items()}
     loss, gradients = jax.value_and_grad(local_loss)(weights, *batch, model, strategy)
     count, new = state["count"] + 1, {part: {} for part in STATE}
     update = functools.partial(adam, count=count.astype(jnp.float32))
     for name, parameter in split.items():
-        (weight, *slots), gradient, axes = old[name], gradients[name], strategy.rows
-        if strategy.splits_length and parameter.model_dim is None:
-            axes = (*axes, strategy.model)  # each device has seen other positions
-        if parameter.is_kernel and strategy.kernels:
-            axes = tuple(axis for axis in axes if axis != strategy.kernels)  # scattered already
-        if parameter.is_kernel and strategy.slots:
-            part, *slots = update(own_part(weight, strategy.slots, 0), *slots, scatter(gradient, strategy.slots))
-            updated = gather(part, strategy.slots), *slots
+        (weight, *moments), gradient, axes = old[name], gradients[name], strategy.batch_axes
+        if strategy.sequence_parallel and parameter.model_dim is None:
+            axes = (*axes, strategy.tensor_axis)  # each device has other positions
+        if parameter.is_kernel and strategy.fsdp_axis:
+            axes = tuple(axis for axis in axes if axis != strategy.fsdp_axis)  # reduce-scattered already
+        if parameter.is_kernel and strategy.zero1_axis:
+            shard, *moments = update(
+                local_shard(weight, strategy.zero1_axis, 0), *moments, scatter(gradient, strategy.zero1_axis)
+            )
+            updated = gather(shard, strategy.zero1_axis), *moments
         else:
-            updated = update(weight, *slots, lax.psum(gradient, axes) if axes else gradient)
+            updated = update(weight, *moments, lax.psum(gradient, axes) if axes else gradient)
         for part, value in zip(STATE, updated, strict=True):
             new[part][name] = value.reshape(state[part][name].shape)
-    return lax.psum(loss, strategy.rows) if strategy.rows else loss, {**new, "count": count}
+    return lax.psum(loss, strategy.batch_axes) if strategy.batch_axes else loss, {**new, "count": count}
 
 
 def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
-    """Returns a train step and what it takes: `jitted.lower(state_specs, batch_specs).compile()`.
+    """Returns a train step and its arguments: `jitted.lower(state_specs, batch_specs).compile()`.
 
     Args:
         strategy: one of `STRATEGIES`, or its name.
@@ -313,8 +322,8 @@ def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
         model: the sizes of the model.
 
     Returns:
-        The jitted function of a state, which it consumes, and a batch, which returns a loss and the new state; and the
-        shapes, dtypes and shardings of state and batch.
+        The jitted function, which takes a state (donated) and a batch and returns the loss and the new state, and the
+        shapes, dtypes and shardings of both arguments.
     """
     strategy = STRATEGIES[strategy] if isinstance(strategy, str) else strategy
     mesh = Mesh(np.array(devices).reshape(tuple(strategy.mesh.values())), tuple(strategy.mesh))
@@ -324,12 +333,12 @@ def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
 
     def specs(axis):
         split = parameters(model).items()
-        return {name: spec(each.shape, jnp.float32, each.part(strategy, axis)) for name, each in split}
+        return {name: spec(each.shape, jnp.float32, each.partition_spec(strategy, axis)) for name, each in split}
 
-    slots, rows = specs(strategy.kernels or strategy.slots), model.rows * strategy.size(*strategy.rows)
-    state = {"weights": specs(strategy.kernels), "momentums": slots, "velocities": slots}
+    moments, rows = specs(strategy.fsdp_axis or strategy.zero1_axis), model.rows * strategy.size(*strategy.batch_axes)
+    state = {"weights": specs(strategy.fsdp_axis), "momentums": moments, "velocities": moments}
     state["count"] = spec((), jnp.int32, P())
-    batch = (spec((rows, model.length), jnp.int32, P(strategy.rows or None, None)),) * 2
+    batch = (spec((rows, model.length), jnp.int32, P(strategy.batch_axes or None, None)),) * 2
     parts = jax.tree.map(lambda leaf: leaf.sharding.spec, (state, batch))
     function = functools.partial(local_step, model=model, strategy=strategy)
     function = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=(P(), parts[0]), check_vma=False)
@@ -337,36 +346,42 @@ def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
 
 
 def floor(strategy: str, model: Gpt = Gpt()) -> float:
-    """Returns the bytes that one device must send in a step, by the ring formulas."""
+    """Returns a lower bound of the bytes that one device sends in a step, by the ring formulas."""
     plan, item, split = STRATEGIES[strategy], jnp.dtype(model.dtype).itemsize, parameters(model)
-    held = {n: math.prod(p.shape) // (1 if p.model_dim is None else plan.size(plan.model)) for n, p in split.items()}
+    held = {
+        n: math.prod(p.shape) // (1 if p.model_dim is None else plan.size(plan.tensor_axis)) for n, p in split.items()
+    }
     kernels = sum(size for name, size in held.items() if split[name].is_kernel)
     blocks = sum(size for name, size in held.items() if split[name].is_kernel and name.startswith("block"))
     small = {n: size * jnp.dtype(dtype_of(n, model)).itemsize for n, size in held.items() if not split[n].is_kernel}
-    whole = sum(size for name, size in small.items() if split[name].model_dim is None)
+    replicated = sum(size for name, size in small.items() if split[name].model_dim is None)
 
     def share(*axes):
         return 1 - 1 / plan.size(*axes)
 
-    number = 2 * share(*plan.rows) * sum(small.values())  # biases and norms: all-reduce
-    if plan.kernels:
-        number += 2 * share(plan.kernels) * item * kernels  # all-gather, reduce-scatter of gradients
-        number += 2 * share(*set(plan.rows) - {plan.kernels}) * item * kernels / plan.size(plan.kernels)  # all-reduce
-        # The backward pass needs no embeddings, and it starts with the head, which is still there.
-        number += share(plan.kernels) * item * blocks if plan.regathers else 0
-    elif plan.slots:
-        number += share(plan.slots) * (item + 4) * kernels  # reduce-scatter of gradients, all-gather of new weights
+    number = 2 * share(*plan.batch_axes) * sum(small.values())  # biases and norms: all-reduce
+    if plan.fsdp_axis:
+        number += 2 * share(plan.fsdp_axis) * item * kernels  # all-gather, reduce-scatter of gradients
+        number += (
+            2 * share(*set(plan.batch_axes) - {plan.fsdp_axis}) * item * kernels / plan.size(plan.fsdp_axis)
+        )  # all-reduce
+        # The backward pass needs no embeddings, and starts with the head, which is still gathered.
+        number += share(plan.fsdp_axis) * item * blocks if plan.reshards_after_forward else 0
+    elif plan.zero1_axis:
+        number += (
+            share(plan.zero1_axis) * (item + 4) * kernels
+        )  # reduce-scatter of gradients, all-gather of new weights
     else:
-        number += 2 * share(*plan.rows) * item * kernels  # all-reduce of gradients
-    if plan.model:
+        number += 2 * share(*plan.batch_axes) * item * kernels  # all-reduce of gradients
+    if plan.tensor_axis:
         tokens = model.rows * model.length
-        # Four all-reduces of activations a block, or what sends as much, and one of the gradient that leaves the head.
-        # Embeddings split by width: one gather, or two all-to-alls of parts. (By vocabulary: one all-reduce more.)
-        embedded = 2 / plan.size(plan.model) if plan.splits_length else 1
-        number += ((4 * model.blocks + 1) * 2 + embedded) * share(plan.model) * item * tokens * model.width
-        # Of the loss: all-reduces of the maximum, of the sum of exponentials, and of the logit of the target.
-        number += 3 * 2 * share(plan.model) * 4 * tokens
-        number += 2 * share(plan.model) * whole if plan.splits_length else 0
+        # Four all-reduces of activations per block, or an equivalent, and one of the gradient from the head.
+        # Embeddings sharded by width: one all-gather, or two all-to-alls. (By vocabulary: one all-reduce more.)
+        embedded = 2 / plan.size(plan.tensor_axis) if plan.sequence_parallel else 1
+        number += ((4 * model.blocks + 1) * 2 + embedded) * share(plan.tensor_axis) * item * tokens * model.width
+        # The loss: all-reduces of the maximum, of the sum of exponentials, and of the target's logit.
+        number += 3 * 2 * share(plan.tensor_axis) * 4 * tokens
+        number += 2 * share(plan.tensor_axis) * replicated if plan.sequence_parallel else 0
     return number
 
 

@@ -1,13 +1,13 @@
-"""What each strategy sends and holds, over the least that it can: Keras under keras_dist, and hand-written JAX.
+"""Bytes sent and memory of each strategy, relative to their lower bounds: keras_dist and hand-written JAX.
 
-One transformer of 4 blocks, width 1,024, 4,096 tokens on a device, bfloat16 compute and float32 Adam, for eight devices
-that need not be attached. The hand-written program (`handwritten.py`) is the same model in `jax.shard_map`, with its
-collectives written out. Both are compiled in one run, and one reader reads both compiled modules.
+One transformer with 4 blocks of width 1,024, 4,096 tokens per device, bfloat16 compute and float32 Adam, for eight
+devices that need not be attached. The hand-written program (`handwritten.py`) is the same model in `jax.shard_map`,
+with its collectives written out. One run compiles both and reads both compiled modules in the same way.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
 
-`--check` runs a small model instead: the hand-written step under each strategy, on eight simulated devices, against
-Keras on one. No compiler for other hardware is needed.
+`--check` needs no compiler for other hardware: it runs the hand-written step of a small model under each strategy on
+eight simulated devices, and compares its losses with those of Keras on one device.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dist as kd
@@ -45,7 +45,7 @@ class Positions(layers.Layer):
 
 
 def build(sizes: handwritten.Gpt) -> keras.Model:
-    """Returns the model of `handwritten.py` in Keras, compiled."""
+    """Returns the model of `handwritten.py` as a compiled Keras model."""
     tokens = keras.Input((sizes.length,), dtype="int32")
     x = layers.Embedding(sizes.vocabulary, sizes.width, name="embedding")(tokens)
     x = Positions(name="position")(x)
@@ -76,11 +76,13 @@ def distribution(strategy: str, devices, builder) -> kd.Distribution:
     return kd.ModelParallel(layout_map=rules)
 
 
-def least_state(strategy: str, parameters: int) -> float:
-    """Returns the least bytes of weights and Adam's slots on one device."""
+def state_floor(strategy: str, parameters: int) -> float:
+    """Returns a lower bound of the bytes of weights and of Adam's state on one device."""
     plan = handwritten.STRATEGIES[strategy]
-    parts = plan.size(plan.kernels, plan.model)
-    return 4 * parameters / parts + 8 * parameters / (plan.size(plan.slots) if plan.slots else parts)
+    num_shards = plan.size(plan.fsdp_axis, plan.tensor_axis)
+    return 4 * parameters / num_shards + 8 * parameters / (
+        plan.size(plan.zero1_axis) if plan.zero1_axis else num_shards
+    )
 
 
 def count(collectives, kind: str) -> int:
@@ -96,7 +98,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
     by_hand, memory = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh), compiled.memory_analysis()
     tokens = batch[0]
     plan = kd.plan(builder, distribution(strategy, devices, builder), (tokens, tokens))
-    floor, held = handwritten.floor(strategy, sizes), least_state(strategy, plan.parameters)
+    floor, held = handwritten.floor(strategy, sizes), state_floor(strategy, plan.parameters)
     cells = [
         target,
         strategy,
@@ -112,10 +114,10 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
 
 
 def check(names, steps: int = 5) -> None:
-    """Prints how far the losses of the hand-written step are from those of Keras on one device.
+    """Compares the losses of the hand-written step with those of Keras on one device.
 
     Raises:
-        AssertionError: further than float32 adds up differently.
+        AssertionError: they differ by more than rounding errors.
     """
     sizes = handwritten.Gpt(vocabulary=64, width=64, length=16, blocks=2, heads=8, head_size=8, dtype="float32")
     generator = np.random.default_rng(0)
@@ -126,7 +128,7 @@ def check(names, steps: int = 5) -> None:
         model = build(sizes)
         weights = {weight.path: weight.numpy() for weight in model.weights if "seed" not in weight.path}
         function, state, batch = handwritten.step(name, jax.devices(), sizes)
-        rows = batch[0].shape[0]  # under tensor parallelism the rows are those of one device
+        rows = batch[0].shape[0]  # tensor parallelism does not shard the batch
         expected = [float(model.train_on_batch(tokens[:rows], targets[:rows])) for _ in range(steps)]
         values = dict(zip(handwritten.parameters(sizes), map(weights.__getitem__, paths(sizes)), strict=True))
         state = jax.tree.map(lambda spec: jax.device_put(np.zeros(spec.shape, spec.dtype), spec.sharding), state)
@@ -157,12 +159,12 @@ def paths(sizes: handwritten.Gpt):
 
 
 def main():
-    """Prints a table of all strategies, or of those asked for, on one target or all whose compiler is installed."""
+    """Prints a table of all strategies, or of those passed, on one target or on all whose compiler is installed."""
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("strategies", nargs="*", help=f"of {', '.join(handwritten.STRATEGIES)}")
+    arguments.add_argument("strategies", nargs="*", help=f"some of {', '.join(handwritten.STRATEGIES)}")
     arguments.add_argument("--target", action="append", default=[], help="for example h100:8 or v5e:2x4")
     arguments.add_argument("--blocks", type=int, default=4)
-    arguments.add_argument("--check", action="store_true", help="compares numbers on simulated devices")
+    arguments.add_argument("--check", action="store_true", help="compare losses on simulated devices")
     asked = arguments.parse_args()
     if asked.check:
         check(asked.strategies or handwritten.STRATEGIES)

@@ -1,9 +1,9 @@
-"""One transformer under seven strategies: the same losses, and what each one holds and sends.
+"""One transformer under seven strategies: equal losses, and the memory and traffic of each.
 
-First a small transformer learns to write Python, from the source of Python's own library, on eight simulated devices:
-once on one device, once under each strategy, with the same losses. Then a larger one is planned under each strategy for
-hardware that need not be there: without arguments for eight H100s and eight TPU v5e, as far as their compilers are
-installed, else for the simulated devices (where bfloat16 travels as float32, and is all-reduced in place of scattered).
+First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
+once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy for
+hardware that is not attached. By default that is eight H100s and eight TPU v5e chips, if their compilers are installed,
+otherwise the simulated devices (XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters).
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/strategies.py [target ...]
 """
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing of this runs on an accelerator
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dist as kd
@@ -31,7 +31,7 @@ LENGTH = 64
 
 
 def transformer(blocks: int, width: int, length: int = LENGTH, vocabulary: int = 256) -> keras.Model:
-    """Returns a compiled language model; nothing in it knows of a distribution."""
+    """Returns a compiled language model. Nothing in it depends on a distribution."""
     tokens = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width, name="embedding")(tokens)
     for number in range(blocks):
@@ -48,7 +48,7 @@ def transformer(blocks: int, width: int, length: int = LENGTH, vocabulary: int =
 
 
 def strategies(build, devices=None) -> dict:
-    """Returns a function for each strategy that makes its distribution, on all devices or on those given."""
+    """Returns for each strategy a function that creates its distribution, on all devices or on those passed."""
 
     def mesh(axes: str):
         return kd.create_device_mesh(axes, devices=devices)
@@ -57,32 +57,32 @@ def strategies(build, devices=None) -> dict:
         return kd.tensor_parallel_layout_map(build, mesh(axes), sequence_parallel=sequence_parallel)
 
     return {
-        # Every device holds everything; gradients are summed.
+        # Every device stores everything; gradients are all-reduced.
         "DP": lambda: kd.DataParallel(mesh("data:8")),
-        # ... but the optimizer's state, of which each device holds and updates a part.
+        # As DP, but each device stores and updates a shard of the optimizer state.
         "ZeRO-1": lambda: kd.DataParallel(mesh("data:8"), shard_optimizer_state=True),
-        # Each device holds a part of everything, and layers gather their weights when they are called.
+        # Each device stores a shard of everything, and layers gather their weights when they are called.
         "FSDP": lambda: kd.FullyShardedDataParallel(mesh("fsdp:8")),
-        # The same within groups of four devices, which sum their gradients.
+        # As FSDP within groups of four devices; the groups all-reduce their gradients.
         "HSDP": lambda: kd.FullyShardedDataParallel(mesh("replica:2,fsdp:4")),
-        # Devices share each layer: some heads of each attention, some columns or rows of each kernel.
+        # Each device computes some heads of each attention, and some columns or rows of each kernel.
         "TP": lambda: kd.ModelParallel(layout_map=rules("data:1,model:8")),
-        # ... and between those layers some positions of each sequence.
+        # As TP, and between those layers each device computes some positions of each sequence.
         "TP + SP": lambda: kd.ModelParallel(layout_map=rules("data:1,model:8", sequence_parallel=True)),
-        # Pairs of devices share each layer, and four pairs each weight.
+        # TP within pairs of devices, FSDP across the four pairs.
         "FSDP x TP": lambda: kd.FullyShardedDataParallel(layout_map=rules("fsdp:4,model:2")),
     }
 
 
 def python_source(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sequences of bytes of Python's own library, and the bytes that come next."""
+    """Returns sequences of bytes from the standard library, and for each byte the next one."""
     text = np.frombuffer(inspect.getsource(json).encode() + inspect.getsource(inspect).encode(), np.uint8)
     starts = np.random.default_rng(0).integers(0, len(text) - LENGTH - 1, rows)
     return tuple(np.stack([text[s + shift : s + shift + LENGTH] for s in starts]).astype("int32") for shift in (0, 1))
 
 
 def losses(distribution) -> list[float]:
-    """Returns the loss of each of three epochs."""
+    """Returns the losses of three epochs."""
     kd.set_distribution(distribution)
     keras.utils.set_random_seed(0)
     x, y = python_source(128)
@@ -92,10 +92,10 @@ def losses(distribution) -> list[float]:
 
 
 def table(target: str) -> None:
-    """Prints what a train step of a larger transformer holds and sends on one device, under each strategy."""
+    """Prints memory and traffic per device of a larger transformer's train step, under each strategy."""
     on_cpu = target.startswith("cpu")
     build = functools.partial(transformer, 2 if on_cpu else 4, 256 if on_cpu else 1024, 256 if on_cpu else 1024, 4096)
-    print(f"\n{target}: bytes on one device, and bytes that it sends in a step")
+    print(f"\n{target}: memory of one device, and bytes that it sends in a step")
     print(f"{'':10} {'state':>9} {'temporaries':>11} {'sent':>9}  collectives")
     for name, make in strategies(build, kd.target(target)).items():
         distribution = make()
@@ -106,19 +106,20 @@ def table(target: str) -> None:
         for each in plan.traffic:
             kinds[each.kind] += int(each.count)
         figures = [f"{size / 2**20:.1f} MiB" for size in (plan.memory.state, plan.memory.temporaries, plan.wire_bytes)]
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        print(f"{name:10} {figures[0]:>9} {figures[1]:>11} {figures[2]:>9}  {said}")
+        collectives = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        print(f"{name:10} {figures[0]:>9} {figures[1]:>11} {figures[2]:>9}  {collectives}")
 
 
 def main():
-    alone = losses(None)
-    print("losses of three epochs on one device:", *(f"{loss:.4f}" for loss in alone))
+    expected = losses(None)
+    print("losses of three epochs on one device:", *(f"{loss:.4f}" for loss in expected))
     for name, make in strategies(functools.partial(transformer, 2, 64)).items():
         under = losses(make())
-        difference = max(abs(one - other) / one for one, other in zip(alone, under, strict=True))
+        difference = max(abs(one - other) / one for one, other in zip(expected, under, strict=True))
         print(f"{name:10} {' '.join(f'{loss:.4f}' for loss in under)}  relative difference {difference:.0e}")
-    print("\nThe rules that make it tensor parallel, found from what the model computes:")
-    print(strategies(functools.partial(transformer, 2, 64))["TP"]()._layout_map.to_source())
+    print("\nThe tensor parallel rules, derived from what the model computes:")
+    mesh = kd.create_device_mesh("data:1,model:8")
+    print(kd.tensor_parallel_layout_map(functools.partial(transformer, 2, 64), mesh).to_source())
     keras.config.set_dtype_policy("mixed_bfloat16")
     targets = sys.argv[1:]
     if not targets and importlib.util.find_spec("jax_cuda12_plugin"):

@@ -5,10 +5,11 @@
 * `data_parallel.py`: `DataParallel`, with ZeRO-1.
 * `model_parallel.py`: `ModelParallel`, sharded by the rules of a layout map.
 * `fsdp.py`: `FullyShardedDataParallel`, with HSDP.
-* `shard_dim.py`: which dim of a tensor to shard.
-* `resharding.py`: weights where layers compute with them, and their gradients.
-* `activations.py`: the inputs and outputs of layers.
+* `shard_dim.py`: which dim of a tensor to shard, if any dim would do.
+* `resharding.py`: weights in the layout that layers compute with, and their gradients.
+* `activations.py`: inputs and outputs of layers.
 * `tensor_parallel.py`: rules for tensor and sequence parallelism, derived from what a model computes.
-* `jaxpr_dims.py`: which dims of a traced program are sharded together.
-* `dim_graph.py`: those dims as nodes, and what each communicates.
+* `model_trace.py`: the traced program of a model, without values.
+* `jaxpr_dims.py`: which dims of a traced program are sharded together; start reading here, with its worked example.
+* `dim_graph.py`: those dims as nodes of a graph, and the bytes that each communicates.
 """

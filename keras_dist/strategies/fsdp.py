@@ -129,16 +129,18 @@ def _replica_and_shard_axes(
             replica_axes = (free[0],)
     axes = (*replica_axes, *shard_axes)
     for name in axes:
-        faults = {
-            f"the mesh has the axes {list(sizes)}": name not in sizes,
-            "a rule for a weight uses it": name in used,
-            "it is named twice": axes.count(name) > 1,
-        }
-        if fault := next((text for text, is_true in faults.items() if is_true), None):
-            raise ValueError(
-                f"FullyShardedDataParallel cannot use axis {name!r}: {fault}. Got shard_axis={shard_axis!r} and "
-                f"replica_axis={replica_axis!r}. Pass other axes, or neither argument."
-            )
+        if name not in sizes:
+            fault = f"the mesh has the axes {list(sizes)}"
+        elif name in used:
+            fault = "a rule for a weight uses it"
+        elif axes.count(name) > 1:
+            fault = "it is named twice"
+        else:
+            continue
+        raise ValueError(
+            f"FullyShardedDataParallel cannot use axis {name!r}: {fault}. Got shard_axis={shard_axis!r} and "
+            f"replica_axis={replica_axis!r}. Pass other axes, or neither argument."
+        )
     return replica_axes, shard_axes
 
 

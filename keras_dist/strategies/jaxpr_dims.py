@@ -12,7 +12,7 @@ Worked example: two dense layers, for an axis of size 2.
     >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 8), (8, 4), (6, 4))]
     >>> graph = read_dims(jax.make_jaxpr(mlp)(*shapes), axis_size=2, num_trained=2)
 
-The program has seven dims of inputs and intermediate results, but only four nodes:
+The program has many dims, but only four nodes:
 
 * `batch`: dim 0 of `x`, of `x @ up` and of the result;
 * `width`: dim 1 of `x` and dim 0 of `up`, which the first product contracts;
@@ -100,7 +100,8 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
     def tensor_of(variable: Any) -> _Tensor:
         if not isinstance(variable, Literal) and variable in tensors:
             return tensors[variable]
-        return _Tensor(graph.new_dims(variable.aval.shape), False)  # a literal or a constant
+        aval: Any = variable.aval  # of a literal or a constant
+        return _Tensor(graph.new_dims(aval.shape), False)
 
     for equation in jaxpr.eqns:
         outputs = _Equation(graph, equation, [tensor_of(variable) for variable in equation.invars], repeats).outputs()
@@ -111,11 +112,20 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
     return [tensor_of(variable) for variable in jaxpr.outvars]
 
 
+# Elementwise primitives that need all of some dims: functions of parameters and rank.
+_GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
+    **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
+    "sort": lambda params, _: [params["dimension"]],
+    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
+}
+
+
 class _Equation:
     """One equation of a jaxpr: unites the dims of its inputs and outputs, and records what it communicates.
 
-    A primitive has a method `visit_<name>`. One without a method is elementwise if the shapes allow it; otherwise
-    nothing is known of it, and all its inputs are gathered.
+    A primitive has a method `visit_<name>` or an entry in `_GATHERED_DIMS`. Any other is elementwise if the shapes
+    allow it; otherwise nothing is known of it, and all its inputs are gathered.
     """
 
     def __init__(self, graph: DimGraph, equation: Any, inputs: list[_Tensor], repeats: float):
@@ -127,9 +137,11 @@ class _Equation:
 
     def outputs(self) -> list[_Tensor]:
         """Returns what the equation returns."""
-        visit: Callable | None = getattr(self, f"visit_{self.equation.primitive.name}", None)
-        if visit is not None:
-            return visit()
+        name = self.equation.primitive.name
+        if hasattr(self, f"visit_{name}"):
+            return getattr(self, f"visit_{name}")()
+        if name in _GATHERED_DIMS:
+            return self._tensors(self._elementwise(_GATHERED_DIMS[name](self.params, len(self.shapes[0]))))
         inner = next((self.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in self.params), None)
         if inner is not None:
             return _read_jaxpr(self.graph, getattr(inner, "jaxpr", inner), self.inputs, self.repeats)
@@ -158,8 +170,6 @@ class _Equation:
         size = passes * self._bytes(self.equation.invars[number])
         self.graph.add_gather(node, (self.equation, number), size)
 
-    # ---------------------------------------------------------------------------------------------- elementwise
-
     def _is_elementwise(self) -> bool:
         """Whether all outputs have the rank of the inputs, scalars aside, and sizes are equal or broadcast from 1."""
         shapes = [*(shape for shape in self.shapes if shape), *self.out_shapes]
@@ -187,24 +197,6 @@ class _Equation:
                 self._gather(node, number)
         return [self.graph.new_dims(shape) for shape in self.out_shapes]
 
-    def visit_cumsum(self) -> list[_Tensor]:
-        return self._tensors(self._elementwise(gathered=[self.params["axis"]]))
-
-    visit_cumprod = visit_cummax = visit_cummin = visit_cumlogsumexp = visit_cumsum
-
-    def visit_sort(self) -> list[_Tensor]:
-        return self._tensors(self._elementwise(gathered=[self.params["dimension"]]))
-
-    def visit_fft(self) -> list[_Tensor]:
-        rank = len(self.shapes[0])
-        return self._tensors(self._elementwise(gathered=range(rank - len(self.params["fft_lengths"]), rank)))
-
-    def visit_cholesky(self) -> list[_Tensor]:
-        rank = len(self.shapes[0])
-        return self._tensors(self._elementwise(gathered=range(rank - 2, rank)))
-
-    visit_triangular_solve = visit_cholesky
-
     def visit_reduce_window(self) -> list[_Tensor]:
         window = [dim for dim, size in enumerate(self.params["window_dimensions"]) if size > 1]
         outputs = self._elementwise(gathered=window)
@@ -214,15 +206,15 @@ class _Equation:
 
     visit_reduce_window_max = visit_reduce_window_min = visit_reduce_window_sum = visit_reduce_window
 
-    def visit_convert_element_type(self) -> list[_Tensor]:
+    def _unchanged(self) -> list[_Tensor]:
         return self.inputs
+
+    visit_convert_element_type = visit_rev = _unchanged
 
     def visit_name(self) -> list[_Tensor]:
         origin = self.inputs[0].origin or self.equation.invars[0]
         self.graph.named_tensors.append(NamedTensor(self.params["name"], self.dims[0], self.shapes[0], origin))
         return self.inputs
-
-    # ---------------------------------------------------------------------------------------------- shapes
 
     def visit_transpose(self) -> list[_Tensor]:
         dims = tuple(self.dims[0][dim] for dim in self.params["permutation"])
@@ -272,9 +264,6 @@ class _Equation:
 
     visit_dynamic_slice = visit_pad = visit_split = visit_top_k = visit_slice
 
-    def visit_rev(self) -> list[_Tensor]:
-        return self.inputs
-
     def visit_dynamic_update_slice(self) -> list[_Tensor]:
         for dim, (node, updated) in enumerate(zip(self.dims[0], self.dims[1], strict=True)):
             if self.shapes[0][dim] == self.shapes[1][dim]:
@@ -297,8 +286,6 @@ class _Equation:
             for node, other in zip(dims, output[:axis] + output[axis + 1 :], strict=True):
                 self.graph.unite(node, other)
         return self._tensors([output])
-
-    # ---------------------------------------------------------------------------------------------- sums
 
     def visit_reduce_sum(self) -> list[_Tensor]:
         for dim in self.params["axes"]:
@@ -367,8 +354,6 @@ class _Equation:
             else:
                 self._gather(operand[dim])
         return self._tensors([tuple(output)])
-
-    # ---------------------------------------------------------------------------------------------- control flow
 
     def visit_scan(self) -> list[_Tensor]:
         if "ft_in" in self.params:  # JAX 0.12 and later

@@ -124,9 +124,8 @@ class _Solution(NamedTuple):
         Where two dims have one node, only the last is sharded: the recurrent kernel of a `SimpleRNN` maps a state onto
         the next one, so its rows and columns are sharded together, but an axis can shard only one of them.
         """
-        return self._only(
-            [dim for dim, node in enumerate(self.graph.find(dims)) if node in self.sharded][-1:], len(dims)
-        )
+        sharded = [dim for dim, node in enumerate(self.graph.find(dims)) if node in self.sharded]
+        return self._only(sharded[-1:], len(dims))
 
     def _only(self, sharded_dims: Sequence[int], rank: int) -> Axes:
         return tuple(self.axis if dim in sharded_dims else None for dim in range(rank))
@@ -137,20 +136,14 @@ class _Solution(NamedTuple):
         With sequence parallelism they are sharded along the sequence if they have it. Otherwise the last dim is best:
         the lookup is local, and gathering its result is the cheapest collective.
         """
-        lengths = {
-            node
-            for tensor in self.graph.named_tensors
-            if len(tensor.dims) == 3
-            for node in self.graph.find(tensor.dims[1:2])
-        }
+        lengths = {self.graph.find(t.dims)[1] for t in self.graph.named_tensors if len(t.dims) == 3}
         rules: dict[str, Axes] = {}
         for weight in self.weights:
             if weight.is_matmul_operand or weight.bytes <= MIN_SHARD_BYTES or any(self.axes_of(weight.dims)):
                 continue
             rank, nodes = len(weight.shape), self.graph.find(weight.dims)
-            dims = [dim for dim in range(rank) if nodes[dim] is not None and nodes[dim] in lengths]
-            dims = dims if sequence_parallel else []
-            dims += [dim for dim in [rank - 1] if weight.shape[dim] % self.graph.axis_size == 0]
+            dims = [dim for dim, node in enumerate(nodes) if sequence_parallel and node in lengths - {None}]
+            dims += [rank - 1] if weight.shape[-1] % self.graph.axis_size == 0 else []
             dim = dims[0] if dims else best_dim(weight.shape, [False] * rank, self.graph.axis_size)
             if dim is not None:
                 rules[weight.path] = self._only([dim], rank)
@@ -199,12 +192,11 @@ def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
     jaxpr, heads = trace_model(model, mesh, axis_size), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    weights = [
-        _Weight(
-            v.path, tuple(v.shape), _bytes(v), dims, invar in graph.matmul_operands or id(v) in heads, id(v) in heads
-        )
-        for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False)
-    ]
+    weights = []
+    for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
+        is_head = id(v) in heads
+        is_operand = is_head or invar in graph.matmul_operands
+        weights.append(_Weight(v.path, tuple(v.shape), _bytes(v), dims, is_operand, is_head))
     inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
     batch = graph.find(inputs[0])[0] if inputs else None
     batch_axes = tuple(name for name in mesh.axis_names if name != axis)
