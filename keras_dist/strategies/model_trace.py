@@ -57,17 +57,20 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> 
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
     unknown = {tensor.name: tuple(tensor.shape) for tensor in tensors if None in tensor.shape[1:]}
-    tried = f" with sizes from 0 to {_LONG_LENGTHS[-1]} for the unknown dims of its inputs {unknown}" if unknown else ""
+    tried, advice = "on its inputs", "Check that it can be trained."
+    if unknown:
+        tried = f"with sizes from 0 to {_LONG_LENGTHS[-1]} for the unknown dims of its inputs {unknown}"
+        advice = "Give it full shapes: keras.Model(inputs, model(inputs)), with a keras.Input(shape) for each input."
     raise ValueError(
-        f"Cannot trace {model.name!r}: calling it{tried} raises {type(first_error).__name__}: {_reason(first_error)} "
-        "Give it inputs of full shapes: keras.Model(inputs, model(inputs)), with a keras.Input(shape) for each input."
+        f"Cannot trace {model.name!r}: calling it {tried} raises {type(first_error).__name__}: "
+        f"{_reason(first_error)}. {advice}"
     ) from first_error
 
 
 def _reason(error: Exception | None) -> str:
     """Returns the message of an error in one line, without what Keras adds to it."""
     text = re.sub(r"\x1b\[\d+m", "", str(error)).partition("Arguments received by")[0]
-    return " ".join(text.split())[:400]
+    return " ".join(text.split())[:400].rstrip(".")
 
 
 def _candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[tuple[int, ...]]]:
