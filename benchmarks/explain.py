@@ -1,7 +1,7 @@
-"""Time to explain a deferred model of 10,000 variables under 300 rules, in seconds of CPU, and of CPU a report.
+"""CPU time of `explain` and of its report, in seconds, for a deferred model of 10,000 variables and 300 rules.
 
-Three cases: all rules match; none does, so that each needs the nearest path; and an optimizer is built, which makes it
-30,000 variables. The time to build the model is not counted.
+Either all rules match, or none does, so that `explain` searches the nearest path for each. With an optimizer the model
+has 30,000 variables. Building the model is not timed.
 
 Run: python benchmarks/explain.py
 """
@@ -20,7 +20,7 @@ NAMES = ("query", "key", "value", "output", "gate", "up", "down", "router", "nor
 
 
 class Block(keras.layers.Layer):
-    """Ten kernels."""
+    """A layer with ten kernels."""
 
     def build(self, shape=None):
         for name in NAMES:
@@ -28,7 +28,7 @@ class Block(keras.layers.Layer):
 
 
 def build(optimizer: bool) -> keras.Model:
-    """Returns a model of 30 stages of about 34 blocks, 10 variables each."""
+    """Returns a model of 30 stages with about 34 blocks each, 10 variables per block."""
     model = keras.Model(name="model")
     model.stages = []
     with kd.deferred():
@@ -44,7 +44,7 @@ def build(optimizer: bool) -> keras.Model:
 
 
 def distribution(matches: bool) -> kd.ModelParallel:
-    """Returns one with 300 rules, of which all match or none does."""
+    """Returns a distribution with 300 rules, of which all match or none does."""
     layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,model:4"))
     for number in range(RULES):
         name = NAMES[number % len(NAMES)] if matches else NAMES[number % len(NAMES)][::-1]
@@ -53,7 +53,7 @@ def distribution(matches: bool) -> kd.ModelParallel:
 
 
 def seconds(model: keras.Model, matches: bool) -> tuple[float, float]:
-    """Returns the CPU time of explaining, findings included, and of the report, in seconds."""
+    """Returns the CPU time of `explain` and of its report, in seconds."""
     chosen = distribution(matches)
     begin = time.process_time()
     coverage = kd.explain(model, chosen)

@@ -1,7 +1,7 @@
-"""Time to look up paths in a layout map: ours against `keras.distribution.LayoutMap`, with 200 rules.
+"""Time per lookup in a layout map with 200 rules, against `keras.distribution.LayoutMap`.
 
-Two cases: every path is another one (a large model, built once), and each path is asked for 100 times (the paths of
-layer outputs, asked for at every trace). Keras looks up a sample, because it takes minutes for all of them.
+Two cases: all paths differ (a large model is built once), and each path is looked up 100 times (the outputs of layers,
+in every trace). Keras looks up a sample only, because all lookups would take minutes.
 
 Run: python benchmarks/lookups.py
 """
@@ -20,7 +20,7 @@ NAMES = ("query", "key", "value", "output", "gate", "up", "down", "norm")
 
 
 def rules() -> list[tuple[str, tuple]]:
-    """Returns 200 rules that match one path each at most."""
+    """Returns 200 rules, of which at most one matches a path."""
     return [
         (f".*/stage_{i // len(NAMES)}/block_[0-9]+/.*{NAMES[i % len(NAMES)]}/kernel", (None, "model"))
         if i % 2
@@ -30,7 +30,7 @@ def rules() -> list[tuple[str, tuple]]:
 
 
 def paths(count: int) -> list[str]:
-    """Returns `count` different paths, most of which a rule matches."""
+    """Returns `count` different paths. A rule matches most of them."""
     stages = RULES // len(NAMES)
     return [
         f"model/stage_{i % stages}/block_{i // stages}/attention/{NAMES[i % len(NAMES)]}/"
@@ -39,12 +39,12 @@ def paths(count: int) -> list[str]:
     ]
 
 
-def seconds_per_lookup(layout_map, wanted: list[str]) -> float:
-    """Returns the time of a lookup, in seconds."""
+def seconds_per_lookup(layout_map, requested: list[str]) -> float:
+    """Returns the time per lookup, in seconds."""
     begin = time.perf_counter()
-    for path in wanted:
+    for path in requested:
         layout_map[path]
-    return (time.perf_counter() - begin) / len(wanted)
+    return (time.perf_counter() - begin) / len(requested)
 
 
 def main() -> None:
@@ -61,16 +61,16 @@ def main() -> None:
     ratios: dict[str, list[float]] = {case: [] for case in cases}
     ours_times: dict[str, list[float]] = {case: [] for case in cases}
     for _ in range(TURNS):
-        for case, wanted in cases.items():
-            ours = seconds_per_lookup(filled(kd.LayoutMap, mesh), wanted)
+        for case, requested in cases.items():
+            ours = seconds_per_lookup(filled(kd.LayoutMap, mesh), requested)
             plain_mesh = keras.distribution.DeviceMesh(mesh.shape, mesh.axis_names, mesh.devices)
-            theirs = seconds_per_lookup(filled(keras.distribution.LayoutMap, plain_mesh), wanted[:SAMPLE])
+            theirs = seconds_per_lookup(filled(keras.distribution.LayoutMap, plain_mesh), requested[:SAMPLE])
             ratios[case].append(theirs / ours)
             ours_times[case].append(ours)
     print(f"{LOOKUPS} lookups in {RULES} rules, {TURNS} turns, medians")
     for case in cases:
         print(
-            f"{case:15} ours {statistics.median(ours_times[case]) * 1e6:6.2f} us a lookup, "
+            f"{case:15} ours {statistics.median(ours_times[case]) * 1e6:6.2f} us per lookup, "
             f"{statistics.median(ratios[case]):6.1f} times as fast as Keras"
         )
 

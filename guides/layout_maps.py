@@ -1,8 +1,8 @@
-"""The rules of a LayoutMap: how to write them, how to check them, and what to do about each message.
+"""Layout maps: how to write rules, how to check them, and what to do about each message.
 
-For someone who trains a Keras model on several devices and has written a first map. Eight CPU devices are simulated, so
-this runs anywhere. The last part lists the messages, with what to do about each: search this file for the words of
-yours. Each is produced by the mistake that stands below its words, and the rules that mend it are tried too.
+For readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices are simulated,
+so the guide runs anywhere. Its last part lists the messages about layout maps with their fixes: search this file for
+the words of yours. Each message is produced by an actual mistake, and each fix is tried.
 
 Run: python guides/layout_maps.py
 """
@@ -26,11 +26,11 @@ from jax.sharding import PartitionSpec  # noqa: E402
 from keras import layers  # noqa: E402
 
 MESH = kd.create_device_mesh("data:2,model:4")
-COLUMNS, ROWS = (None, "model"), ("model", None)  # of a kernel: dim 0 are its inputs, dim 1 its outputs
+COLUMNS, ROWS = (None, "model"), ("model", None)  # for a kernel of shape (inputs, outputs)
 
 
 def transformer() -> keras.Model:
-    """Returns a compiled language model of two blocks; nothing in it knows of a distribution."""
+    """Returns a compiled language model with two blocks. Nothing in it refers to a distribution."""
     tokens = keras.Input((32,), dtype="int32")
     x = layers.Embedding(256, 64, name="embedding")(tokens)
     for block in ("block0", "block1"):
@@ -46,7 +46,7 @@ def transformer() -> keras.Model:
 
 
 def perceptron(*units: int, use_bias: bool = False, dropout: float = 0.0, lora_rank: int = 0) -> keras.Model:
-    """Returns a model of dense layers called dense_0, dense_1 and so on, the first of them with LoRA if it is asked."""
+    """Returns a model of dense layers named dense_0, dense_1, ..., the first one with LoRA if `lora_rank` is set."""
     x = y = keras.Input((64,))
     for number, size in enumerate(units or (64, 64)):
         y = layers.Dense(size, use_bias=use_bias, name=f"dense_{number}")(y)
@@ -57,20 +57,20 @@ def perceptron(*units: int, use_bias: bool = False, dropout: float = 0.0, lora_r
 
 
 def first_map() -> kd.LayoutMap:
-    """Returns rules that cut the layers into four parts, over the axis "model"; "data" is left to the batch.
+    """Returns rules that shard the weights over axis "model"; axis "data" shards the batch.
 
-    A key is a regex that must match the whole path of a variable, or it is a path, which wins over every regex. The
-    axes have an entry for each dim: the mesh axis that it is cut over, or None.
+    A key is a regex that must match the entire path of a variable, or the path itself, which takes precedence. The
+    axes have one entry per dim: the mesh axis that shards it, or None.
     """
     layout_map = kd.LayoutMap(MESH)
     layout_map["embedding/embeddings"] = (None, "model")
-    layout_map["block[0-9]+_attention/(query|key|value)/kernel"] = (None, "model", None)  # width, heads, size of a head
-    layout_map["block[0-9]+_attention/attention_output/kernel"] = ("model", None, None)  # heads, size of a head, width
+    layout_map["block[0-9]+_attention/(query|key|value)/kernel"] = (None, "model", None)  # width, heads, head size
+    layout_map["block[0-9]+_attention/attention_output/kernel"] = ("model", None, None)  # heads, head size, width
     layout_map["block[0-9]+_up/kernel"] = (None, "model")
     layout_map["block[0-9]+_up/bias"] = ("model",)
     layout_map["block[0-9]+_down/kernel"] = ("model", None)
     layout_map["head/kernel"] = (None, "model")
-    # A key that ends in /output is for what a layer returns, one that ends in /input for what it is called with.
+    # A key that ends in /output is for a layer's outputs, one that ends in /input for its inputs.
     layout_map["embedding/output"] = ("data", None, None)
     layout_map["block[0-9]+_up/input"] = ("data", None, None)
     return layout_map
@@ -78,28 +78,28 @@ def first_map() -> kd.LayoutMap:
 
 def writing_rules() -> None:
     print("--- 1. a first map: paths, and the rule for each of them")
-    # The third one is of a Sequential: a name that Keras gives a model by itself need not be spelled.
+    # The third path is that of a Sequential: rules need no model name that Keras generates.
     for path in ("block1_up/kernel", "block1_norm1/gamma", "sequential_3/head/kernel", "block0_up/input"):
         rule = first_map().rule(path)
         print(f"{path:25}", "no rule, replicated" if rule is None else f"{rule.pattern} {rule.layout.axes}")
 
 
 def reading_the_table() -> None:
-    """Says how each variable will lie, and why, before the model is made.
+    """Shows the layout of each variable and the reason for it, before the model is created.
 
-    Variables whose paths differ by numbers only are one row, with their number. Below the shape stands that of the part
-    on one device, at the end the bytes on one device.
+    Variables whose paths differ only in numbers share a row, with their count. Below the shape is the shape of the
+    shard on one device; the last column has the bytes on one device.
     """
     print("\n--- 2. print(kd.explain(build, distribution))")
     coverage = kd.explain(transformer, kd.ModelParallel(layout_map=first_map(), batch_dim_name="data"))
     print(coverage)
-    print("findings:", coverage.findings)  # a test of yours may assert that there are none
-    first = coverage.to_dict()["variables"][0]  # plain data, for a file or for checks of your own
+    print("findings:", coverage.findings)  # assert in a test that there are none
+    first = coverage.to_dict()["variables"][0]  # plain data, for files and custom checks
     print("to_dict:", {name: first[name] for name in ("path", "shape", "axes", "shard_shape", "bytes", "rule")})
 
 
-def the_guard() -> None:
-    """A typo is caught before the first step: in `compile`, or later if the model is built later."""
+def warnings_before_the_first_step() -> None:
+    """A typo is reported before the first step: in `compile`, or when the model is built."""
     print("\n--- 3. a typo, and a step under it")
     layout_map = first_map()
     layout_map["block[0-9]+_donw/kernel"] = layout_map.pop("block[0-9]+_down/kernel")
@@ -111,54 +111,56 @@ def the_guard() -> None:
             loss = transformer().train_on_batch(tokens[:, :-1], tokens[:, 1:])
     print(*(f"{each.category.__name__}: {each.message}" for each in caught), f"loss: {loss:.2f}", sep="\n")
 
-    # warnings.simplefilter("ignore", kd.LayoutMapWarning) silences it, strict=True makes an error of it.
+    # warnings.simplefilter("ignore", kd.LayoutMapWarning) silences it, strict=True makes it an error.
     try:
         with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", strict=True).scope():
             transformer()
     except ValueError as error:
-        print("strict=True:", type(error).__name__, str(error).splitlines()[0])
+        print("strict=True:", type(error).__name__, str(error).splitlines()[1])
     del layout_map["block[0-9]+_donw/kernel"]
-    layout_map["block[0-9]+_down/kernel"] = (None, None)  # a rule of None only: it is meant to be whole
-    print("findings of what is meant to be whole:", said(transformer, layout_map))
+    layout_map["block[0-9]+_down/kernel"] = (None, None)  # an all-None rule: replicated intentionally
+    print("findings with an all-None rule:", messages_for(transformer, layout_map))
 
 
 def ordered_rules() -> None:
     print("\n--- 4. ordered rules, merging, source and pickle")
-    # t5x and EasyLM take the first rule that is found anywhere in a path; here a rule must match all of the path.
-    theirs = [("attention/(query|key|value)/kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())]
-    ordered = kd.LayoutMap.from_rules([(f".*(?:{pattern}).*", axes) for pattern, axes in theirs], MESH)
+    # In t5x and EasyLM the first rule found anywhere in a path wins; here a rule must match the entire path.
+    partition_rules = [("attention/(query|key|value)/kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())]
+    ordered = kd.LayoutMap.from_rules([(f".*(?:{pattern}).*", axes) for pattern, axes in partition_rules], MESH)
     for path in ("block0_attention/query/kernel", "head/kernel"):
         print(f"{path:30}", ordered[path].axes)
 
-    attention, dense = kd.LayoutMap(MESH), kd.LayoutMap(None)  # the sum has the mesh of the one that has one
+    attention, dense = kd.LayoutMap(MESH), kd.LayoutMap(None)  # the merged map has the mesh of the first
     attention[".*(query|key|value)/kernel"] = (None, "model", None)
     dense[".*_up/kernel"] = (None, "model")
     both = attention | dense
     print(source := both.to_source('kd.create_device_mesh("data:2,model:4")'), end="")
-    exec(source, made := {})
-    print("equal from source and from pickle:", made["layout_map"] == both == pickle.loads(pickle.dumps(both)))
+    exec(source, namespace := {})
+    print("equal from source and from pickle:", namespace["layout_map"] == both == pickle.loads(pickle.dumps(both)))
 
 
 def print_rows(coverage: kd.Coverage, *ends: str) -> None:
     for v in coverage.variables:
         if v.path.endswith(ends):
-            print(f"{v.path:37} {v.shape!s:>9} {v.axes!s:17} on a device {v.shard_shape!s:>9}, {v.why}")
+            print(f"{v.path:37} {v.shape!s:>9} {v.axes!s:17} shard {v.shard_shape!s:>9}, {v.why}")
 
 
-def rules_nobody_wrote() -> None:
-    """Rules found from what the model computes, whatever its names; what they leave free is cut over another axis."""
+def derived_rules() -> None:
+    """Rules derived from what the model computes, whatever its names; FSDP shards further, over another axis."""
     print("\n--- 5. kd.tensor_parallel_layout_map, and FullyShardedDataParallel on top")
     layout_map = kd.tensor_parallel_layout_map(transformer, kd.create_device_mesh("fsdp:2,model:4"))
     print(layout_map.to_source(), end="")
-    del layout_map["embedding/embeddings"]  # by the key; a rule is replaced by deleting it and adding another
+    del layout_map["embedding/embeddings"]  # a rule is replaced by deleting it and adding another
     layout_map["embedding/embeddings"] = (None, "model")
-    # Without min_shard_bytes it leaves parts of 64 KiB and less as they are.
+    # By default weights of at most 64 KiB stay replicated.
     distribution = kd.FullyShardedDataParallel(layout_map=layout_map, min_shard_bytes=1024)
     print_rows(kd.explain(transformer, distribution), "embeddings", "block0_up/kernel", "block0_up/bias")
 
 
-def what_follows_a_weight() -> None:
-    print("\n--- 6. LoRA, quantized weights and optimizers need no rules: they lie as their weight does")
+def derived_weights() -> None:
+    print(
+        "\n--- 6. LoRA factors, quantization scales and optimizer state need no rules: they have their weight's layout"
+    )
     layout_map = kd.LayoutMap(MESH)
     layout_map["dense_[01]/kernel"] = (None, "model")
     with (distribution := kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")).scope():
@@ -170,88 +172,91 @@ def what_follows_a_weight() -> None:
 
 
 def pictures() -> None:
-    print("\n--- 7. kd.visualize: which device holds which part")
+    print("\n--- 7. kd.visualize: which device holds which shard")
     layout_map = first_map()
     with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
         model = transformer()
         print(kd.visualize(model.get_layer("head").kernel))
         del layout_map["head/kernel"]
         layout_map["head/kernel"] = ("model", "data")
-        kd.redistribute(model)  # a model that is made already does not move by itself
+        kd.redistribute(model)  # moves an existing model
         print(kd.visualize(model.get_layer("head").kernel))
-    mesh = kd.create_device_mesh("data:2,model:4", devices=kd.mock_tpus("v5e:2x4"))  # devices that are not attached
+    mesh = kd.create_device_mesh("data:2,model:4", devices=kd.mock_tpus("v5e:2x4"))  # not attached
     print(kd.visualize((4096, 32, 128), kd.TensorLayout((None, "model", None), mesh)))
 
 
 def tied() -> keras.Model:
-    """Returns a model that uses its embedding as its head too."""
+    """Returns a model that uses its embedding as its head, too (tied weights)."""
     tokens = keras.Input((32,), dtype="int32")
     embedding = layers.ReversibleEmbedding(256, 64, name="embedding")
     return keras.Model(tokens, embedding(layers.Dense(64, name="dense")(embedding(tokens)), reverse=True), name="tied")
 
 
-# Words of a message; the mistake: a model and its rules (in a list: ordered ones); rules that mend it; what to do.
+# Words of a message; the mistake: a model and its rules (a list: ordered rules); rules that fix it; what to do.
 MESSAGES = [
     (
-        "A rule must match a variable, or the output of a layer. Received: 'dens_[01]/kernel', which matches nothing",
+        "Layout map rule 'dens_[01]/kernel' matches no variable of",
         (perceptron, {"dens_[01]/kernel": COLUMNS}),
         {"dense_[01]/kernel": COLUMNS},
-        "The path is misspelled or not whole, or the layer was renamed. print(kd.explain(model)) lists all paths.",
+        "The path is misspelled or incomplete, or the layer was renamed. print(kd.explain(model)) lists all paths.",
     ),
     (
         "Cannot shard 'dense_1/kernel' (shape (64, 10)) by the rule",
         (partial(perceptron, 64, 10), {"dense_[01]/kernel": COLUMNS}),
         {"dense_0/kernel": COLUMNS, "dense_1/kernel": ROWS},
-        "The axis must divide the dim. Often the axes are swapped: they stand in the order of the shape. If not (a few "
-        "heads of keys and values), shard another dim, replicate this one with None, or use a smaller axis.",
+        "The size of the axis must divide that of the dim. Often the axes are swapped: they are in the order of the "
+        "shape. If not (few heads of keys and values), shard another dim, replicate this one, or use a smaller axis.",
     ),
     (
-        "the rule has 2 entries, but the tensor has 1 dim.",
+        "the layout has 2 entries, but the tensor has 1 dim.",
         (partial(perceptron, use_bias=True), {"dense_[01]/.*": COLUMNS}),
         {"dense_[01]/kernel": COLUMNS, "dense_[01]/bias": ("model",)},
-        "The regex matches biases too. Narrow it to the kernels, and give the biases a rule of their own.",
+        "The regex matches biases too. Narrow it to the kernels, and add a separate rule for the biases.",
     ),
     (
         "Path 'dense_0/kernel' matches multiple layout specification keys:",
         (perceptron, {"dense_.*": COLUMNS, ".*/kernel": ROWS}),
         {"dense_0/kernel": COLUMNS, ".*/kernel": ROWS},
-        "Narrow a regex, or add the path itself as a key, which wins. LayoutMap.from_rules lets the order decide.",
+        "Narrow a regex, or add the path as a key, which takes precedence. With LayoutMap.from_rules the first match "
+        "wins.",
     ),
     (
-        "Weights are meant to be sharded over axis 'model' (size 4), since others are.",
+        "are replicated over axis 'model' (size 4), although other weights are sharded over it.",
         (perceptron, {"dense_0/kernel": COLUMNS}),
         {"dense_0/kernel": COLUMNS, "dense_1/kernel": (None, None)},
-        "Take the rules that it suggests, or say with a rule of None only that the weights are meant to be whole.",
+        "Use the suggested rules, or those of kd.tensor_parallel_layout_map, or replicate the weights with an all-None "
+        "rule.",
     ),
     (
-        "A rule must lay something out. Received: '.*_1/kernel', all of whose paths are taken:",
+        "Layout map rule '.*_1/kernel' has no effect: all paths that it matches are taken",
         (perceptron, [(".*/kernel", COLUMNS), (".*_1/kernel", ROWS)]),
         [(".*_1/kernel", ROWS), (".*/kernel", COLUMNS)],
-        "Rules before it, or keys that are the paths themselves, leave it nothing. Move it before them, or delete it.",
+        "Earlier rules, or keys that are the paths themselves, take all of its paths. Move it before them, or delete "
+        "it.",
     ),
     (
-        "The state of a random generator must stay whole, so that every device draws the same numbers.",
+        "the state of a random generator. It must be replicated, so that every device draws the same numbers.",
         (partial(perceptron, dropout=0.1), {".*/(kernel|.*state)": ("model",)}),
         {".*/kernel": ("model",)},
         "Dropout and other random layers keep such a state. Narrow the regex to the weights, or replicate the state.",
     ),
     (
-        "a LoRA factor of its layer",
+        "a LoRA factor)",
         (partial(perceptron, lora_rank=2), {"dense_[01]/kernel": ROWS, ".*lora.*": ROWS}),
         {"dense_[01]/kernel": ROWS},
-        "Delete the rule for it: the factors of LoRA lie as their weight does.",
+        "Delete the rule: LoRA factors have the layout of their weight.",
     ),
     (
-        "The model has no such head: it seems to use its embedding,",
+        "The model has no such head: it seems to use its embedding",
         (tied, {"dense/kernel": COLUMNS, "head/kernel": COLUMNS}),
         {"dense/kernel": COLUMNS, "embedding/embeddings": ROWS},
-        "Embedding and head are one weight. Write the rule for the embedding, whose rows are the columns of the head.",
+        "Embedding and head are one weight. Write the rule for the embedding; its rows are the columns of the head.",
     ),
 ]
 
 
-def said(build, rules) -> list[str]:
-    """Returns what is said of rules: by the error where the model is made, if it cannot be, and by `explain`."""
+def messages_for(build, rules) -> list[str]:
+    """Returns the messages about rules: the error of creating the model under them, if any, and those of `explain`."""
     keras.utils.clear_session(free_memory=False)  # names as in a new process
     layout_map = kd.LayoutMap.from_rules(rules, MESH) if isinstance(rules, list) else kd.LayoutMap(MESH)
     layout_map.update({} if isinstance(rules, list) else rules)
@@ -268,20 +273,22 @@ def said(build, rules) -> list[str]:
 def messages() -> None:
     print("\n--- 8. messages, and what to do")
     for words, (build, rules), better, advice in MESSAGES:
-        found = said(build, rules)
-        if not any(words in message for message in found) or said(build, better):
-            sys.exit(f"Not said: {words!r}, but {found}. Or {better} does not mend it: {said(build, better)}")
+        found = messages_for(build, rules)
+        if not any(words in message for message in found) or messages_for(build, better):
+            sys.exit(f"Expected {words!r}, got {found}. Or {better} does not fix it: {messages_for(build, better)}")
         for message in found:
-            print("\n" + textwrap.fill(f'"{message}"', 120, break_on_hyphens=False))
+            print()
+            for line in message.splitlines():
+                print(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
         print(textwrap.fill(f"What to do: {advice} Here: {better}", 120, initial_indent="  ", subsequent_indent="  "))
 
 
 if __name__ == "__main__":
     writing_rules()
     reading_the_table()
-    the_guard()
+    warnings_before_the_first_step()
     ordered_rules()
-    rules_nobody_wrote()
-    what_follows_a_weight()
+    derived_rules()
+    derived_weights()
     pictures()
     messages()
