@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def show_progress(show: bool | None = None) -> Iterator[Callable[[str], None]]:
-    """Shows the current activity and its elapsed time while a block runs.
-
-    Args:
-        show: whether to show it; by default only if standard error is a terminal.
-
-    Yields:
-        A function that takes a description of the current activity.
-    """
+    """Yields a function that shows a description of the current activity, by default only on a terminal."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda activity: None
         return

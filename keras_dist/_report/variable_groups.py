@@ -108,9 +108,6 @@ def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:
     """Groups variables whose paths differ only in numbers and which are alike otherwise, largest group first.
 
     The optimizer variables of one weight, such as its momentum and its velocity, belong to one group.
-
-    Args:
-        variables: the variables.
     """
     groups: dict[tuple, list[Any]] = defaultdict(list)
     v: Any
@@ -154,11 +151,7 @@ def path_pattern(paths: Sequence[str]) -> str:
 
 
 def path_regex(paths: Sequence[str], others: Iterable[str] = ()) -> str:
-    """Returns a regex that matches all of some paths and none of some others.
-
-    Args:
-        paths: the paths to match.
-        others: the paths that the regex must not match.
+    """Returns a regex that matches all of `paths` and none of `others`.
 
     Example:
 

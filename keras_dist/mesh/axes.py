@@ -42,18 +42,10 @@ def parse_axes(axes: Axes, axis_names: Sequence[str] | None = None) -> dict[str,
 
 
 def solve_axes(axes: dict[str, int], count: int, given: str = "available") -> dict[str, int]:
-    """Returns the axes with -1 replaced, so that their product is the number of devices.
-
-    Args:
-        axes: the axes, as `parse_axes` returns them.
-        count: the number of devices.
-        given: where these devices are from, for the error.
-
-    Returns:
-        The axes, with all sizes at least 1.
+    """Returns parsed axes with -1 replaced, so that their product is `count`, the number of devices.
 
     Raises:
-        ValueError: If the product is not `count`.
+        ValueError: If the product is not `count`; the error says that `count` devices are `given`.
 
     Example:
 
@@ -96,10 +88,6 @@ def spread_axes(axes: Mapping[str, int], groups: int, dcn: Any = None, group_nam
     Returns:
         The number of groups along each axis, a divisor of its size. Their product is `groups`.
 
-    Raises:
-        ValueError: If the axes cannot span that many groups, or the mesh has no axis of a name.
-        TypeError: If `dcn` has another type.
-
     Example: 4 slices; by default `data` spans 2, and `fsdp` the remaining 2 (of its 8 shards, 4 are within a slice):
 
     >>> spread_axes({"data": 2, "fsdp": 8, "model": 4}, 4)
@@ -134,19 +122,7 @@ def spread_axes(axes: Mapping[str, int], groups: int, dcn: Any = None, group_nam
 
 
 def parse_dcn(dcn: Any, axes: Mapping[str, int]) -> list[str] | dict[str, int]:
-    """Parses which axes may cross groups of devices, or the degree of each.
-
-    Args:
-        dcn: as in `spread_axes`.
-        axes: the size of each axis of the whole mesh by its name.
-
-    Returns:
-        The names of axes, or a degree for some of them, one of which may be -1.
-
-    Raises:
-        ValueError: If a name is not that of an axis or is used twice, or a degree is invalid.
-        TypeError: If `dcn` has another type.
-    """
+    """Parses the `dcn` of `spread_axes` to names of axes, or to degrees of some of them, one of which may be -1."""
     if dcn is None:
         return list(axes)
     with _prefix_errors(_invalid_dcn(dcn, axes)):
@@ -166,16 +142,7 @@ def parse_dcn(dcn: Any, axes: Mapping[str, int]) -> list[str] | dict[str, int]:
 
 
 def default_names(axes: Any, names: Sequence[str] | None = None) -> list[str] | None:
-    """Returns names for axes that do not include any, and None for axes that do.
-
-    Args:
-        axes: axes in any form.
-        names: the names to use; by default `"axis 0"`, `"axis 1"`, and so on.
-
-    Raises:
-        ValueError: If text or pairs have another form.
-        TypeError: If `axes` has another type.
-    """
+    """Returns names for axes that include none, by default `"axis 0"`, `"axis 1"`, ..., and None for axes that do."""
     with _prefix_errors(f"Invalid mesh axes {_repr(axes)}"):
         entries = _split(axes)
     if _have_names(entries):

@@ -6,16 +6,9 @@ from jax.sharding import AxisType
 
 
 def parse_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
-    """Converts axis types to one `jax.sharding.AxisType` per axis.
+    """Converts axis types to one `jax.sharding.AxisType` for each of `count` axes.
 
-    Args:
-        axis_types: None for `Auto`; an `AxisType` or its name in any case, for all axes; or a sequence with one per
-            axis, or with a single one for all.
-        count: the number of axes.
-
-    Raises:
-        ValueError: If a name is unknown, or the number of types is neither 1 nor `count`.
-        TypeError: If `axis_types` has another type.
+    Types are given as None for `Auto`; as an `AxisType` or its name in any case, for all axes; or as a list of these.
     """
     by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
     types = "auto" if axis_types is None else axis_types

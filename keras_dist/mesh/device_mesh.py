@@ -324,14 +324,7 @@ def create_device_mesh(
 
 
 def as_device_mesh(mesh) -> DeviceMesh:
-    """Converts a mesh of Keras or JAX to a `DeviceMesh` of this package; returns one of this package unchanged.
-
-    Args:
-        mesh: a `keras.distribution.DeviceMesh` or a `jax.sharding.Mesh`.
-
-    Raises:
-        ValueError: If `mesh` is anything else.
-    """
+    """Converts a mesh of Keras or JAX to a `DeviceMesh` of this package; returns one of this package unchanged."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, keras.distribution.DeviceMesh):
@@ -347,14 +340,8 @@ def as_device_mesh(mesh) -> DeviceMesh:
 def as_auto_mesh(mesh) -> DeviceMesh:
     """Converts a mesh as `as_device_mesh` does, and requires axes of type `Auto`.
 
-    Keras's layers do not annotate their results, so the compiler must choose their layouts.
-
-    Args:
-        mesh: a `keras.distribution.DeviceMesh` or a `jax.sharding.Mesh`. The axes of the latter are converted to
-            `Auto`, since `jax.make_mesh` creates `Explicit` axes by default.
-
-    Raises:
-        ValueError: If `mesh` is not a mesh, or a `DeviceMesh` with axes of another type.
+    Keras's layers do not annotate their results, so the compiler must choose their layouts. The axes of a
+    `jax.sharding.Mesh` are converted to `Auto`, since `jax.make_mesh` creates `Explicit` axes by default.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))

@@ -139,13 +139,7 @@ def first_devices(count: int) -> list[str]:
 
 
 def as_device_array(devices: Any) -> np.ndarray:
-    """Copies devices to an array.
-
-    Args:
-        devices: a list, nested lists, or an array, of names or objects. If both occur, objects become names.
-
-    Returns:
-        An array of strings or of objects.
+    """Copies a list, nested lists or an array of devices to an array of names or of objects; mixed ones become names.
 
     Raises:
         TypeError: If `devices` has another type, or contains anything but devices.
@@ -242,15 +236,7 @@ def _devices_by_name(platform: str) -> dict[str, Device]:
 
 
 def platform_devices(platform: str) -> list[Device]:
-    """Returns the devices of one type in all processes, in JAX's order.
-
-    Args:
-        platform: `"cpu"`, `"gpu"` or `"tpu"`.
-
-    Raises:
-        ValueError: If this process has no devices of that type.
-        TypeError: If `platform` is not a string.
-    """
+    """Returns the devices of one type (`"cpu"`, `"gpu"` or `"tpu"`) in all processes, in JAX's order."""
     if not isinstance(platform, str):
         raise TypeError(f"A device type must be a string such as 'cpu' or 'tpu', not {platform!r}.")
     try:

@@ -22,12 +22,7 @@ class _Cell(NamedTuple):
 def mesh_text(devices: np.ndarray, axis_names: Sequence[str]) -> str:
     """Returns a table as text, with columns along the innermost axis and rows along all others.
 
-    Args:
-        devices: the devices in the shape of the mesh.
-        axis_names: the name of each axis.
-
-    Returns:
-        Lines of text. Of a mesh with many rows or columns, only the first and the last are shown.
+    Of a mesh with many rows or columns, only the first and the last are shown.
     """
     title, table = _title_and_table(devices, axis_names)
     widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]

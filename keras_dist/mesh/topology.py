@@ -78,14 +78,7 @@ def arrange_devices(
 
 
 def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
-    """Returns for each axis of a mesh the longest link between neighbors on its rings, including last to first.
-
-    Args:
-        devices: the devices in the shape of the mesh.
-
-    Returns:
-        One link per axis; `Link(False, 0)` for an axis of size 1.
-    """
+    """Returns the longest link between neighbors on the rings of each axis, for devices in the shape of a mesh."""
     flat = devices.ravel().tolist()
     index = np.arange(devices.size).reshape(devices.shape)
     networks = networks_of(flat)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax._src import distributed as _jax_distributed
-from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
@@ -44,11 +43,6 @@ def process_index() -> int:
 def address() -> str:
     """Returns the address of the service, as `"host:port"`."""
     return str(_jax_distributed.global_state.coordinator_address)
-
-
-def has_jax_started() -> bool:
-    """Whether JAX's backends are initialized, after which no other processes can be joined."""
-    return _xla_bridge.backends_are_initialized()
 
 
 def has_shutdown_barrier() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from keras_dist._keras import internals
+from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
 _VARIABLES = {
@@ -80,7 +81,7 @@ def initialize(
 
 def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:
     """Keras calls this in place of `jax.distributed.initialize`, before it draws one random seed for all processes."""
-    if coordination.has_jax_started():
+    if has_jax_started():
         raise RuntimeError(
             f"initialize() was called after JAX created its {jax.local_device_count()} {jax.default_backend()} "
             "device(s). Call keras_dist.initialize() directly after `import keras_dist`, before anything creates a "
