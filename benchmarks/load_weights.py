@@ -1,10 +1,9 @@
-"""Loading a `.weights.h5` into a language model over eight devices: `keras.distribution` against ours.
+"""Memory and time to load a `.weights.h5` into a model sharded over 8 devices: `keras.distribution` against keras_dist.
 
-Each loads in a process of its own, into the same model, laid out by the same rules, that has been built before. Figures
-are what loading takes above what the process and its devices held before: the most host memory (resident, at its
-peak), and the most bytes of arrays on device 0, counted by buffer whenever a variable has got its shards and what
-they were made from still lives. On simulated devices both are the host's memory, so that "host" has the new shards too.
-Memory that is freed is given back at once (MALLOC_MMAP_THRESHOLD_). Values are compared with the file.
+Each loads in its own process, into a model that is built already, under the same layout map. Memory is the increase
+over that before loading: peak resident host memory, and peak bytes of arrays on device 0, counted by buffer each time a
+variable has its shards while their source is still alive. Simulated devices use host memory, so "host memory" contains
+the new shards too. Freed memory is returned at once (MALLOC_MMAP_THRESHOLD_). Values are compared with the file.
 
 Run: python benchmarks/load_weights.py [--gigabytes 2] [--layout rows|columns] [--turns 1]
 """
@@ -28,7 +27,7 @@ RULES = {"rows": ("model", None), "columns": (None, "model")}
 
 
 def build(blocks: int):
-    """Returns a model with the kernels of a GPT, of one number each."""
+    """Returns a model with the kernels of a GPT, initialized to zeros."""
     import keras
 
     x = tokens = keras.Input((8,), dtype="int32")
@@ -41,7 +40,7 @@ def build(blocks: int):
 
 
 def write(path: str, blocks: int) -> None:
-    """Writes weights, drawn at random, to a file."""
+    """Writes random weights to a file."""
     import numpy as np
 
     model, rng = build(blocks), np.random.default_rng(0)
@@ -51,7 +50,7 @@ def write(path: str, blocks: int) -> None:
 
 
 def on_device_0(arrays) -> int:
-    """Bytes on device 0 of all buffers of some arrays, each counted once."""
+    """Bytes of arrays on device 0; buffers that several arrays share count once."""
     import jax
 
     device, buffers = jax.devices()[0], {}
@@ -63,13 +62,13 @@ def on_device_0(arrays) -> int:
 
 
 def resident() -> int:
-    """Bytes of host memory that this process holds."""
+    """Resident host memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def load(how: str, path: str, blocks: int, axes: tuple) -> dict:
-    """Loads the file in this process; returns seconds, and bytes at most on the host and on device 0."""
+    """Loads the file in this process; returns seconds, and peak bytes on the host and on device 0."""
     import keras_dist as kd
 
     kd.simulate_devices(8)
@@ -86,19 +85,19 @@ def load(how: str, path: str, blocks: int, axes: tuple) -> dict:
     api.set_distribution(api.ModelParallel(layout_map=layout_map, batch_dim_name=None))
     model = build(blocks)
     jax.block_until_ready([variable.value for variable in model.variables])
-    distribute, most = internals.backend_lib.distribute_tensor, {"device 0": 0, "host": 0}
+    distribute, peak = internals.backend_lib.distribute_tensor, {"device 0": 0, "host": 0}
 
-    def noting(tensor, layout):
+    def measured(tensor, layout):
         result = jax.block_until_ready(distribute(tensor, layout))
-        most["device 0"] = max(most["device 0"], on_device_0(jax.live_arrays()))
+        peak["device 0"] = max(peak["device 0"], on_device_0(jax.live_arrays()))
         return result
 
-    internals.backend_lib.distribute_tensor = noting
+    internals.backend_lib.distribute_tensor = measured
     ended = threading.Event()
 
     def watch():
         while not ended.wait(0.002):
-            most["host"] = max(most["host"], resident())
+            peak["host"] = max(peak["host"], resident())
 
     before = {"device 0": on_device_0(jax.live_arrays()), "host": resident()}
     watcher = threading.Thread(target=watch)
@@ -112,7 +111,7 @@ def load(how: str, path: str, blocks: int, axes: tuple) -> dict:
     with h5py.File(path) as file:
         same = np.array_equal(np.asarray(model.layers[1].embeddings.value), file["layers/embedding/vars/0"])
         same &= np.array_equal(np.asarray(model.layers[-1].kernel.value), file[f"layers/dense_{6 * blocks - 1}/vars/0"])
-    return {"seconds": seconds, "same": bool(same), **{name: most[name] - before[name] for name in most}}
+    return {"seconds": seconds, "same": bool(same), **{name: peak[name] - before[name] for name in peak}}
 
 
 def main():
@@ -130,7 +129,7 @@ def main():
         else:
             print(json.dumps(load(how, path, blocks, RULES[arguments.layout])))
         return
-    results = {"keras": [], "ours": []}
+    results = {"keras": [], "keras_dist": []}
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.weights.h5")
         command = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--layout", arguments.layout]
@@ -142,11 +141,13 @@ def main():
                 output = subprocess.run([*command, "--only", how, path], capture_output=True, text=True, check=True)
                 of_how.append(json.loads(output.stdout.splitlines()[-1]))
     print(f"{'':10}{'host memory':>14}{'device 0':>14}{'seconds':>10}  values")
-    middle = {how: {key: statistics.median(each[key] for each in of) for key in of[0]} for how, of in results.items()}
-    for how, of in middle.items():
-        values = "those of the file" if of["same"] else "WRONG"
+    medians = {how: {key: statistics.median(each[key] for each in of) for key in of[0]} for how, of in results.items()}
+    for how, of in medians.items():
+        values = "equal the file" if of["same"] else "WRONG"
         print(f"{how:10}{of['host'] / 1e6:11.0f} MB{of['device 0'] / 1e6:11.0f} MB{of['seconds']:10.2f}  {values}")
-    ratios = {key: middle["keras"][key] / max(1e-9, middle["ours"][key]) for key in ("host", "device 0", "seconds")}
+    ratios = {
+        key: medians["keras"][key] / max(1e-9, medians["keras_dist"][key]) for key in ("host", "device 0", "seconds")
+    }
     print(f"{'ratio':10}{ratios['host']:14.1f}{ratios['device 0']:14.1f}{ratios['seconds']:10.2f}")
 
 

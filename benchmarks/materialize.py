@@ -1,8 +1,9 @@
-"""Building a GPT of 204 M parameters with its AdamW over eight devices: Keras against `deferred` and `materialize`.
+"""Time and memory to initialize a sharded GPT (204 M parameters, AdamW, 8 devices): Keras against keras_dist.
 
-Each build runs in a process of its own, Keras and ours in turn; "random numbers" draws as many numbers as the model has
-weights with JAX's default generator, sharded, and compiles once. Seconds are until all values are there. Memory is the
-most that the process held above what it held before, as a multiple of the model with its optimizer (12 bytes a weight).
+keras_dist uses `deferred` and `materialize`; "random numbers" only draws as many numbers as the model has weights, with
+JAX's default generator, sharded, in one compiled program. Each build runs in its own process, in turns. Time is until
+all values are ready. Memory is the peak above that before the build, as a multiple of weights and optimizer state (12
+bytes per weight).
 
 Run: python benchmarks/materialize.py [--turns 5] [--layout fully_sharded|tensor_parallel]
 """
@@ -59,7 +60,7 @@ def build():
 
 
 def measure(how: str, layout: str) -> dict:
-    """Builds in this process; returns seconds, bytes at most, weights, and the sum of their absolute values."""
+    """Builds in this process; returns seconds, peak bytes, number of weights, and the sum of their absolute values."""
     import keras_dist as kd
 
     kd.simulate_devices(8)
@@ -73,7 +74,7 @@ def measure(how: str, layout: str) -> dict:
         layout_map[pattern] = api.TensorLayout(axes)
     keras.utils.set_random_seed(1)
     api.set_distribution(api.ModelParallel(layout_map=layout_map, batch_dim_name="data"))
-    jax.block_until_ready(jax.device_put(0.0))  # JAX has started
+    jax.block_until_ready(jax.device_put(0.0))  # starts JAX
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     if how == "random numbers":
@@ -108,26 +109,26 @@ def main():
     if arguments.only:
         print(json.dumps(measure(arguments.only, arguments.layout)))
         return
-    results = {"keras": [], "random numbers": [], "ours": []}
+    results = {"keras": [], "random numbers": [], "keras_dist": []}
     for _ in range(arguments.turns):
         for how, of_how in results.items():
             command = [sys.executable, __file__, "--layout", arguments.layout, "--only", how]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             of_how.append(json.loads(output.splitlines()[-1]))
-    model = results["ours"][0]["count"]
-    totals = {how: results[how][0]["total"] for how in ("keras", "ours")}
-    print(f"Sum of the absolute values of the weights: Keras {totals['keras']:.6g}, ours {totals['ours']:.6g}")
-    print(f"{model / 1e6:.0f} M parameters, {arguments.layout}, medians of {arguments.turns} turns")
+    weights = results["keras_dist"][0]["count"]
+    totals = {how: results[how][0]["total"] for how in ("keras", "keras_dist")}
+    print(
+        f"Sum of the absolute values of the weights: Keras {totals['keras']:.6g}, keras_dist {totals['keras_dist']:.6g}"
+    )
+    print(f"{weights / 1e6:.0f} M parameters, {arguments.layout}, medians of {arguments.turns} turns")
     for how, of_how in results.items():
         seconds = statistics.median(each["seconds"] for each in of_how)
         held = statistics.median(each["bytes"] for each in of_how)
         ratio = statistics.median(
             keras["seconds"] / each["seconds"] for keras, each in zip(results["keras"], of_how, strict=True)
         )
-        memory = (
-            "" if how == "random numbers" else f", memory {held / 12 / model:.2f} times the model with its optimizer"
-        )
-        print(f"{how:>15}: {seconds:5.2f} s, Keras takes {ratio:.2f} times as long{memory}")
+        memory = "" if how == "random numbers" else f", memory {held / 12 / weights:.2f} of weights and optimizer state"
+        print(f"{how:>15}: {seconds:5.2f} s, {ratio:.2f} times as fast as Keras{memory}")
 
 
 if __name__ == "__main__":
