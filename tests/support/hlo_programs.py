@@ -69,6 +69,11 @@ def mesh_of(compiler: str, *names: str, shuffled: bool = False) -> Mesh:
     return Mesh(devices.reshape(*sizes, -1), names)
 
 
+def axes_of(mesh: Mesh) -> dict[str, int]:
+    """The sizes of a mesh's axes by name."""
+    return dict(mesh.shape)
+
+
 @functools.cache
 def _chips_of_slices(number: int) -> tuple:
     return tuple(topologies.get_topology_desc("v5e:2x2", "tpu", num_slices=number).devices)
