@@ -12,7 +12,7 @@ from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.internals import file_utils, legacy_h5_format, saving_lib
 from keras_dist.checkpoint.atomic_write import write_atomically
 from keras_dist.multihost import messaging
-from keras_dist.variables.process_zero import agree, lead
+from keras_dist.variables.process_zero import require_same_call, run_on_process_zero
 
 _REASON = "every process writes the same file"
 
@@ -22,7 +22,7 @@ def _save(model, path, write: Callable) -> None:
     is_local = isinstance(path, (str, os.PathLike)) and not file_utils.is_remote_path(os.fspath(path))
     work = functools.partial(write_atomically, path, write) if is_local else functools.partial(write, path)
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else type(path).__name__
-    return lead(model, f"save {where!r}", work)
+    return run_on_process_zero(model, f"save {where!r}", work)
 
 
 @INSTALLED.patch(saving_lib, "save_model", reason=_REASON)
@@ -61,7 +61,7 @@ def _led_by_process_0(callback: type, name: str, what: str) -> None:
     @INSTALLED.patch(callback, name, reason=_REASON, parameters=_parameters(name))
     def method(original, distribution, self, *args, **kwargs):
         work = functools.partial(original, self, *args, **kwargs)
-        return lead(self.model, what, work) if messaging.is_multi_process() else work()
+        return run_on_process_zero(self.model, what, work) if messaging.is_multi_process() else work()
 
 
 def _parameters(name: str) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def _save_backup(original, distribution, self):
         work = functools.partial(original, self)
     else:
         work = functools.partial(write_atomically, self.backup_dir, functools.partial(_backup_in, self, original))
-    return lead(self.model, "write a backup", work)
+    return run_on_process_zero(self.model, "write a backup", work)
 
 
 def _backup_in(callback, write: Callable, folder: str) -> None:
@@ -122,7 +122,7 @@ def _backup_in(callback, write: Callable, folder: str) -> None:
 def _restore(original, distribution, self, logs=None):
     if messaging.is_multi_process():
         found = [file_utils.exists(path) for path in (self._weights_path, self._training_metadata_path)]
-        agree(
+        require_same_call(
             "reading of a backup",
             f"{'a' if any(found) else 'no'} backup",
             f"All processes must find the same backup, in a folder that all can read: {self.backup_dir!r}.",

@@ -23,6 +23,7 @@ from keras_dist._keras.training_state import put_values_back, state_variables, s
 from keras_dist._patches.epoch_iterator import announce_step
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
+from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.variables.redistribute import place_new_seed_generators
 
 
@@ -137,6 +138,17 @@ def _patch_make_function(step: str) -> None:
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
         return None
+
+
+@INSTALLED.patch(
+    trainer.JAXTrainer,
+    "_make_function",
+    reason="processes that run different programs train with wrong numbers, or abort",
+)
+def _make_function(original, distribution, self, step_function, concatenate_outputs=False):
+    if distribution.is_multi_process and hasattr(step_function, "trace"):  # compiled
+        step_function = compare_programs(step_function, self.name)
+    return original(self, step_function, concatenate_outputs)
 
 
 for _step in STEPS:

@@ -308,7 +308,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""
         if self.is_multi_process:
-            facts = {"random seed": internals.random_seed(), "distribution": repr(self)}
+            settings = ("jit_compile", "run_eagerly", "steps_per_execution")
+            facts = {name: getattr(model, name) for name in settings} | {
+                "random seed": internals.random_seed(),
+                "distribution": repr(self),
+                "auto_shard_dataset": self.auto_shard_dataset,
+            }
             require_same_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
 
     def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:

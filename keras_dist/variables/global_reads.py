@@ -1,4 +1,4 @@
-"""Reading variables of which other processes hold parts: all processes ask for the same ones, or are told."""
+"""Reads of variables whose shards are on several processes: all processes read the same ones together."""
 
 import contextlib
 import threading
@@ -16,54 +16,55 @@ from keras_dist.variables import process_zero
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import is_fully_local
 
-_this_thread = threading.local()  # agreed: whether all processes read the same here; own_shards: see `own_shards_only`
+_this_thread = threading.local()  # agreed: whether the reads of this block were compared; own_shards: see below
 
 
 def is_held_by_others(value: Any) -> bool:
-    """Whether a value is a concrete array of which other processes hold parts that this one does not."""
+    """Whether a value is a concrete array with shards that only other processes hold."""
     is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return is_array and not is_fully_local(value)
 
 
 def read(variable: keras.Variable) -> np.ndarray:
-    """Returns the value of a variable of which `is_held_by_others` holds. All processes call it, or process 0 leads.
+    """Returns the value of a variable for which `is_held_by_others` is true.
+
+    All processes must call it, except inside of `process_zero.run_on_process_zero`.
 
     Raises:
-        ValueError: another process reads something else.
-        ProcessFailure: a process does not come.
+        ValueError: another process reads another variable.
+        ProcessFailure: a process failed, or did not call it within the timeout.
     """
     if process_zero.is_leading():
         return process_zero.borrow(variable)
     if not getattr(_this_thread, "agreed", False):
-        _agree(variable.path)
+        _require_same_read(variable.path)
     value = gather(internals.variable_value(variable))
     assert value is not None
     return value
 
 
 def local_value(variable: keras.Variable, value: Any) -> Any:
-    """Returns the value of a variable as an array of this process alone, where it is one of several.
+    """Returns the value of a variable as an array on devices of this process alone.
 
     Args:
         variable: the variable.
-        value: its value, or what stands for it while a function is traced.
+        value: its value, or a tracer, which is returned as it is.
     """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_fully_addressable:
         return value
     return jnp.asarray(read(variable)) if is_held_by_others(value) else value.addressable_data(0)
 
 
-def _agree(what: str) -> None:
-    process_zero.agree(
-        "reading of weights", what, "Weights that lie on several processes are read by all of them at once."
-    )
+def _require_same_read(what: str) -> None:
+    rule = "A weight whose shards are on several processes must be read by all of them."
+    process_zero.require_same_call("reading of weights", what, rule)
 
 
 @contextlib.contextmanager
 def agreed(what: str) -> Iterator[None]:
-    """Makes sure once, for a block, that all processes read the same."""
+    """Compares once, for a block, what all processes read."""
     if not process_zero.is_leading():
-        _agree(what)
+        _require_same_read(what)
     before = getattr(_this_thread, "agreed", False)
     _this_thread.agreed = True
     try:
@@ -72,29 +73,25 @@ def agreed(what: str) -> Iterator[None]:
         _this_thread.agreed = before
 
 
-# ---------------------------------------------------------------------------------------------- to be put back later
+# ------------------------------------------------------------------------------------------- assigned again later
 
 
 class HeldShards:
-    """A copy on the host of what this process holds of an array, to be assigned later.
-
-    Args:
-        value: the array.
-    """
+    """A copy on the host of the shards that this process holds of an array, to be assigned again later."""
 
     def __init__(self, value: jax.Array):
         self.shape, self.dtype, self._sharding = value.shape, value.dtype, value.sharding
         copies: dict[str, np.ndarray] = {}
-        self._parts = {}
+        self._shards = {}
         for shard in value.addressable_shards:
             if (key := str(shard.index)) not in copies:
                 copies[key] = np.array(shard.data)
-            self._parts[shard.device] = copies[key]
+            self._shards[shard.device] = copies[key]
 
     def restored(self) -> jax.Array:
-        """Returns the array as it lay."""
-        parts = [jax.device_put(part, device) for device, part in self._parts.items()]
-        return jax.make_array_from_single_device_arrays(self.shape, self._sharding, parts, dtype=self.dtype)
+        """Returns the array, with its sharding."""
+        shards = [jax.device_put(shard, device) for device, shard in self._shards.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self._sharding, shards, dtype=self.dtype)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(gather(self.restored()), dtype=dtype)
@@ -102,7 +99,7 @@ class HeldShards:
 
 @contextlib.contextmanager
 def own_shards_only() -> Iterator[None]:
-    """In a block, weights of several processes that are read to be put back are kept as `HeldShards`."""
+    """In a block, `get_weights` returns `HeldShards` for weights whose shards are on several processes."""
     before, _this_thread.own_shards = wants_own_shards(), True
     try:
         yield
@@ -111,5 +108,5 @@ def own_shards_only() -> Iterator[None]:
 
 
 def wants_own_shards() -> bool:
-    """Whether weights are read to be put back."""
+    """Whether `get_weights` returns `HeldShards`, since its result is only assigned again."""
     return getattr(_this_thread, "own_shards", False)

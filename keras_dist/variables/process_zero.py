@@ -1,4 +1,4 @@
-"""Process 0 does something for all, and the others lend the shards of what it reads: so it writes files, once."""
+"""Work that process 0 does for all, such as writing files, while the others send it the shards that it reads."""
 
 import builtins
 import hashlib
@@ -14,74 +14,74 @@ from keras_dist.multihost import messaging
 from keras_dist.variables.gather import gather
 from keras_dist.variables.variable_layouts import all_variables
 
-_this_thread = threading.local()  # leader: the one that leads here
+_this_thread = threading.local()  # leader: set while process 0 works for all in this thread
 _TOPIC = "what process 0 reads"
 
 
-def agree(topic: str, message: Any, rule: str) -> None:
-    """Makes sure that all processes have come to the same point. All call it.
+def require_same_call(topic: str, message: Any, rule: str) -> None:
+    """Raises a ValueError on all processes if one of them makes another call. All processes must call it.
 
     Args:
-        topic: what it is about.
-        message: what must be the same on all; anything that JSON can hold.
-        rule: why it must, for the error.
+        topic: names the exchange of messages.
+        message: what must be equal on all processes; anything that JSON can represent.
+        rule: what the processes must do, as a sentence for the error.
 
     Raises:
-        ValueError: on all processes, where one has said something else.
-        ProcessFailure: a process does not come.
+        ValueError: the messages differ.
+        ProcessFailure: a process failed, or did not call it within the timeout.
     """
     messages = messaging.exchange(topic, message)
     if any(each != messages[0] for each in messages):
         other = next(number for number, each in enumerate(messages) if each != messages[0])
         raise ValueError(
-            f"{rule} Received: {messages[0]!r} on process 0, {messages[other]!r} on process {other}. Let every process "
-            "make the same calls of Keras, in the same order."
+            f"Calls differ between processes: {messages[0]!r} on process 0, {messages[other]!r} on process {other}. "
+            f"{rule} Let every process make the same Keras calls in the same order."
         )
 
 
 class _Leader:
-    """Process 0 while it leads: which of its variables the others lend."""
+    """The work of process 0, and the indices by which the others know the variables of the model."""
 
-    def __init__(self, what: str, variables: list[keras.Variable]):
-        self.what, self.numbers = what, {id(variable): number for number, variable in enumerate(variables)}
+    def __init__(self, task: str, variables: list[keras.Variable]):
+        self.task, self.indices = task, {id(variable): index for index, variable in enumerate(variables)}
 
 
 def is_leading() -> bool:
-    """Whether this process does something for all at the moment, in this thread."""
+    """Whether this process is doing work for all, in this thread."""
     return getattr(_this_thread, "leader", None) is not None
 
 
-def lead(model: keras.Layer, what: str, work: Callable[[], Any]) -> Any:
-    """Does something on process 0; the others wait, and lend the shards of the variables that it reads.
+def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) -> Any:
+    """Runs a function on process 0, while the others send it the shards of the variables that it reads.
 
-    All processes call it. On process 0 it may be called again inside; that is part of the same work. The work reads
-    variables as on one process. It must start no computation over the whole mesh.
+    All processes must call it. On process 0, nested calls are part of the same work. The function reads variables as
+    in a single-process program. It must not start computations over the whole mesh.
 
     Args:
-        model: what it is done with.
-        what: what is done, for errors; the same on all processes. Follows "could not".
-        work: does it.
+        model: the model whose variables the function reads.
+        task: what the function does, as in "Process 0 could not ..."; equal on all processes.
+        work: the function.
 
     Returns:
-        On process 0 what the work returns, else None; after it is done.
+        The function's result on process 0, None on the others; after the function has returned.
 
     Raises:
-        ValueError: the processes do not want the same, or their models differ.
-        ProcessFailure: another process fails.
-        Exception: what the work raises, on all processes.
+        ValueError: the tasks or the models of the processes differ.
+        ProcessFailure: another process failed.
+        Exception: the function's exception, on all processes.
     """
     if is_leading() or not messaging.is_multi_process():
         return work()
     variables = list(all_variables(model))
     shapes = ";".join(f"{variable.dtype}{tuple(variable.shape)}" for variable in variables)
-    agree(
-        "what process 0 does",
-        [what, f"{len(variables)} variables", hashlib.sha256(shapes.encode()).hexdigest()[:12]],
-        "All processes do the same with the same model.",
+    require_same_call(
+        "work of process 0",
+        [task, f"{len(variables)} variables", hashlib.sha256(shapes.encode()).hexdigest()[:12]],
+        "All processes must do the same with the same model.",
     )
     if messaging.process_index() != 0:
-        return _lend(variables, what)
-    _this_thread.leader = _Leader(what, variables)
+        return _send_shards(variables, task)
+    _this_thread.leader = _Leader(task, variables)
     try:
         result = work()
     except messaging.ProcessFailure:
@@ -95,43 +95,40 @@ def lead(model: keras.Layer, what: str, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _lend(variables: list[keras.Variable], what: str) -> None:
+def _send_shards(variables: list[keras.Variable], task: str) -> None:
     while True:
         request = messaging.exchange(_TOPIC, None)[0]
         if request == "done":
             return
         if "failed" in request:
-            raise _as_raised(request["failed"], what)
+            raise _error_of_process_zero(request["failed"], task)
         gather(internals.variable_value(variables[request["read"]]), keep=False)
 
 
-def _as_raised(failure: list[str], what: str) -> Exception:
-    """The error of process 0, as one of the same type where it is one of Python's."""
-    kind, words = failure
+def _error_of_process_zero(failure: list[str], task: str) -> Exception:
+    """Returns the error with its type on process 0 if that is one of Python's, else as a RuntimeError."""
+    kind, text = failure
     cause = getattr(builtins, kind, None)
-    message = f"Process 0 could not {what}: {kind}: {words}"
+    message = f"Process 0 could not {task}: {kind}: {text}"
     if isinstance(cause, type) and issubclass(cause, Exception) and not issubclass(cause, UnicodeError):
         return cause(message)
     return RuntimeError(message)
 
 
 def borrow(variable: keras.Variable) -> np.ndarray:
-    """Returns the value of a variable that other processes hold parts of. Process 0 calls it while it leads.
-
-    Args:
-        variable: one of the model that it leads with.
+    """Returns the value of a variable whose shards are on several processes. For process 0 inside of its work.
 
     Raises:
-        ValueError: the variable is none of the model's.
+        ValueError: the model that `run_on_process_zero` was given does not have the variable.
     """
     leader = _this_thread.leader
-    number = leader.numbers.get(id(variable))
-    if number is None:
+    index = leader.indices.get(id(variable))
+    if index is None:
         raise ValueError(
-            "Process 0 reads variables of the model that it works with, since the others know of no other ones. "
-            f"Received: {variable.path!r}, read to {leader.what}. Track it by a layer of the model."
+            f"Process 0 cannot read {variable.path!r} to {leader.task}: its shards are on several processes, and it is "
+            "not a variable of the model. Make it an attribute of a layer of the model."
         )
-    messaging.exchange(_TOPIC, {"read": number})
+    messaging.exchange(_TOPIC, {"read": index})
     value = gather(internals.variable_value(variable))
     assert value is not None
     return value

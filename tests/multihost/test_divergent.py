@@ -13,30 +13,66 @@ def said():
     return [process.result for process in run_processes(divergent, processes=2, devices=2, timeout=300)]
 
 
+DIFFERENT_PROGRAMS = [
+    ("activation", ["custom_jvp_call", "tanh"]),
+    ("dropout rate", ["0.5", "0.75"]),
+    ("dtype policy", ["bf16"]),
+    ("loss", ["square", "abs"]),
+    ("loss weights", ["2.0"]),
+    ("beta_1", []),
+    ("weight decay", ["0.1", "0.2"]),
+    ("clipnorm", ["1.0", "2.0"]),
+    ("schedule", ["10.0", "20.0"]),
+    ("prediction", ["custom_jvp_call", "tanh"]),
+]
+
+
+@pytest.mark.parametrize(("case", "instructions"), DIFFERENT_PROGRAMS)
+def test_different_programs_are_an_error_on_all_processes(said, case, instructions):
+    for of_process in said:
+        assert of_process[case].startswith("ValueError: The step of 'sequential"), of_process[case]
+        for instruction in instructions:
+            assert instruction in of_process[case]
+
+
+def test_equal_programs_are_compared_without_tracing_again(said):
+    assert said[0]["same program"] == said[1]["same program"]
+    assert said[0]["traces"] == said[1]["traces"] == 2  # with symbolic inputs when fit builds metrics, and in the step
+
+
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "values"),
     [
-        ("seed", ["ValueError", "random seed", "0 on process 0, 1 on process 1", "set_random_seed"]),
-        ("values", ["ValueError", "'sequential", "bias", "on process 1"]),
-        ("model", ["ValueError", "'sequential", "kernel (4, 8)", "kernel (4, 16)"]),
-        ("rows", ["ValueError", "auto_shard_dataset=True", "batch 0", "process 1"]),
-        ("a late row", ["ValueError", "auto_shard_dataset=True", "batch 3"]),
-        ("shuffled", ["ValueError", "batch 0", "set_random_seed"]),
-        ("batch size", ["ValueError", "batch 0", "[7, 7] on process 0, [6, 6] on process 1"]),
-        ("one batch fewer", ["ValueError", "batch 2|after 3 batches"]),
-        ("one batch fewer of a PyDataset", ["ValueError", "rocess 1", "after 3 batches"]),
-        ("one batch fewer of a generator", ["ValueError", "rocess 1", "after 3 batches"]),
-        ("shapes", ["Error"]),
-        ("dtypes", ["ValueError", "batch 0", "float32[..., 4]", "int32[..., 4]"]),
-        ("steps", ["ValueError", "steps_per_epoch", "3 on process 0, 2 on process 1"]),
-        ("method", ["ValueError", "train on process 0, test on process 1"]),
-        ("single batches", ["ValueError", "batch 0", "[7, 7] on process 0, [6, 6] on process 1"]),
+        ("seed", ["0 on process 0", "1 on process 1", "set_random_seed"]),
+        ("values", ["bias", "on process 1"]),
+        ("learning rate", ["learning_rate", "on process 1"]),
+        ("jit_compile", ["True on process 0", "False on process 1"]),
+        ("steps_per_execution", ["1 on process 0", "2 on process 1"]),
+        ("auto_shard_dataset", ["True on process 0", "False on process 1"]),
+        ("model", ["kernel (4, 8)", "kernel (4, 16)"]),
+        ("rows", ["batch 0", "process 1"]),
+        ("a late row", ["batch 3"]),
+        ("shuffled", ["batch 0", "set_random_seed"]),
+        ("batch size", ["[7, 7] on process 0", "[6, 6] on process 1"]),
+        ("one batch fewer", ["batch 2|after 3 batches"]),
+        ("one batch fewer of a PyDataset", ["rocess 1", "after 3 batches"]),
+        ("one batch fewer of a generator", ["rocess 1", "after 3 batches"]),
+        ("dtypes", ["float32[..., 4]", "int32[..., 4]"]),
+        ("steps", ["3 on process 0", "2 on process 1"]),
+        ("method", ["train on process 0", "test on process 1"]),
+        ("single batches", ["[7, 7] on process 0", "[6, 6] on process 1"]),
     ],
 )
-def test_what_differs_is_said_on_all_processes(said, case, words):
+def test_a_difference_is_an_error_on_all_processes(said, case, values):
     for of_process in said:
-        for word in words:
-            assert any(part in of_process[case] for part in word.split("|")), of_process[case]
+        assert of_process[case].startswith("ValueError: "), of_process[case]
+        for value in values:
+            assert any(part in of_process[case] for part in value.split("|")), of_process[case]
+
+
+def test_different_shapes_are_an_error_on_all_processes(said):
+    for of_process in said:
+        assert "Error" in of_process["shapes"]
 
 
 def test_an_error_in_the_source_of_one_process_ends_all(said):

@@ -42,7 +42,39 @@ def divergent():
         def __getitem__(self, index):
             return x[:7] + index, y[:7]
 
+    traces = []
+
+    class Traced(keras.layers.Dense):
+        def call(self, inputs):
+            traces.append(None)
+            return super().call(inputs)
+
+    def program(activation="relu", rate=0.5, dtype=None, optimizer=None, loss="mse", **options):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        head = keras.layers.Dense(3, activation, dtype=dtype)
+        made = keras.Sequential([keras.Input((4,)), Traced(8), keras.layers.Dropout(rate), head])
+        made.compile(keras.optimizers.AdamW(**(optimizer or {})), loss, **options)
+        return made
+
+    def fitted(**differing):
+        return lambda: program(**{key: values[me] for key, values in differing.items()}).fit(x, y, verbose=0)
+
+    schedule = keras.optimizers.schedules.ExponentialDecay
     cases = {
+        "activation": fitted(activation=("relu", "tanh")),
+        "dropout rate": fitted(rate=(0.5, 0.25)),
+        "dtype policy": fitted(dtype=("float32", "mixed_bfloat16")),
+        "loss": fitted(loss=("mse", "mae")),
+        "loss weights": fitted(loss_weights=([1.0], [2.0])),
+        "beta_1": fitted(optimizer=({"beta_1": 0.9}, {"beta_1": 0.8})),
+        "weight decay": fitted(optimizer=({"weight_decay": 0.1}, {"weight_decay": 0.2})),
+        "clipnorm": fitted(optimizer=({"clipnorm": 1.0}, {"clipnorm": 2.0})),
+        "schedule": fitted(optimizer=[{"learning_rate": schedule(0.1, n, 0.9)} for n in (10, 20)]),
+        "learning rate": fitted(optimizer=({"learning_rate": 0.1}, {"learning_rate": 0.2})),
+        "jit_compile": fitted(jit_compile=(True, False)),
+        "steps_per_execution": fitted(steps_per_execution=(1, 2)),
+        "prediction": lambda: program(activation=("relu", "tanh")[me]).predict(x, verbose=0),
         "seed": lambda: model(seed=me).fit(x, y, batch_size=7, verbose=0),
         "values": lambda: changed(model()).fit(x, y, batch_size=7, verbose=0),
         "model": lambda: model(width=8 + 8 * me).fit(x, y, batch_size=7, verbose=0),
@@ -84,6 +116,18 @@ def divergent():
                 said[name] = f"no error: {case()}"
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"
+
+    with kd.DataParallel(auto_shard_dataset=not is_other).scope():
+        try:
+            said["auto_shard_dataset"] = f"no error: {model().fit(x, y, verbose=0)}"
+        except Exception as error:
+            said["auto_shard_dataset"] = f"{type(error).__name__}: {error}"
+
+    with kd.DataParallel().scope():
+        made = program()
+        traces.clear()
+        said["same program"] = made.fit(x, y, batch_size=26, epochs=2, verbose=0).history["loss"]
+        said["traces"] = len(traces)
 
     def with_warnings(batches, rows):
         with kd.DataParallel(auto_shard_dataset=False).scope(), warnings.catch_warnings(record=True) as caught:

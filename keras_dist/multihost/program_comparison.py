@@ -1,0 +1,98 @@
+"""Compares the traced steps of all processes before one is compiled.
+
+Where processes run different programs whose shapes agree (another activation, loss, dropout rate or optimizer
+setting), devices exchange numbers that mean different things, and nothing fails.
+"""
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_dist.multihost import messaging
+
+_MAX_LINE = 200  # characters of an instruction in an error
+
+
+def compare_programs(step: Callable, name: str) -> Callable:
+    """Wraps a jitted step so that all processes compare its program before they compile it.
+
+    Each program is compared once for each structure, shapes and dtypes of the batch. Tracing is shared with the call
+    that follows.
+
+    Args:
+        step: a function of state and batch, from `jax.jit`.
+        name: the name of the model, for errors.
+
+    Returns:
+        The wrapped function. It raises a ValueError on all processes if their programs differ.
+    """
+    compared = set()
+
+    def compared_step(state, batch):
+        leaves, structure = jax.tree.flatten(batch)
+        key = structure, tuple((np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+        if key not in compared:
+            require_same_program(step.trace(state, batch).jaxpr, name)
+            compared.add(key)
+        return step(state, batch)
+
+    return compared_step
+
+
+def require_same_program(program: Any, name: str) -> None:
+    """Raises a ValueError on all processes if their programs differ.
+
+    Args:
+        program: the program of this process, a `ClosedJaxpr`.
+        name: the name of the model, for errors.
+    """
+    lines = program_lines(program)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = messaging.exchange("program", digest)
+    if len(set(digests)) == 1:
+        return
+    process = next(process for process, other in enumerate(digests) if other != digests[0])
+    checksums = messaging.exchange("checksums of the program", [zlib.crc32(line.encode()) for line in lines])
+    pairs = zip(checksums[0], checksums[process], strict=False)
+    shorter = min(len(checksums[0]), len(checksums[process]))
+    number = next((number for number, (first, other) in enumerate(pairs) if first != other), shorter)
+    line = lines[number].strip() if number < len(lines) else "end of the program"
+    differing = messaging.exchange("line of the program", line[:_MAX_LINE])
+    raise ValueError(
+        f"The step of {name!r} differs between processes. First difference: `{differing[0]}` on process 0, "
+        f"`{differing[process]}` on process {process}. Build and compile the model with the same code and the same "
+        "settings in all processes."
+    )
+
+
+def program_lines(program: Any) -> list[str]:
+    """Returns a program as text that is equal for equal programs of different processes.
+
+    Memory addresses are removed, sets are sorted, and arrays that are part of the program follow as checksums.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+|\bid=\d+", "", str(program))
+    text = re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda match: str(sorted(match[1].split(", "))), text)
+    return [*text.splitlines(), *map(_checksum, _constants(program.jaxpr, program.consts))]
+
+
+def _constants(jaxpr: Any, values: Any) -> Iterator[Any]:
+    yield from values
+    for equation in jaxpr.eqns:
+        yield from (x.val for x in equation.invars if np.ndim(getattr(x, "val", 0)))
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(parameter, "eqns"):
+                yield from _constants(getattr(parameter, "jaxpr", parameter), getattr(parameter, "consts", ()))
+
+
+def _checksum(value: Any) -> str:
+    if isinstance(value, jax.Array):
+        if not value.is_fully_replicated or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+            return f"constant {value.dtype}{value.shape}"
+        value = value.addressable_data(0)
+    array = np.ascontiguousarray(value)
+    return f"constant {array.dtype}{array.shape} with checksum {zlib.crc32(array.tobytes())}"

@@ -1,0 +1,117 @@
+"""Errors of joining, messages and failures. Those that need real processes are made by the functions that word them."""
+
+import os
+from unittest import mock
+
+import jax
+import keras
+
+import keras_dist as kd
+from keras_dist.multihost import coordination, launcher, messaging, program_comparison
+from keras_dist.variables import process_zero
+
+
+def _initialize(**arguments):
+    return lambda: kd.initialize(**arguments)
+
+
+def _with_variable(name, value):
+    def case():
+        with mock.patch.dict(os.environ, {f"KERAS_DISTRIBUTION_{name}": value}):
+            kd.initialize()
+
+    return case
+
+
+def _second_call():
+    state = mock.Mock(client=True, num_processes=2, process_id=0, coordinator_address="10.0.0.1:1234")
+    with mock.patch.object(coordination._jax_distributed, "global_state", state):
+        kd.initialize(num_processes=3)
+
+
+def _not_joined(process, reason, processes=None):
+    def case():
+        library = coordination._BoundedLibrary(timeout=60)
+        library._processes = processes
+        return library._explain("10.0.0.1:1234", process, reason)
+
+    return case
+
+
+def _messages_of(processes):
+    return mock.patch.object(messaging, "exchange", lambda topic, message: processes(topic, message))
+
+
+def _different_program():
+    programs = [jax.make_jaxpr(function)(1.0) for function in (jax.numpy.sin, jax.numpy.tanh)]
+    other = iter(
+        [
+            "another digest",
+            [program_comparison.zlib.crc32(line.encode()) for line in program_comparison.program_lines(programs[1])],
+            "b:f32[] = tanh a",
+        ]
+    )
+    with _messages_of(lambda topic, message: [message, next(other)]):
+        program_comparison.require_same_program(programs[0], "gpt")
+
+
+def _different_calls():
+    with _messages_of(lambda topic, message: [message, "get_weights() of 'bert', 4 variables"]):
+        process_zero.require_same_call("reading of weights", "a/kernel", "All processes must read the same weights.")
+
+
+def _unknown_variable():
+    with mock.patch.object(
+        process_zero._this_thread, "leader", process_zero._Leader("save gpt.keras", []), create=True
+    ):
+        process_zero.borrow(keras.Variable([1.0], name="scale"))
+
+
+def _timeout():
+    replaced = {
+        "_by_process": lambda directory: {0: ""},
+        "process_count": lambda: 2,
+        "_look_up": lambda key: "host-1, pid 4321",
+    }
+    with mock.patch.multiple(messaging, **replaced):
+        return messaging._timeout_message("keras_dist/model/0/from/1", "model", "process 1")
+
+
+def _nothing_listens():
+    library = coordination._BoundedLibrary(timeout=0)
+    error = ConnectionRefusedError(111, "Connection refused")
+    with mock.patch.object(coordination.socket, "create_connection", side_effect=error):
+        library._wait_for_listener("10.0.0.1:1234", 1)
+
+
+def _used_port():
+    error = OSError(98, "Address already in use")
+    with mock.patch.object(coordination.socket, "create_server", side_effect=error):
+        coordination._require_free_port("[::]:1234")
+
+
+CASES = {
+    "an address without a port": _initialize(job_addresses="10.0.0.1"),
+    "fewer addresses than processes": _initialize(job_addresses="10.0.0.1:1,10.0.0.2:1", num_processes=3),
+    "a process id beyond the last": _initialize(num_processes=2, process_id=2),
+    "no processes": _initialize(num_processes=0),
+    "a process id of another type": _initialize(process_id="1"),
+    "a timeout of 0": _initialize(timeout=0),
+    "an invalid environment variable": _with_variable("NUM_PROCESSES", "two"),
+    "initialize after JAX started": lambda: (kd.get_device_count(), kd.initialize("10.0.0.1:1234", 2, 0)),
+    "a second call with other arguments": _second_call,
+    "a port in use": _used_port,
+    "process 0 is not there": _nothing_listens,
+    "processes are missing": _not_joined(0, "DEADLINE_EXCEEDED", 4),
+    "two processes with one id": _not_joined(1, "ALREADY_EXISTS"),
+    "a process beyond the number of process 0": _not_joined(2, "Unexpected task"),
+    "another error of JAX": _not_joined(1, "INTERNAL: connection lost"),
+    "a process does not come in time": _timeout,
+    "processes run different programs": _different_program,
+    "processes make different calls": _different_calls,
+    "process 0 reads an unknown variable": _unknown_variable,
+    "process 0 cannot save": lambda: str(
+        process_zero._error_of_process_zero(["OSError", "disk full"], "save gpt.keras")
+    ),
+    "launch of no processes": lambda: launcher.launch(["true"], 0),
+}
