@@ -18,6 +18,7 @@ _RETRY_INTERVAL = 0.5  # seconds
 _JAX_MARGIN = 5  # seconds that JAX waits for other processes beyond its `init_timeout`
 
 _heartbeat_timeout = _JAX_HEARTBEAT_TIMEOUT
+_is_recoverable = False
 
 
 def client() -> Any:
@@ -47,7 +48,7 @@ def address() -> str:
 
 def has_shutdown_barrier() -> bool:
     """Whether `jax.distributed.shutdown` waits for all processes: not after `join`, which makes them recoverable."""
-    return not _jax_distributed._ENABLE_RECOVERABILITY.value
+    return not _is_recoverable
 
 
 def heartbeat_timeout() -> int:
@@ -68,7 +69,7 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
         ConnectionError: nothing listens at the address of process 0.
         RuntimeError: not all processes joined in time, or their arguments differ.
     """
-    global _heartbeat_timeout
+    global _heartbeat_timeout, _is_recoverable
     module: Any = _jax_distributed
     _heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all processes when one dies
@@ -79,6 +80,7 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
             heartbeat_timeout_seconds=_heartbeat_timeout,
             **arguments,
         )
+        _is_recoverable = True
     except Exception:
         _reset(_jax_distributed.global_state)
         raise

@@ -20,7 +20,8 @@ def losses_in(file):
 
 def test_killed_training_goes_on_as_if_it_had_not_been(tmp_path):
     # Of its own, since a process may be killed while it writes there too.
-    many = {"processes": 2, "devices": 4, "timeout": 180, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    many = {"processes": 2, "devices": 4, "timeout": 240, "wait_seconds": 20, "grace": 60} | cache
 
     def run(directory, notes, *arguments, check):
         files = [str(tmp_path / directory), str(tmp_path / notes)]
@@ -31,8 +32,10 @@ def test_killed_training_goes_on_as_if_it_had_not_been(tmp_path):
         done = run("cut", "cut.txt", who, after, delay, check=False)
         for process in done:
             is_killed = who in (process.rank, "all")
-            assert process.returncode == -9 if is_killed else process.returncode > 0, output_of(done)
-            assert is_killed or f"process {who}" in process.stderr.lower(), output_of(done)
+            # Process 0 holds the coordination service, without which JAX aborts the other.
+            statuses, name = ({1, -6}, "leader task") if who == 0 else ({1, 70}, f"process {who}")
+            assert process.returncode in ({-9} if is_killed else statuses), output_of(done)
+            assert is_killed or name in process.stderr.lower(), output_of(done)
         if who == "all" and delay == 0.0:  # right after a save had begun, which is found unfinished
             assert list((tmp_path / "cut").glob("*orbax-checkpoint-tmp*"))
     last = run("cut", "cut.txt", check=True)
