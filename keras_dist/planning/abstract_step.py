@@ -40,11 +40,7 @@ class Step:
     batch: Any
 
     def trace(self) -> Any:
-        """Traces the step that Keras compiles, and returns JAX's traced function, which can be lowered.
-
-        Raises:
-            ValueError: The model cannot process the batch, or cannot be compiled.
-        """
+        """Traces the step that Keras compiles. Raises a ValueError with the cause if the model cannot be traced."""
         state = self.state_specs()
         shardings = tuple([spec.sharding for spec in part] for part in state)
         function = jax.jit(
@@ -79,20 +75,8 @@ def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
 def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
     """Builds a model with its optimizer, loss and metrics, without values, and the shapes of its batch.
 
-    When the block ends, a model that was passed is unchanged, and so are Keras's automatic names and random seeds.
-
-    Args:
-        build_model: a model, or a function without arguments that returns one.
-        distribution: the distribution that the step runs under.
-        batch: as in `keras_dist.plan`.
-        name: `"train"`, `"test"` or `"predict"`.
-
-    Yields:
-        The step.
-
-    Raises:
-        TypeError: `build_model` is neither a model nor a function.
-        ValueError: The function does not return a model, the model is not compiled, or the batch does not suit it.
+    Arguments and errors are those of `keras_dist.plan`. When the block ends, a model that was passed is unchanged, and
+    so are Keras's automatic names and random seeds.
     """
     if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
         raise TypeError(
@@ -113,17 +97,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
-    """Returns the shapes, dtypes and shardings of a batch.
-
-    Args:
-        model: provides inputs and targets if the batch is a number of rows.
-        batch: as in `keras_dist.plan`.
-        name: `"train"`, `"test"` or `"predict"`.
-        distribution: decides how the batch is sharded.
-
-    Returns:
-        A tuple of one to three structures of `jax.ShapeDtypeStruct`: x, y and sample weights.
-    """
+    """Returns the batch of `keras_dist.plan` as a tuple of x, y and sample weights, with shapes and shardings."""
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         batch = _derived_batch(model, int(batch), name)
 

@@ -289,11 +289,7 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
 
 
 def require_one_target(mesh: DeviceMesh) -> None:
-    """Raises a ValueError if no compiler can compile for a mesh, or if it would crash on the mesh.
-
-    Args:
-        mesh: a mesh of any devices.
-    """
+    """Raises a ValueError if no compiler can compile for a mesh, or if it would crash on the mesh."""
     devices = mesh.backend_mesh.devices.ravel().tolist()
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:

@@ -250,7 +250,8 @@ def _label(hardware: Hardware) -> str:
     return f"{hardware.device_kind} ({hardware.name})"
 
 
-_COLUMNS = ("name", "memory", "HBM", f"TFLOP/s: {DTYPES[0]}", *DTYPES[1:], "links", "network")
+_PEAKS = (f">TFLOP/s: {DTYPES[0]}", *(f">{dtype}" for dtype in DTYPES[1:]))
+_COLUMNS = ("name", ">memory", ">HBM", *_PEAKS, ">links", ">network")
 
 
 def _row(hardware: Hardware) -> list[str]:

@@ -28,13 +28,7 @@ _MACHINES = {
 
 
 def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
-    """Returns the hardware and the shape that the name of a target stands for.
-
-    Args:
-        name: hardware and shape, hardware and number of chips, or the name of a cloud's slice or machine.
-
-    Raises:
-        ValueError: The name has another form, the hardware is unknown, or a number of chips has no usual shape.
+    """Returns the hardware and the shape that the name of a target stands for; see `keras_dist.target`.
 
     Example:
 
