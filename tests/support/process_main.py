@@ -5,12 +5,12 @@ import json
 import os
 import sys
 
-for optional in ("pandas", "sklearn", "matplotlib"):  # Keras imports these if it can; without them it starts sooner
-    sys.modules[optional] = None  # pyright: ignore[reportArgumentType]
 
-import keras_dist as kd  # noqa: E402
+def main():
+    for optional in ("pandas", "sklearn", "matplotlib"):  # Keras imports these if it can; without them it starts sooner
+        sys.modules[optional] = None  # pyright: ignore[reportArgumentType]
+    import keras_dist as kd
 
-if __name__ == "__main__":
     module, function, arguments, initialize, directory = sys.argv[1:]
     if initialize == "1":
         kd.initialize()
@@ -18,3 +18,7 @@ if __name__ == "__main__":
     # A file for each process, since libraries print to standard output in the middle of lines of others.
     with open(os.path.join(directory, os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] + ".json"), "w") as file:
         json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()
