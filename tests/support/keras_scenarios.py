@@ -1,4 +1,4 @@
-"""What the tests of Keras's failures share: a scenario is a function of a module, `keras.distribution` or ours."""
+"""Scenarios that run on `keras.distribution` and on keras_dist: functions of the module that they run on (`api`)."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 def start_anew():
-    """Nothing installed, names and seed as in a new process: a scenario that runs again makes the same model."""
+    """Resets the distribution, names and seed as in a new process, so that a scenario builds the same model again."""
     kd.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
@@ -33,17 +33,17 @@ def dense_model(optimizer="sgd"):
 
 
 def fit(model, **kwargs):
-    """One fit on all rows in batches of 8, in their order whatever random numbers were drawn before; the losses."""
+    """The losses of one `fit` on all rows in batches of 8, unshuffled."""
     return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **kwargs).history["loss"]
 
 
 def data_parallel(api):
-    """All devices on the batch."""
+    """Data parallelism over all devices."""
     return api.DataParallel()
 
 
 def model_parallel(api, rules=None, shape=(2, 4), batch_dim_name="data"):
-    """A distribution of a module by rules over a mesh of axes "data" and "model"."""
+    """A `ModelParallel` with some rules, on a mesh with the axes "data" and "model"."""
     layout_map = api.LayoutMap(api.DeviceMesh(shape, ["data", "model"]))
     for pattern, layout in (rules or {}).items():
         layout_map[pattern] = layout
@@ -62,33 +62,33 @@ def run(api, use, build=dense_model, distribution=data_parallel):
 
 
 def check_as_on_one_device(use, build=dense_model, distribution=data_parallel):
-    """Asserts that a scenario has the same numbers under a distribution of ours as on one device."""
+    """Asserts that a scenario has the numbers of one device under a distribution of keras_dist."""
     assert_same_numbers(run(kd, use, build, distribution), run(None, use, build))
 
 
 def assert_same_numbers(actual, expected):
-    """Asserts the same structure of arrays, equal as far as float32 sums in another order are."""
+    """Asserts equal trees of arrays, up to rounding errors of float32."""
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 def devices_of(variable):
-    """The devices that a variable lies on."""
+    """The devices that a variable is placed on."""
     return variable.value.sharding.device_set
 
 
 def shard_shape(variable):
-    """The shape of a variable's part on one device."""
+    """The shape of a variable's shard on one device."""
     return variable.value.sharding.shard_shape(tuple(variable.shape))
 
 
 @contextlib.contextmanager
 def raises_error_of_jax(name, match):
-    """Expects an error of JAX by the name of its type, which JAX does not export."""
+    """Expects an error of JAX by the name of its type, because JAX does not export the type."""
     with pytest.raises(Exception, match=match) as error:
         yield error
     assert error.type.__name__ == name
 
 
 def raises_indivisible():
-    """Expects JAX's error for a dim that the mesh does not divide; it names the sharding, and no variable or batch."""
+    """Expects JAX's error for an indivisible dim, which names a sharding but no variable or batch."""
     return raises_error_of_jax("IndivisibleError", "should evenly divide the shape")
