@@ -139,7 +139,7 @@ _STYLE = """<style>
 .keras-dist { font-size: 13px; line-height: 1.4; color: inherit; }
 .keras-dist h4 { margin: 1em 0 0.3em; font-size: 14px; }
 .keras-dist p { margin: 0.2em 0; }
-.keras-dist table { border-collapse: collapse; color: inherit; background: none; }
+.keras-dist table { margin: 0; border-collapse: collapse; color: inherit; background: none; }
 .keras-dist th, .keras-dist td { padding: 1px 10px 1px 0; vertical-align: top; background: none; }
 .keras-dist thead th, .keras-dist tfoot th { border-bottom: 1px solid rgba(128, 128, 128, 0.5); }
 </style>"""
