@@ -132,15 +132,10 @@ class BatchPlacer:
     def _target_sharding(self, leaf) -> jax.sharding.Sharding:
         if is_sparse(leaf):
             return self.sharding(())
-        return leaf.sharding if self.is_sharded_on_mesh(leaf) else self.sharding(np.shape(leaf))
-
-    def is_sharded_on_mesh(self, value: Any) -> bool:
-        """Whether a value is an array that is sharded over exactly this mesh's devices."""
-        return (
-            isinstance(value, jax.Array)
-            and not value.sharding.is_fully_replicated
-            and value.sharding.device_set == self.sharding(()).device_set
-        )
+        is_sharded = isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated
+        if is_sharded and leaf.sharding.device_set == self.sharding(()).device_set:
+            return leaf.sharding
+        return self.sharding(np.shape(leaf))
 
     def _place_global(self, leaf) -> jax.Array:
         if is_global(leaf):

@@ -65,9 +65,9 @@ class BatchComparison:
             ProcessFailure: reading the batch failed on another process.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
-        message: dict[str, Any] = {"spec": _spec(leaves, structure), "rows": [_rows(leaf) for leaf in leaves]}
-        message["digest"] = _digest(leaves, _SAMPLE if self._batches else None)
-        return self._compare(message)
+        rows = [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves]
+        digest = _digest(leaves, _SAMPLE if self._batches else None)
+        return self._compare({"spec": _spec(leaves, structure), "rows": rows, "digest": digest})
 
     def report_end(self) -> None:
         """Tells the other processes that this one has no more batches.
@@ -150,20 +150,14 @@ def _require_equal(messages: list[dict[str, Any]], key: str, problem: str, fix: 
 
 def _spec(leaves: list, structure: Any) -> str:
     """Describes the structure of a batch without its rows; scalars with their values."""
-    texts = [f"{leaf!r}" if np.ndim(leaf) == 0 else f"{_dtype(leaf)}[..., {_row_shape(leaf)}]" for leaf in leaves]
-    return f"{str(structure).removeprefix('PyTreeDef(')[:-1]} of {', '.join(texts)}"
 
+    def describe(leaf):
+        if np.ndim(leaf) == 0:
+            return repr(leaf)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        return f"{dtype}[..., {', '.join(map(str, np.shape(leaf)[1:]))}]"
 
-def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
-
-
-def _row_shape(leaf: Any) -> str:
-    return ", ".join(map(str, np.shape(leaf)[1:]))
-
-
-def _rows(leaf: Any) -> int:
-    return np.shape(leaf)[0] if np.ndim(leaf) else 0
+    return f"{str(structure).removeprefix('PyTreeDef(')[:-1]} of {', '.join(map(describe, leaves))}"
 
 
 def _digest(leaves: Sequence[Any], limit: int | None) -> str:

@@ -47,7 +47,10 @@ def model_parallel() -> kd.Distribution:
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
 
 
-@pytest.fixture(params=[data_parallel, model_parallel], ids=lambda make: make.__name__)
+@pytest.fixture(
+    params=[data_parallel, pytest.param(model_parallel, marks=pytest.mark.slow)],
+    ids=["data_parallel", "model_parallel"],
+)
 def distribution(request) -> kd.Distribution:
     """Gives each distribution in turn, not installed yet."""
     return request.param()
