@@ -1,8 +1,8 @@
-"""One program as many processes: data, methods and files are those of one process, and failures end in words.
+"""One program as several processes: data, methods and files work as in one process, and failures are reported.
 
 Without arguments it runs itself as two processes with four simulated devices each, by `keras-dist launch`, then once
 more while one of them is killed. `many_hosts.py train DIRECTORY` is the program; guides/many_hosts.slurm and
-guides/many_hosts.yaml run that on the hosts of a Slurm or a Kubernetes cluster.
+guides/many_hosts.yaml run it on the hosts of a Slurm or Kubernetes cluster.
 
 Run: python guides/many_hosts.py
 """
@@ -23,14 +23,14 @@ BATCH, EPOCHS = 100, 3  # 1,437 rows: the last batch of an epoch has 37, which n
 
 # --- 1. The program. One line is new: `kd.initialize()`, before anything else uses JAX.
 #
-# It joins the processes. Under Slurm, Open MPI, Kubernetes and on Cloud TPU it finds out by itself how many there are
-# and which one this is; elsewhere its arguments, or the variables KERAS_DISTRIBUTION_JOB_ADDRESSES, _NUM_PROCESSES and
-# _PROCESS_ID, say so. It also gives all processes one random seed. `timeout` is for how long they wait for one another:
-# longer than the longest time that one of them is busy alone, for example in a callback.
+# It joins the processes. Under Slurm, Open MPI, Kubernetes and on Cloud TPU it detects how many there are and which
+# one this is. Elsewhere pass arguments, or set the environment variables KERAS_DISTRIBUTION_JOB_ADDRESSES,
+# _NUM_PROCESSES and _PROCESS_ID. It also gives all processes one random seed. `timeout` is for how many seconds they
+# wait for one another; choose it longer than the longest time that one of them is busy alone, as in a callback.
 #
-# Every process runs the same program to its end, and makes the same calls of Keras in the same order. A part for one of
-# them alone (`if kd.process_id() == 0:`) may print, or write a file of its own; it must not train, evaluate, predict,
-# save, or read the values of weights, since these need the others.
+# Every process runs the same program to its end, and makes the same Keras calls in the same order. Code for one of
+# them (`if kd.process_id() == 0:`) may print, or write its own files. It must not train, evaluate, predict, save, or
+# read values of weights, because these need all processes.
 
 
 def train(directory: str) -> None:
@@ -49,17 +49,17 @@ def train(directory: str) -> None:
     say(f"{kd.num_processes()} processes, {kd.get_device_count()} devices, {kd.distribution()}")
 
     # --- 2. Data. With `auto_shard_dataset=True`, the default, every process passes the same global dataset, of any
-    # kind that Keras takes; each device takes its rows of each batch. The numbers are those of one process. Every
-    # process reads all of the data (arrays are sliced, so that costs them nothing).
+    # type that Keras accepts. Each device takes its rows of each batch, and the losses are those of one process. Every
+    # process reads all of the data (slicing arrays costs nothing).
     #
-    # `TrainingCheckpoint` saves now and then, and goes on from the newest checkpoint when the program is started again.
+    # `TrainingCheckpoint` saves regularly, and resumes from the newest checkpoint when the program is started again.
     checkpoint = kd.TrainingCheckpoint(os.path.join(directory, "checkpoints"), save_freq=5)
     callbacks = [checkpoint, die_once(directory)]
     history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, callbacks=callbacks, verbose=0)
     say(f"loss {history.history['loss'][-1]:.4f}")
 
-    # --- 3. Every method works on every process, and gives each of them the same; files are written once, by process 0,
-    # and are whole before any process goes on. A folder that all hosts see is needed to load them everywhere.
+    # --- 3. Every method works, and returns the same on each process. Process 0 writes files, which are complete before
+    # any process continues. To load them on all processes, use a folder that all hosts share.
     _, accuracy = model.evaluate(rest, rest_labels, verbose=0)
     predicted = model.predict(rest, verbose=0)
     say(f"accuracy {accuracy:.3f}, by predictions {np.mean(predicted.argmax(1) == rest_labels):.3f}")
@@ -68,10 +68,10 @@ def train(directory: str) -> None:
     loaded = keras.saving.load_model(file)
     say(f"saved and loaded: {np.abs(loaded.predict(rest, verbose=0) - predicted).max() < 1e-5}")
 
-    # --- 4. `auto_shard_dataset=False`: each process passes a part of its own, and the global batch is the union of
-    # all, in the order of the processes. Parts may differ in size; when one process runs out, the epoch ends for all,
-    # and a warning says who ran short. `predict` gives each process the predictions of its own rows. This is for data
-    # that every host reads for itself.
+    # --- 4. `auto_shard_dataset=False`: each process passes its own rows, and the global batch is their concatenation
+    # in the order of the processes. Numbers of rows may differ. When one process has no more data, the epoch ends for
+    # all, with a warning that names it. `predict` returns the predictions of the process's own rows. Use this for data
+    # that each host reads for itself.
     cut = np.linspace(0, len(x), kd.num_processes() + 1).astype(int)
     mine = slice(cut[kd.process_id()], cut[kd.process_id() + 1])
     kd.set_distribution(kd.FullyShardedDataParallel(auto_shard_dataset=False))
@@ -80,8 +80,8 @@ def train(directory: str) -> None:
     predicted = model.predict(x[mine], verbose=0)
     say(f"parts: process 0 passes {len(x[mine])} of {len(x)} rows, and is given {len(predicted)} predictions")
 
-    # --- 5. What differs among processes and should not is an error on all of them, before devices wait for one another
-    # in vain: another model, seed, method, number of steps or batch, other rows, shapes or dtypes.
+    # --- 5. A difference between processes is an error on all of them, before devices wait for one another: another
+    # model, program, seed, method, number of steps or batch, other rows, shapes or dtypes.
     if kd.num_processes() > 1:
         kd.set_distribution(kd.FullyShardedDataParallel())
         try:
@@ -92,7 +92,7 @@ def train(directory: str) -> None:
 
 
 def build():
-    """Returns a compiled model; nothing in it knows of processes."""
+    """Returns a compiled model. Nothing in it depends on processes."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -104,25 +104,25 @@ def build():
     return model
 
 
-def say(words: str) -> None:
-    """Prints on one of the processes."""
+def say(text: str) -> None:
+    """Prints on process 0."""
     if kd.process_id() == 0:
-        print(words, flush=True)
+        print(text, flush=True)
 
 
-# --- 6. Failures. Where a process dies, raises an error, stops or ends early, the others end as well, within the
-# timeout, with words that name it; the exit status is not 0, so that what started the processes can start them again:
+# --- 6. Failures. If a process dies, raises an error, stops or ends early, the others end as well, within the timeout,
+# with a message that names it. The exit status is not 0, so that the cluster can start the processes again:
 #
-# - Slurm: `sbatch guides/many_hosts.slurm`. `srun --kill-on-bad-exit` ends what is left, and the job puts itself back
-#   into the queue (`scontrol requeue`).
-# - Kubernetes: `kubectl apply -f guides/many_hosts.yaml`. An indexed Job starts a pod for each process; where one
+# - Slurm: `sbatch guides/many_hosts.slurm`. `srun --kill-on-bad-exit` ends the others, and the job requeues itself
+#   (`scontrol requeue`).
+# - Kubernetes: `kubectl apply -f guides/many_hosts.yaml`. An indexed Job starts a pod for each process. If one
 #   fails, the others end, and the Job starts pods again until its `backoffLimit`.
 #
-# Either way the program is started as it was, and `TrainingCheckpoint` goes on with the batch that is next.
+# Either way the same program is started again, and `TrainingCheckpoint` resumes with the next batch.
 
 
 def die_once(directory: str):
-    """Returns a callback that kills process 1 in the middle of training, where a file tells it to, and only once."""
+    """Returns a callback that kills process 1 in the middle of training, once, if a file asks for it."""
     import keras
 
     order = pathlib.Path(directory, "die")
@@ -136,7 +136,7 @@ def die_once(directory: str):
 
 
 def main() -> None:
-    """Runs the program as two processes, then with a death among them, then again."""
+    """Runs the program as two processes, then kills one of them, then starts them again."""
     launcher = [sys.executable, "-m", "keras_dist", "launch", "-n", "2", "--devices-per-process", "4"]
 
     def start(directory: str) -> int:

@@ -121,6 +121,6 @@ def test_the_guide_to_many_hosts():
     assert "process 0 passes 718 of 1437 rows, and is given 718 predictions" in first
     assert "[100, 100] on process 0, but [101, 101] on process 1" in first
     assert "exit status 137" in killed
-    assert "Process 1" in done.stderr
+    assert "process 1 was the first to fail, with exit status 137" in done.stderr
     (loss,), (loss_again,) = ([line for line in part.splitlines() if " loss " in line] for part in (first, again))
     assert loss == loss_again
