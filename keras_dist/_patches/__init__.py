@@ -11,39 +11,22 @@
 * `file_saving.py`: files are written once, by process 0, and atomically.
 * `orbax_loading.py`: Orbax checkpoints are restored completely.
 
-Importing this package declares all patches; `_keras/patch_registry.py` says what a patch is, and
-`_keras/active_distribution.py` when which ones are installed. Only `keras_dist/__init__.py` imports this package.
+`_keras/patch_registry.py` says what a patch is, `_keras/active_distribution.py` when patches are installed. Only
+`keras_dist/__init__.py` imports this package.
 """
 
-from keras_dist._keras.active_distribution import ALWAYS
-from keras_dist._patches import (
-    deferred_creation,
-    distribution_lookup,
-    epoch_iterator,
-    file_saving,
-    layer_call,
-    orbax_loading,
-    resumable_iterator,
-    training,
-    variable_access,
-    weight_loading,
-)
+import importlib
 
-__all__ = [
-    "deferred_creation",
-    "distribution_lookup",
-    "epoch_iterator",
-    "file_saving",
-    "layer_call",
-    "orbax_loading",
-    "register",
-    "resumable_iterator",
-    "training",
-    "variable_access",
-    "weight_loading",
-]
+from keras_dist._keras.active_distribution import ALWAYS
+
+_TOPICS = (
+    *("distribution_lookup", "training", "layer_call", "deferred_creation", "epoch_iterator", "resumable_iterator"),
+    *("weight_loading", "variable_access", "file_saving", "orbax_loading"),
+)
 
 
 def register() -> None:
-    """Installs the one patch that is always active. The others are installed with a distribution."""
+    """Declares all patches, and installs the one that is always active; a distribution installs the others."""
+    for topic in _TOPICS:
+        importlib.import_module(f"{__name__}.{topic}")
     ALWAYS.install()

@@ -148,7 +148,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def _layout_by_rule(self, variable) -> TensorLayout:
         shape, rule, weight = tuple(variable.shape), self.rule(variable.path), base_weight_of(variable.path)
         weight_rule = None if weight is None else self.rule(weight.path)
-        if weight and weight_rule and (rule is None or rule == weight_rule):  # a rule that matches both is meant for the weight
+        # A rule that matches both is meant for the weight.
+        if weight and weight_rule and (rule is None or rule == weight_rule):
             mesh = weight_rule.layout.device_mesh or self._device_mesh
             return TensorLayout(derived_axes(weight_rule.layout.axes, weight, shape, mesh.axis_sizes), mesh)
         if rule is None:

@@ -1,4 +1,4 @@
-"""What is installed where, and the overrides that come and go with it."""
+"""Which distribution is active in which thread, and when patches are installed."""
 
 import gc
 import threading
@@ -21,19 +21,19 @@ def in_thread(function):
     return results[0]
 
 
-def overridden():
+def patched():
     """The functions that are patched now."""
     return {p.target for group in (INSTALLED, VARIABLES) for p in group.patches if group.is_installed(p)}
 
 
 @pytest.fixture(autouse=True)
 def no_models_left():
-    """Models of other tests would keep the overrides that outlive their distribution."""
+    """Models of other tests would keep patches installed."""
     gc.collect()
     kd.set_distribution(None)
 
 
-def test_ours_is_keras_own():
+def test_the_active_distribution_is_keras_s():
     distribution = kd.DataParallel()
     kd.set_distribution(distribution)
     assert kd.distribution() is keras.distribution.distribution() is distribution
@@ -41,34 +41,34 @@ def test_ours_is_keras_own():
     assert kd.distribution() is None
 
 
-def test_a_plain_distribution_may_be_installed_and_overrides_nothing():
+def test_a_distribution_of_keras_installs_no_patch():
     plain = keras.distribution.DataParallel()
     kd.set_distribution(plain)
     assert kd.distribution() is plain
-    assert not overridden()
+    assert not patched()
 
 
-def test_overrides_come_and_go_with_the_distribution():
-    assert not overridden()
+def test_a_scope_installs_and_removes_patches():
+    assert not patched()
     with kd.DataParallel().scope():
-        assert overridden() == {p.target for p in INSTALLED.patches + VARIABLES.patches}
+        assert patched() == {p.target for p in INSTALLED.patches + VARIABLES.patches}
         with keras.distribution.DataParallel().scope():
             assert kd.distribution() is not None
-    assert not overridden()
+    assert not patched()
 
 
-def test_keras_own_set_distribution_wakes_and_ends_them():
+def test_set_distribution_of_keras_installs_and_removes_patches():
     distribution = kd.DataParallel()
     keras.distribution.set_distribution(distribution)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     model.fit(np.ones((5, 3)), np.ones((5, 2)), verbose=0)
-    assert overridden()
+    assert patched()
     keras.distribution.set_distribution(None)
     del model
     gc.collect()
     kd.set_distribution(None)
-    assert not overridden()
+    assert not patched()
 
 
 def test_scopes_nest_and_end_with_an_exception():
@@ -82,7 +82,7 @@ def test_scopes_nest_and_end_with_an_exception():
     assert kd.distribution() is None
 
 
-def test_other_threads_see_what_is_set_and_not_what_is_scoped():
+def test_other_threads_see_what_is_set_but_no_scope():
     distribution, scoped = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
     assert in_thread(kd.distribution) is None
     kd.set_distribution(distribution)
@@ -93,7 +93,7 @@ def test_other_threads_see_what_is_set_and_not_what_is_scoped():
     assert in_thread(kd.distribution) is None
 
 
-def test_a_thread_may_have_its_own():
+def test_a_thread_may_have_its_own_distribution():
     distribution, own = kd.DataParallel(), keras.distribution.DataParallel()
     kd.set_distribution(distribution)
 
@@ -105,7 +105,7 @@ def test_a_thread_may_have_its_own():
     assert kd.distribution() is distribution
 
 
-def test_clear_session_keeps_what_is_set_and_what_is_scoped():
+def test_clear_session_keeps_the_distribution():
     distribution, scoped = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
     kd.set_distribution(distribution)
     keras.utils.clear_session()
@@ -119,7 +119,7 @@ def test_clear_session_keeps_what_is_set_and_what_is_scoped():
     assert kd.distribution() is None
 
 
-def test_other_global_state_is_cleared_as_ever():
+def test_clear_session_clears_other_state():
     kd.set_distribution(kd.DataParallel())
     assert keras.layers.Dense(1).name == "dense"
     assert keras.layers.Dense(1).name == "dense_1"
@@ -128,7 +128,7 @@ def test_other_global_state_is_cleared_as_ever():
 
 
 @pytest.mark.parametrize("value", ["foo", 3, kd.DataParallel, kd.DeviceMesh((8,), ["data"])])
-def test_only_a_distribution_can_be_installed(value):
+def test_only_a_distribution_can_be_set(value):
     installed = kd.DataParallel()
     kd.set_distribution(installed)
     with pytest.raises(TypeError, match=type(value).__name__):
@@ -136,7 +136,7 @@ def test_only_a_distribution_can_be_installed(value):
     assert kd.distribution() is installed
 
 
-def test_somebody_elses_override_over_ours_stays(monkeypatch):
+def test_a_function_that_another_library_replaces_over_a_patch_stays(monkeypatch):
     calls = []
     trainer = internals.trainer
     kd.set_distribution(kd.DataParallel())

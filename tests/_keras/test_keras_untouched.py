@@ -1,4 +1,4 @@
-"""Who does not use this package sees plain Keras: what is overridden, when, for whom, and in which Keras."""
+"""Programs that use plain Keras see no change: what is patched, when, in which threads, and in which Keras."""
 
 import gc
 import inspect
@@ -29,22 +29,22 @@ PATCHES = INSTALLED.patches + VARIABLES.patches
 IDS = [patch.target for patch in PATCHES]
 
 
-def standing():
-    """What each owner itself holds under the overridden name; None where it inherits."""
+def current_functions():
+    """The attribute of each patched owner itself; None where it only inherits the function."""
     return [vars(patch.owner).get(patch.name) for patch in PATCHES]
 
 
-KERAS_OWN = standing()  # read when this file is imported, before any test has installed anything
+ORIGINALS = current_functions()  # read when this file is imported, before any test has installed anything
 
 
-def overridden():
-    """The names under which a function of Keras does not stand."""
-    return [name for name, found, own in zip(IDS, standing(), KERAS_OWN, strict=True) if found is not own]
+def patched():
+    """The functions that are not Keras's at the moment."""
+    return [name for name, found, own in zip(IDS, current_functions(), ORIGINALS, strict=True) if found is not own]
 
 
 @pytest.fixture(autouse=True)
 def no_model_of_ours():
-    """Models of earlier tests hold the overrides that outlive an installation."""
+    """Models of earlier tests would keep patches installed."""
     gc.collect()
     kd.set_distribution(None)
 
@@ -58,90 +58,90 @@ def part_of_a_call(model):
 # ------------------------------------------------------------------------------------------ while nothing is installed
 
 
-def test_what_was_read_before_is_of_keras():
-    for function in filter(None, KERAS_OWN):  # None: inherited
+def test_the_originals_are_keras_s():
+    for function in filter(None, ORIGINALS):  # None: inherited
         file = inspect.getsourcefile(function) if isinstance(function, type) else function.__code__.co_filename
         assert "keras/src" in file
 
 
-def test_all_stand_while_installed_and_none_after():
-    assert overridden() == []
+def test_all_patches_are_installed_with_a_distribution_and_none_after():
+    assert patched() == []
     kd.set_distribution(kd.DataParallel())
-    assert overridden() == IDS
+    assert patched() == IDS
     model = dense_model()
     fit(model)
     kd.set_distribution(None)
     # What the model's compiled functions need stays while it lives.
-    assert overridden() == [patch.target for patch in VARIABLES.patches]
+    assert patched() == [patch.target for patch in VARIABLES.patches]
     del model
     gc.collect()
     kd.set_distribution(None)
-    assert overridden() == []
+    assert patched() == []
 
 
-def test_they_go_by_themselves_when_a_model_of_keras_trains():
+def test_patches_are_removed_when_a_plain_model_trains():
     with kd.DataParallel().scope():
         model = dense_model()
     del model
     gc.collect()
     plain = dense_model()
     fit(plain)
-    assert overridden() == []
+    assert patched() == []
 
 
-def test_a_scope_puts_them_in_and_out():
+def test_a_scope_installs_and_removes_patches():
     with kd.DataParallel().scope():
-        assert overridden() == IDS
+        assert patched() == IDS
         with KERAS.DataParallel().scope():
             assert type(KERAS.distribution()) is KERAS.DataParallel
-    assert overridden() == []
+    assert patched() == []
 
 
-def test_a_scope_of_keras_gives_ours_back():
+def test_the_end_of_a_scope_of_keras_restores_the_distribution():
     installed = kd.DataParallel()
     kd.set_distribution(installed)
     with KERAS.DataParallel().scope():
         assert type(KERAS.distribution()) is KERAS.DataParallel
     assert kd.distribution() is installed
     assert in_another_thread(kd.distribution)[0] is installed
-    assert overridden() == IDS
+    assert patched() == IDS
     keras.utils.clear_session(free_memory=False)
     assert kd.distribution() is installed
 
 
-def test_a_scope_that_fails_takes_them_out():
+def test_a_scope_that_fails_removes_patches():
     with pytest.raises(OSError, match="in the scope"), kd.DataParallel().scope():
         raise OSError("in the scope")
-    assert overridden() == []
+    assert patched() == []
     assert kd.distribution() is None
 
 
-def test_a_distribution_of_keras_puts_none_in():
+def test_a_distribution_of_keras_installs_no_patch():
     kd.set_distribution(KERAS.DataParallel())
-    assert overridden() == []
+    assert patched() == []
     with KERAS.DataParallel().scope():
         fit(dense_model())
-        assert overridden() == []
+        assert patched() == []
 
 
-def test_keras_own_set_distribution_puts_them_in():
+def test_set_distribution_of_keras_installs_patches():
     KERAS.set_distribution(kd.DataParallel())
-    assert overridden() == IDS
+    assert patched() == IDS
 
 
-def test_keras_own_set_distribution_takes_them_out():
+def test_set_distribution_of_keras_removes_patches():
     kd.set_distribution(kd.DataParallel())
     KERAS.set_distribution(None)
-    assert overridden() == []
+    assert patched() == []
     keras.utils.clear_session()
     assert KERAS.distribution() is None
 
 
-def test_a_distribution_of_keras_takes_the_place_of_ours():
+def test_a_distribution_of_keras_replaces_one_of_ours():
     kd.set_distribution(kd.DataParallel())
     KERAS.set_distribution(KERAS.DataParallel())
     KERAS.set_distribution(None)
-    assert overridden() == []
+    assert patched() == []
     keras.utils.clear_session()
     assert KERAS.distribution() is None
 
@@ -155,7 +155,7 @@ def test_plain_keras_is_the_same_before_during_and_after():
     with kd.DataParallel().scope():
         ours = dense_model()
         fit(ours)
-    assert overridden()  # ours lives, and some overrides with it
+    assert patched()  # ours lives, and some overrides with it
     assert_same_numbers(run(KERAS, plain), before)
     with raises_indivisible():
         run(KERAS, lambda model: model.fit(X[:13], Y[:13], verbose=0))
@@ -164,7 +164,7 @@ def test_plain_keras_is_the_same_before_during_and_after():
     del ours
     gc.collect()
     assert_same_numbers(run(KERAS, plain), before)
-    assert overridden() == []
+    assert patched() == []
 
 
 # ------------------------------------------------------------------------------------------------------ other threads
@@ -220,7 +220,7 @@ def test_a_thread_with_a_distribution_of_keras_behaves_as_keras():
     expected = use_of_keras()
     start_anew()
     kd.set_distribution(kd.DataParallel())
-    there, names, _ = in_another_thread(use_of_keras, overridden)
+    there, names, _ = in_another_thread(use_of_keras, patched)
     assert names == IDS
     assert there == expected
     assert isinstance(kd.distribution(), kd.DataParallel)
@@ -238,7 +238,7 @@ def test_a_thread_with_ours_leaves_the_others_alone():
         return dense_model()
 
     def here():
-        return overridden(), KERAS.distribution(), len(devices_of(dense_model().weights[0])), use_of_keras()
+        return patched(), KERAS.distribution(), len(devices_of(dense_model().weights[0])), use_of_keras()
 
     def leave():
         installed = kd.distribution()
@@ -259,7 +259,7 @@ def test_a_thread_that_left_a_scope_has_installed_nothing(api):
 
     def here():
         kd.set_distribution(None)
-        return overridden()
+        return patched()
 
     kd.set_distribution(kd.DataParallel())
     _, names, installed = in_another_thread(enter_and_leave, here, kd.distribution)
@@ -288,15 +288,15 @@ WAYS_TO_INSTALL = {
 
 @pytest.mark.parametrize("install", WAYS_TO_INSTALL.values(), ids=WAYS_TO_INSTALL)
 @pytest.mark.parametrize("patch", PATCHES, ids=IDS)
-def test_another_signature_is_refused_and_nothing_is_overridden(patch, install, monkeypatch):
+def test_another_signature_is_refused_and_nothing_is_patched(patch, install, monkeypatch):
     replace_by_another_signature(monkeypatch, patch)
-    before = standing()
+    before = current_functions()
     with pytest.raises(ValueError, match=rf"{re.escape(patch.target)} takes.*one_more") as error:
         install()
     message = str(error.value)
     assert keras.__version__ in message
     assert patch.reason in message
-    assert standing() == before
+    assert current_functions() == before
 
 
 @pytest.mark.parametrize("install", WAYS_TO_INSTALL.values(), ids=WAYS_TO_INSTALL)
