@@ -18,7 +18,7 @@ from keras_dist.multihost import messaging
 _MAX_LINE = 200  # characters of an instruction in an error
 
 
-def compare_programs(step: Callable, name: str) -> Callable:
+def compare_programs(step: Any, name: str) -> Callable:
     """Wraps a jitted step so that all processes compare its program before they compile it.
 
     Each program is compared once for each structure, shapes and dtypes of the batch. Tracing is shared with the call
@@ -91,7 +91,7 @@ def _constants(jaxpr: Any, values: Any) -> Iterator[Any]:
 
 def _checksum(value: Any) -> str:
     if isinstance(value, jax.Array):
-        if not value.is_fully_replicated or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        if not value.is_fully_replicated or jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
             return f"constant {value.dtype}{value.shape}"
         value = value.addressable_data(0)
     array = np.ascontiguousarray(value)
