@@ -471,7 +471,7 @@ def test_each_rule_in_a_message_matches_something_and_fits_it(number, patterns, 
     assert str(coverage)
     assert len(json.loads(coverage.to_json())["findings"]) == len(coverage.findings)
     shapes = {path: v.shape for v in coverage.variables for path in (v.path, strip_model_names(v.path))}
-    shapes |= {f"{strip_model_names(path)}/output": () for path in coverage.layers}
+    shapes |= {strip_model_names(f"{path}/output"): () for path in coverage.layers}
     for finding in coverage.findings:
         for key, suggested_axes in suggested(finding).items():
             matched = [path for path in shapes if re.fullmatch(key, path)]
