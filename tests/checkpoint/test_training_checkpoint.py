@@ -114,7 +114,7 @@ def train(directory, source, after=None, save_freq=1, callbacks=(), distribution
     """Trains a new model and returns its `Losses` and weights."""
     compile_arguments = {key: arguments.pop(key) for key in ("steps_per_execution", "run_eagerly") if key in arguments}
     losses = Losses(after)
-    with (distribution or kd.DataParallel()).scope():
+    with (distribution or kd.DataParallel(devices=kd.list_devices()[:2])).scope():
         model = build(**compile_arguments)
         checkpoint = [] if directory is None else [kd.TrainingCheckpoint(str(directory), save_freq)]
         arguments = {"epochs": EPOCHS, "verbose": 0, **SOURCES[source](), **arguments}
@@ -190,7 +190,7 @@ def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(
             self.model.stop_training = batch == 3
 
     uninterrupted = train(None, "arrays", validation_data=(X, Y))
-    with kd.DataParallel().scope():
+    with kd.DataParallel(devices=kd.list_devices()[:2]).scope():
         callbacks = [Stop(), kd.TrainingCheckpoint(str(tmp_path), save_freq)][:: 1 if is_first else -1]
         data = {"x": X, "y": Y, "validation_data": (X, Y), "batch_size": BATCH, "epochs": EPOCHS}
         build().fit(**data, verbose=0, callbacks=callbacks)
@@ -199,7 +199,7 @@ def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(
 
 def test_a_fit_that_failed_does_not_change_the_start_of_the_next_one(tmp_path):
     train(tmp_path, "arrays", after=7, save_freq="epoch")
-    with kd.DataParallel().scope():
+    with kd.DataParallel(devices=kd.list_devices()[:2]).scope():
         model, checkpoint = build(), kd.TrainingCheckpoint(str(tmp_path))
         arguments = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
         with pytest.raises(Interrupted):
