@@ -20,7 +20,7 @@ from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVari
 from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
-from keras_dist.layout.rule_matching import matching_patterns
+from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
@@ -297,7 +297,7 @@ def _unused_rules(
 ) -> dict[str, dict[str, int]]:
     """Returns the rules that determine no layout; for each, the rules that take the paths that it matches."""
     used = {v.rule for v in variables}
-    regexes = {key: re.compile(key) for key in layout_map if key not in used}
+    regexes = Regexes({key: re.compile(key) for key in layout_map if key not in used})
     if not regexes:
         return {}
     takers = {key: Counter() for key in regexes}

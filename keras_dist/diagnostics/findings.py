@@ -16,7 +16,7 @@ from keras_dist.diagnostics.suggestions import (
     variables_with_rules,
 )
 from keras_dist.layout.derived_weights import base_weight_of
-from keras_dist.layout.rule_matching import matching_patterns, strip_model_names
+from keras_dist.layout.rule_matching import Regexes, matching_patterns, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple, layout_error, nearest_fitting_axes
 
 _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more are reported
@@ -81,7 +81,7 @@ def _several_rules(coverage: Coverage) -> Iterator[Finding]:
     if not undecided:
         return
     sizes, rules = coverage.mesh.axis_sizes, dict(coverage.rules)
-    regexes = {pattern: re.compile(pattern) for pattern in rules}
+    regexes = Regexes({pattern: re.compile(pattern) for pattern in rules})
     for group in group_variables(undecided):
         patterns = matching_patterns(regexes, group[0].path)
         axes = next((rules[p].axes for p in patterns if not layout_error(rules[p].axes, group[0].shape, sizes)), ())

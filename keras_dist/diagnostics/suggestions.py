@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
-from keras_dist.layout.rule_matching import full_matches, strip_model_names
+from keras_dist.layout.rule_matching import Regexes, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
@@ -123,11 +123,11 @@ class _Paths:
 
     def with_prefix(self, rules: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
         """Returns the rules that match the end of paths, with the missing prefix added, and these paths."""
-        regexes, prefixes = {rule: re.compile(rule) for rule in rules}, defaultdict(dict)
+        regexes, prefixes = Regexes({rule: re.compile(rule) for rule in rules}), defaultdict(dict)
         for path in self._paths:
             start = path.find("/") + 1
             while start:
-                for rule in full_matches(regexes, path[start:]):
+                for rule in regexes.full_matches(path[start:]):
                     prefixes[rule].setdefault(path, path[:start])
                 start = path.find("/", start) + 1
         longer = {rule: (_add_prefix(rule, set(found.values())), list(found)) for rule, found in prefixes.items()}
@@ -135,14 +135,14 @@ class _Paths:
 
     def with_match(self, rewritten: Mapping[str, str]) -> dict[str, tuple[str, list[str]]]:
         """Returns the rules that match once they are rewritten: the new pattern, and the paths that it matches."""
-        regexes = {}
+        regexes = Regexes()
         for rule, better in rewritten.items():
             with contextlib.suppress(re.error):
                 if better != rule:
                     regexes[rule] = re.compile(better)
         found: dict[str, list[str]] = defaultdict(list)
         for path in self._paths:
-            for rule in full_matches(regexes, path):
+            for rule in regexes.full_matches(path):
                 found[rule].append(path)
         return {rule: (rewritten[rule], paths) for rule, paths in found.items()}
 

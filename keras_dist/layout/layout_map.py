@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, full_matches, path_variants
+from keras_dist.layout.rule_matching import Regexes, applies_to, find_shadowing_rule, path_variants
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
@@ -60,7 +60,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         self._first_match_wins = False
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
         self._device_mesh = None if device_mesh is None else as_auto_mesh(device_mesh)
-        self._regexes: dict[str, re.Pattern[str]] = {}
+        self._regexes = Regexes()
         self._rules: dict[str, Rule | None] = {}  # results of lookups since the last change
 
     @classmethod
@@ -339,7 +339,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         return f"<{type(self).__name__} {{{rules}}}{first}, device_mesh={self._device_mesh}>"
 
     def __getstate__(self):
-        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": self._regexes.copy(), "_rules": {}}
+        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": Regexes(self._regexes), "_rules": {}}
 
     def _matching(self, path: str) -> list[str]:
         """Returns the keys that apply to a path; at most one if the first match wins."""
@@ -347,7 +347,7 @@ class LayoutMap(keras.distribution.LayoutMap):
             return [path]
         found: list[str] = []
         for variant in path_variants(path):
-            found += [variant] if variant in self._layout_map else full_matches(self._regexes, variant)
+            found += [variant] if variant in self._layout_map else self._regexes.full_matches(variant)
             # If the first match wins, all variants count: a final `.*` matches the path with the model's name in front,
             # but must not hide an earlier rule that matches the path without it.
             if found and not self._first_match_wins:

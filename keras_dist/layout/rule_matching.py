@@ -1,10 +1,10 @@
 """Which patterns of a layout map match a path."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-
-Regexes = Mapping[str, re.Pattern[str]]  # compiled regexes by their pattern
+from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]  (re has no public parser)
 
 # Keras prefixes the paths of a Sequential's variables with the model's name, numbers these names in order of creation,
 # and drops the prefix when it loads the model from a file. A rule therefore need not contain such a name.
@@ -41,14 +41,72 @@ def strip_model_names(path: str) -> str:
     return stripped
 
 
-def full_matches(regexes: Regexes, path: str) -> list[str]:
-    """Returns the patterns that match an entire path, in the order given."""
-    return [pattern for pattern, regex in regexes.items() if regex.fullmatch(path)]
+class Regexes(dict[str, re.Pattern[str]]):
+    """Compiled regexes by their pattern, with an index: most rules for a model need not be tried for most paths.
+
+    Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
+    the longest other text that the pattern spells.
+
+    Example:
+
+    >>> patterns = [".*/attention/(query|key)/kernel", ".*bias", "head/kernel"]
+    >>> Regexes({pattern: re.compile(pattern) for pattern in patterns}).full_matches("block_3/attention/key/kernel")
+    ['.*/attention/(query|key)/kernel']
+    """
+
+    _index: dict[str | None, list[tuple]] | None = None
+
+    def __setitem__(self, pattern, regex):
+        super().__setitem__(pattern, regex)
+        self._index = None
+
+    def __delitem__(self, pattern):
+        super().__delitem__(pattern)
+        self._index = None
+
+    def full_matches(self, path: str) -> list[str]:
+        """Returns the patterns that match an entire path, in the order given."""
+        if self._index is None:
+            self._index = defaultdict(list)
+            for number, (pattern, regex) in enumerate(self.items()):
+                texts = required_texts(pattern)
+                spelled = _BETWEEN.join(texts).split("/")
+                segment = max((s for s in spelled if s and _BETWEEN not in s), key=len, default=None)
+                others = [text for text in texts if segment is None or segment not in text]
+                self._index[segment].append((number, pattern, regex, max(others, key=len, default="")))
+        found = []
+        for segment in (None, *set(path.split("/"))):
+            for number, pattern, regex, text in self._index.get(segment, ()):
+                if text in path and regex.fullmatch(path):
+                    found.append((number, pattern))
+        return [pattern for _, pattern in sorted(found)]
+
+
+_BETWEEN = "\0"  # stands between texts for what a pattern does not spell
+
+
+@lru_cache(maxsize=2**16)
+def required_texts(pattern: str) -> list[str]:
+    """Returns the texts that every match of a pattern contains, in their order, "" where it begins or ends otherwise.
+
+    Example:
+
+    >>> required_texts("(a|b)_[0-9]+/kernel"), required_texts("(?i)kernel"), required_texts("a|b")
+    (['', '_', '/kernel'], ['', ''], ['', ''])
+    """
+    parsed = _parser.parse(pattern)
+    texts = [""]
+    for operation, argument in parsed:
+        if operation is _constants.LITERAL and not parsed.state.flags & (re.IGNORECASE | re.VERBOSE):
+            texts[-1] += chr(argument)
+        else:
+            texts.append("")
+    return texts
 
 
 def matching_patterns(regexes: Regexes, path: str) -> list[str]:
     """Returns the patterns that match a path; if none does, those that match it without automatic model names."""
-    return full_matches(regexes, path) or full_matches(regexes, strip_model_names(path))
+    return regexes.full_matches(path) or regexes.full_matches(strip_model_names(path))
 
 
 def applies_to(pattern: str, path: str) -> bool:
@@ -73,7 +131,7 @@ def applies_to(pattern: str, path: str) -> bool:
     return suffix not in _ACTIVATION_SUFFIXES or re.search(rf"\b{suffix}\b", pattern) is not None
 
 
-def find_shadowing_rule(pattern: str, earlier: Regexes) -> str | None:
+def find_shadowing_rule(pattern: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
     """Returns an earlier rule that makes a later one unreachable, if one certainly does.
 
     That is certain in two cases: the later pattern is a plain path that an earlier regex matches, or an earlier pattern
