@@ -42,7 +42,7 @@ def strip_model_names(path: str) -> str:
 
 
 class Regexes(dict[str, re.Pattern[str]]):
-    """Compiled regexes by their pattern, with an index: most rules for a model need not be tried for most paths.
+    """Compiled regexes by a name, mostly their pattern, with an index: most rules for a model need not be tried for most paths.
 
     Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
     the longest other text that the pattern spells.
@@ -56,30 +56,30 @@ class Regexes(dict[str, re.Pattern[str]]):
 
     _index: dict[str | None, list[tuple]] | None = None
 
-    def __setitem__(self, pattern, regex):
-        super().__setitem__(pattern, regex)
+    def __setitem__(self, name, regex):
+        super().__setitem__(name, regex)
         self._index = None
 
-    def __delitem__(self, pattern):
-        super().__delitem__(pattern)
+    def __delitem__(self, name):
+        super().__delitem__(name)
         self._index = None
 
     def full_matches(self, path: str) -> list[str]:
-        """Returns the patterns that match an entire path, in the order given."""
+        """Returns the names of the regexes that match an entire path, in the order given."""
         if self._index is None:
             self._index = defaultdict(list)
-            for number, (pattern, regex) in enumerate(self.items()):
-                texts = required_texts(pattern)
+            for number, (name, regex) in enumerate(self.items()):
+                texts = required_texts(regex.pattern)
                 spelled = _BETWEEN.join(texts).split("/")
                 segment = max((s for s in spelled if s and _BETWEEN not in s), key=len, default=None)
                 others = [text for text in texts if segment is None or segment not in text]
-                self._index[segment].append((number, pattern, regex, max(others, key=len, default="")))
+                self._index[segment].append((number, name, regex, max(others, key=len, default="")))
         found = []
         for segment in (None, *set(path.split("/"))):
-            for number, pattern, regex, text in self._index.get(segment, ()):
+            for number, name, regex, text in self._index.get(segment, ()):
                 if text in path and regex.fullmatch(path):
-                    found.append((number, pattern))
-        return [pattern for _, pattern in sorted(found)]
+                    found.append((number, name))
+        return [name for _, name in sorted(found)]
 
 
 _BETWEEN = "\0"  # stands between texts for what a pattern does not spell

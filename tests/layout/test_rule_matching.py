@@ -82,5 +82,7 @@ def test_a_changed_rule_is_found_at_once():
     assert regexes.full_matches("b/kernel") == []
     regexes["b/.*"] = re.compile("b/.*")
     assert regexes.full_matches("b/kernel") == ["b/.*"]
-    del regexes["b/.*"]
+    regexes["misspelled/.*"] = re.compile("b/.*")  # a name that is not the pattern
+    assert regexes.full_matches("b/kernel") == ["b/.*", "misspelled/.*"]
+    del regexes["b/.*"], regexes["misspelled/.*"]
     assert regexes.full_matches("b/kernel") == []
