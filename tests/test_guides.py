@@ -24,6 +24,7 @@ def test_the_guide_to_meshes():
     assert "data=7 fsdp=15  tpu:200252 (12,15,0) host 126 slice 1" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_guide_to_planning():
     command = [sys.executable, GUIDES / "plan_before_you_pay.py", "cpu:8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -87,6 +88,7 @@ def test_the_guide_to_layout_maps_has_each_message_with_its_fix(guide_to_layout_
     assert any(words in " ".join(entry.split()) for entry in entries)
 
 
+@pytest.mark.slow
 def test_the_guide_to_checkpoints():
     done = subprocess.run([sys.executable, GUIDES / "checkpoints.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -97,6 +99,7 @@ def test_the_guide_to_checkpoints():
     assert "ValueError: Checkpoint " in done.stdout
 
 
+@pytest.mark.slow
 def test_the_guide_to_strategies():
     done = subprocess.run(
         [sys.executable, GUIDES / "strategies.py", "cpu:8"], capture_output=True, text=True, check=False
@@ -111,6 +114,7 @@ def test_the_guide_to_strategies():
     assert "layout_map['block[0-9]+_up/kernel'] = (None, 'model')" in done.stdout
 
 
+@pytest.mark.multiprocess
 def test_the_guide_to_many_hosts():
     command = [sys.executable, GUIDES / "many_hosts.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -92,6 +92,7 @@ SOURCES = {
     "grain DataLoader": lambda: {"x": grain_loader(), "shuffle": False},
     "generator": lambda: {"x": generator(5 * EPOCHS), "steps_per_epoch": 5, "shuffle": False},
 }
+ONE_OF_EACH_KIND = ("arrays", "PyDataset with workers", "grain", "generator")
 
 
 def build(dropout=0.2, **compile_arguments):
@@ -137,7 +138,10 @@ def assert_resumes(found, uninterrupted, at):
         np.testing.assert_array_equal(weight, expected)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source",
+    [name if name in ONE_OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow) for name in SOURCES],
+)
 def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     uninterrupted = train(None, source)
     batches = list(uninterrupted[0].losses)
@@ -146,7 +150,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     assert_resumes(train(tmp_path, source), uninterrupted, batches[after])
 
 
-@pytest.mark.parametrize("source", ["arrays", "grain"])
+@pytest.mark.parametrize("source", ["arrays", pytest.param("grain", marks=pytest.mark.slow)])
 def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.
     arguments = {"validation_data": (X[:16], Y[:16])}
@@ -166,6 +170,7 @@ def test_training_resumes_at_the_start_of_an_epoch(tmp_path):
     np.testing.assert_array_equal(nothing_to_do[1][0], uninterrupted[1][0])
 
 
+@pytest.mark.slow
 def test_training_resumes_after_repeated_interruptions(tmp_path):
     uninterrupted, seen = train(None, "arrays"), {}
     for _ in range(4):
@@ -182,7 +187,7 @@ def test_training_resumes_with_several_steps_per_execution(tmp_path):
     assert_resumes(train(tmp_path, "arrays", steps_per_execution=2), uninterrupted, (1, 3))
 
 
-@pytest.mark.parametrize("save_freq", [100, "epoch"])
+@pytest.mark.parametrize("save_freq", [pytest.param(100, marks=pytest.mark.slow), "epoch"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
     class Stop(keras.callbacks.Callback):
