@@ -24,7 +24,7 @@ def test_its_two_commands_have_one_line_each():
 
 
 def test_its_example_prints_what_it_shows():
-    (program, output), *rest = re.findall(r"<!-- example -->\n" + FENCE + r"\n" + FENCE, README, re.S)
+    (program, output), *rest = re.findall(r"<!-- example -->\n" + FENCE + r"\s+" + FENCE, README, re.S)
     assert not rest
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ def strip_model_names(path: str) -> str:
 
 
 class Regexes(dict[str, re.Pattern[str]]):
-    """Compiled regexes by a name, mostly their pattern, with an index: most rules for a model need not be tried for most paths.
+    """Compiled regexes by a name, mostly their pattern, with an index that spares most regexes for most paths.
 
     Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
     the longest other text that the pattern spells.
