@@ -6,7 +6,10 @@ import re
 
 import pytest
 
+import keras_dist
+
 ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = pathlib.Path(keras_dist.__file__).parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 REFERENCES = sorted(set(re.findall(r"`([\w/]+(?:\.py(?:: [\w.]+)?|/))`", TEXT)))
 
@@ -27,7 +30,7 @@ def test_references_are_found():
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_what_the_architecture_names_exists(reference):
     path, _, name = reference.partition(": ")
-    file = next((root / path for root in (ROOT / "keras_dist", ROOT) if (root / path).exists()), None)
+    file = next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
     assert file is not None, f"{path} does not exist"
     body = ast.parse(file.read_text()).body if name else []
     for part in name.split(".") if name else []:
@@ -37,6 +40,6 @@ def test_what_the_architecture_names_exists(reference):
 
 
 def test_every_room_is_in_the_picture_once():
-    rooms = {file.parent.name for file in (ROOT / "keras_dist").glob("*/__init__.py")}
+    rooms = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     picture = TEXT.split("```")[1]
     assert rooms == set(re.findall(r"(?m)^ (\w+)/", picture))

@@ -13,7 +13,8 @@ from keras_dist._keras.patch_registry import GROUPS
 from keras_dist._patches.__main__ import document
 
 ROOT = pathlib.Path(__file__).parents[2]
-FILES = {file: ast.parse(file.read_text()) for file in (ROOT / "keras_dist").rglob("*.py")}
+PACKAGE = pathlib.Path(kd.__file__).parent
+FILES = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
 OTHER_FILES = {file: tree for file, tree in FILES.items() if file.parent.name not in ("_keras", "_patches")}
 
 
@@ -88,7 +89,7 @@ def test_private_names_of_keras_are_used_in_their_room_only():
     of_python = {"_asdict", "_replace", "_fields", "_exit", "_getframe"}
     of_jax = {"_jax"}
     found = {
-        f"{file.relative_to(ROOT)}: {owner}.{name}"
+        f"{file.relative_to(PACKAGE)}: {owner}.{name}"
         for file, tree in OTHER_FILES.items()
         for owner, name in private_accesses(tree)
         if name in of_keras or name not in own | of_python | of_jax
