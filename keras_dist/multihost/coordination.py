@@ -15,6 +15,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
 _JAX_HEARTBEAT_TIMEOUT = 100  # seconds, the default of `jax.distributed.initialize`
 _RETRY_INTERVAL = 0.5  # seconds
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _JAX_MARGIN = 5  # seconds that JAX waits for other processes beyond its `init_timeout`
 
 _heartbeat_timeout = _JAX_HEARTBEAT_TIMEOUT
@@ -71,6 +72,9 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
     """
     global _heartbeat_timeout, _is_recoverable
     module: Any = _jax_distributed
+    address = arguments.get("coordinator_address")
+    if address is not None and split_address(address)[0] in _LOOPBACK:  # else JAX listens on all network interfaces
+        arguments["coordinator_bind_address"] = address
     _heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all processes when one dies
     library, module._jax = module._jax, _BoundedLibrary(timeout)

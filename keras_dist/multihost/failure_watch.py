@@ -7,7 +7,7 @@
 | is killed or stopped | missed heartbeats | `coordination.HEARTBEAT_TIMEOUT` |
 | makes other calls | the timeout of messages | `initialize(timeout=...)` |
 
-Where the main thread is blocked in a collective, no exception reaches it: `_END_GRACE` seconds after the detection,
+Where the main thread is blocked in a collective, no exception reaches it: `END_GRACE` seconds after the detection,
 the process prints the reason and exits with status 70. If process 0 is killed, the coordination service ends with it,
 and JAX aborts the other processes at once (status 134, "leader task was preempted/died").
 """
@@ -27,7 +27,7 @@ from keras_dist.multihost import coordination, messaging
 from keras_dist.multihost.launcher import FOLLOWER_STATUS
 from keras_dist.multihost.messaging import TICK
 
-_END_GRACE = 10.0  # seconds that a process has to end by itself after another one failed
+END_GRACE = 10.0  # seconds that a process has to end by itself after another one failed
 _LAST_MARGIN = 3.0  # seconds that process 0 waits longer than that
 
 _is_leaving = False
@@ -40,24 +40,24 @@ def start() -> None:
     """Starts to watch the other processes, and to report the failure of this one. Called once.
 
     Raises:
-        ValueError: process 0 has another number of processes.
-        ProcessFailure: process 0 does not get here within the timeout.
+        ValueError: the processes were passed different numbers of processes.
+        ProcessFailure: a process does not get here within the timeout.
     """
     messaging.announce_start()
-    if messaging.process_index() == 0:
-        messaging.publish("number of processes", messaging.process_count())
-    count = messaging.receive("number of processes")
+    # After this exchange all are connected; before, a process that connects late would look like a dead one.
+    counts = messaging.exchange("number of processes", messaging.process_count())
     _live.update(range(messaging.process_count()))
     _report_uncaught_exceptions()
     atexit.register(_leave)  # after JAX registered its own handler, so this one runs first
     for target in (_watch_heartbeats, _watch_failures):
         _threads.append(threading.Thread(target=target, name=f"keras_dist{target.__name__}", daemon=True))
         _threads[-1].start()
-    if count != messaging.process_count():
-        raise ValueError(
-            f"Process {messaging.process_index()} has num_processes={messaging.process_count()}, but process 0 has "
-            f"num_processes={count}. Pass the same num_processes to all processes."
-        )
+    for process, count in enumerate(counts):
+        if count != counts[0]:
+            raise ValueError(
+                f"Process {process} has num_processes={count}, but process 0 has num_processes={counts[0]}. Pass the "
+                "same num_processes to all processes."
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ detection
@@ -69,7 +69,7 @@ def _watch_failures() -> None:
         try:
             report = messaging.reported_failure()
             if report is not None and report[0] == messaging.process_index():
-                time.sleep(2 * _END_GRACE)  # it ends by itself, unless its main thread is blocked in a collective
+                time.sleep(2 * END_GRACE)  # it ends by itself, unless its main thread is blocked in a collective
                 _end(report[1])
             if report is not None:
                 _fail(report[1])
@@ -82,7 +82,7 @@ def _watch_failures() -> None:
 
 def _fail(message: str) -> None:
     messaging.set_known_failure(message)
-    time.sleep(_END_GRACE)  # for the main thread, unless it is blocked in a collective
+    time.sleep(END_GRACE)  # for the main thread, unless it is blocked in a collective
     _end(message)
 
 
@@ -92,13 +92,13 @@ def _watch_heartbeats() -> None:
     In a thread of its own: JAX's `get_live_nodes` returns only when all live processes have called it.
     """
     everyone = list(range(messaging.process_count()))
-    while not _is_leaving and coordination.is_joined():
-        time.sleep(TICK)
+    while not _is_leaving and (client := coordination.client()) is not None:
         with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the other thread reports these
-            live = {*coordination.client().get_live_nodes(everyone)}
+            live = {*client.get_live_nodes(everyone)}
             ended = messaging.ended_processes()
             _dead[:] = sorted({*everyone} - live - {*ended})
             _live.intersection_update(live)
+        time.sleep(TICK)
 
 
 # ------------------------------------------------------------------------------------------------------------ ending
@@ -127,7 +127,7 @@ def _leave() -> None:
     with contextlib.nullcontext() if _is_leaving else contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.distributed.shutdown()
     for thread in _threads:
-        thread.join(_END_GRACE if _is_leaving else TICK)
+        thread.join(END_GRACE if _is_leaving else TICK)
 
 
 def _wait_for_others() -> None:
@@ -136,7 +136,7 @@ def _wait_for_others() -> None:
     while _are_others_connected() and time.monotonic() < deadline:
         if not has_failed and _has_failed():
             has_failed = True
-            deadline = min(deadline, time.monotonic() + _END_GRACE + _LAST_MARGIN)
+            deadline = min(deadline, time.monotonic() + END_GRACE + _LAST_MARGIN)
         time.sleep(TICK / 10)
 
 
@@ -155,23 +155,32 @@ def _report_uncaught_exceptions() -> None:
 
     def hook(kind, error, trace):
         before(kind, error, trace)
-        if _is_device_error(error):  # perhaps since another process ended: wait to learn which
-            seconds = coordination.heartbeat_timeout() if _is_of_connection(error) else 0
-            deadline, ended = time.monotonic() + seconds + 5 * TICK, []
-            while messaging.known_failure() is None and not ended and time.monotonic() < deadline:
-                time.sleep(TICK / 10)
-                ended = messaging.ended_processes()
-            if ended:
-                _print_reason(
-                    f"{messaging.describe(ended).capitalize()} ended while other processes needed it. Let every "
-                    "process run the same program to its end."
-                )
+        reason = _wait_for_reason(error) if _is_device_error(error) else messaging.known_failure()
         messaging.report_failure(error)
-        failure = messaging.known_failure()
-        if failure is not None and not isinstance(error, messaging.ProcessFailure):
-            _print_reason(failure)
+        if reason is not None and not isinstance(error, messaging.ProcessFailure):
+            _print_reason(reason)
 
     sys.excepthook = hook
+
+
+def _wait_for_reason(error: BaseException) -> str | None:
+    """Waits to learn which process caused an error of devices, if any did."""
+    seconds = coordination.heartbeat_timeout() if _is_of_connection(error) else 0
+    deadline = time.monotonic() + seconds + 5 * TICK
+    while time.monotonic() < deadline:
+        if messaging.known_failure() is not None:
+            return messaging.known_failure()
+        report = messaging.reported_failure()
+        if report is not None:  # perhaps by another thread of this process, at the timeout of a message
+            return report[1]
+        ended = messaging.ended_processes()
+        if ended:
+            return (
+                f"{messaging.describe(ended).capitalize()} ended while other processes needed it. Let every process "
+                "run the same program to its end."
+            )
+        time.sleep(TICK / 10)
+    return None
 
 
 def _is_device_error(error: BaseException) -> bool:

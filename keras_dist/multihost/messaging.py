@@ -93,20 +93,6 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
     return messages
 
 
-def publish(key: str, message: Any) -> None:
-    """Stores a message for all other processes, under a key that is used once."""
-    _client().key_value_set(f"{_PREFIX}/published/{key}", json.dumps(message))
-
-
-def receive(key: str) -> Any:
-    """Waits for a message that another process publishes, and returns it.
-
-    Raises:
-        ProcessFailure: another process failed, or did not publish within the timeout.
-    """
-    return json.loads(_wait_for(f"{_PREFIX}/published/{key}", key, f"the message {key!r}"))
-
-
 def _client() -> Any:
     client = coordination.client()
     if client is None:

@@ -1,4 +1,4 @@
-"""What differs among processes and should not is found on all of them, and said in words, before devices wait."""
+"""A difference between processes that must not exist is an error on all of them, before devices wait."""
 
 import pytest
 from multihost.programs.divergent import divergent
@@ -8,8 +8,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")
-def said():
-    """What each of two processes said of each case, process 1 being the one that is given something else."""
+def results():
+    """The messages of two processes, of which process 1 is given something else in each case."""
     return [process.result for process in run_processes(divergent, processes=2, devices=2, timeout=300)]
 
 
@@ -28,16 +28,16 @@ DIFFERENT_PROGRAMS = [
 
 
 @pytest.mark.parametrize(("case", "instructions"), DIFFERENT_PROGRAMS)
-def test_different_programs_are_an_error_on_all_processes(said, case, instructions):
-    for of_process in said:
+def test_different_programs_are_an_error_on_all_processes(results, case, instructions):
+    for of_process in results:
         assert of_process[case].startswith("ValueError: The step of 'sequential"), of_process[case]
         for instruction in instructions:
             assert instruction in of_process[case]
 
 
-def test_equal_programs_are_compared_without_tracing_again(said):
-    assert said[0]["same program"] == said[1]["same program"]
-    assert said[0]["traces"] == said[1]["traces"] == 2  # with symbolic inputs when fit builds metrics, and in the step
+def test_equal_programs_are_compared_without_tracing_again(results):
+    assert results[0]["same program"] == results[1]["same program"]
+    assert results[0]["traces"] == results[1]["traces"] == 2  # as fit builds metrics, and in the step
 
 
 @pytest.mark.parametrize(
@@ -63,35 +63,35 @@ def test_equal_programs_are_compared_without_tracing_again(said):
         ("single batches", ["[7, 7] on process 0", "[6, 6] on process 1"]),
     ],
 )
-def test_a_difference_is_an_error_on_all_processes(said, case, values):
-    for of_process in said:
+def test_a_difference_is_an_error_on_all_processes(results, case, values):
+    for of_process in results:
         assert of_process[case].startswith("ValueError: "), of_process[case]
         for value in values:
             assert any(part in of_process[case] for part in value.split("|")), of_process[case]
 
 
-def test_different_shapes_are_an_error_on_all_processes(said):
-    for of_process in said:
+def test_different_shapes_are_an_error_on_all_processes(results):
+    for of_process in results:
         assert "Error" in of_process["shapes"]
 
 
-def test_an_error_in_the_source_of_one_process_ends_all(said):
-    assert said[1]["an error in a source"] == "OSError: the disk is gone"
-    assert "OSError: the disk is gone" in said[0]["an error in a source"]
-    assert "Process 1 (" in said[0]["an error in a source"]
+def test_an_error_in_the_source_of_one_process_ends_all(results):
+    assert results[1]["an error in a source"] == "OSError: the disk is gone"
+    assert "OSError: the disk is gone" in results[0]["an error in a source"]
+    assert "Process 1 (" in results[0]["an error in a source"]
 
 
-def test_an_epoch_of_unequal_parts_ends_for_all_with_a_warning(said):
-    for steps, words in (of_process["unequal parts"] for of_process in said):
+def test_the_epoch_ends_with_a_warning_when_one_process_has_no_more_data(results):
+    for steps, warning in (of_process["unequal parts"] for of_process in results):
         assert steps == 3
-        assert "rocess 1" in words
-        assert "after 3 batches" in words
+        assert "rocess 1" in warning
+        assert "after 3 batches" in warning
 
 
-def test_parts_that_are_equal_are_warned_of(said):
-    for _, words in (of_process["equal parts"] for of_process in said):
-        assert "processes 0 and 1" in words.lower()
+def test_equal_rows_on_all_processes_are_a_warning(results):
+    for _, warning in (of_process["equal parts"] for of_process in results):
+        assert "processes 0 and 1" in warning.lower()
 
 
-def test_after_all_errors_training_still_works(said):
-    assert said[0]["goes on"] == said[1]["goes on"]
+def test_after_all_errors_training_still_works(results):
+    assert results[0]["goes on"] == results[1]["goes on"]

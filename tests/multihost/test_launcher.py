@@ -9,21 +9,22 @@ import time
 import pytest
 
 import keras_dist
+from keras_dist.multihost import launcher
 from keras_dist.multihost.launcher import launch, print_all_processes
 from keras_dist_cli import main
 
 
 def run(source, *arguments, processes=3, devices=None, **options):
-    """The outcome, and what each process said on standard output and standard error."""
-    said = {}
+    """Returns the outcome, and the lines of each stream of each process."""
+    lines = {}
     outcome = launch(
         [sys.executable, "-c", source, *arguments],
         processes,
         devices,
-        show=lambda rank, name, line: said.setdefault((rank, name), []).append(line),
+        show=lambda rank, name, line: lines.setdefault((rank, name), []).append(line),
         **options,
     )
-    return outcome, said
+    return outcome, lines
 
 
 def test_each_process_gets_its_index_and_all_get_one_address():
@@ -33,12 +34,12 @@ for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID"):
     print(os.environ["KERAS_DISTRIBUTION_" + name])
 print(sys.argv[1:], file=sys.stderr)
 """
-    outcome, said = run(source, "a", "-b")
+    outcome, lines = run(source, "a", "-b")
     assert outcome == (0, None, [0, 0, 0])
-    assert [said[rank, "stdout"][1:] for rank in range(3)] == [["3", "0"], ["3", "1"], ["3", "2"]]
-    [address] = {said[rank, "stdout"][0] for rank in range(3)}
+    assert [lines[rank, "stdout"][1:] for rank in range(3)] == [["3", "0"], ["3", "1"], ["3", "2"]]
+    [address] = {lines[rank, "stdout"][0] for rank in range(3)}
     assert address.startswith("127.0.0.1:")
-    assert [said[rank, "stderr"] for rank in range(3)] == [["['a', '-b']"]] * 3
+    assert [lines[rank, "stderr"] for rank in range(3)] == [["['a', '-b']"]] * 3
 
 
 def test_devices_are_simulated_if_requested():
@@ -46,10 +47,10 @@ def test_devices_are_simulated_if_requested():
     flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3 --xla_dump_to=x", "NPROC": "3"}
     flags.pop("JAX_PLATFORMS", None)
     flags.pop("JAX_NUM_CPU_DEVICES", None)
-    _, said = run(source, processes=1, devices=12, environment=flags)
-    assert said[0, "stdout"] == ["cpu 12 24 --xla_dump_to=x"]
-    _, said = run(source, processes=1, environment=flags)
-    assert said[0, "stdout"] == ["None None 3 " + flags["XLA_FLAGS"]]
+    _, lines = run(source, processes=1, devices=12, environment=flags)
+    assert lines[0, "stdout"] == ["cpu 12 24 --xla_dump_to=x"]
+    _, lines = run(source, processes=1, environment=flags)
+    assert lines[0, "stdout"] == ["None None 3 " + flags["XLA_FLAGS"]]
 
 
 TWO_STREAMS = """
@@ -78,7 +79,7 @@ def test_output_that_the_program_does_not_flush_is_shown_at_once():
     def show(rank, name, line):
         seen.append(line)
 
-    assert launch([sys.executable, "-c", source], 1, show=show, timeout=3).status == 124
+    assert launch([sys.executable, "-c", source], 1, show=show, timeout=2).status == 124
     assert seen == ["begun"]
 
 
@@ -86,7 +87,8 @@ def test_output_that_the_program_does_not_flush_is_shown_at_once():
     ("end", "status", "own"),
     [("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), ("raise KeyError(1)", 1, 1)],
 )
-def test_the_first_failure_stops_the_others_and_is_the_status(end, status, own):
+def test_the_first_failure_stops_the_others_and_is_the_status(end, status, own, monkeypatch):
+    monkeypatch.setattr(launcher, "_TERMINATION_GRACE", 1.0)
     source = f"""
 import os, signal, sys, time
 rank = int(os.environ["KERAS_DISTRIBUTION_PROCESS_ID"])
@@ -108,12 +110,12 @@ import os, sys, time
 if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "1":
     sys.exit(5)
 time.sleep(2)
-print("words")
+print("the last")
 sys.exit(70)
 """
-    outcome, said = run(source)
+    outcome, lines = run(source)
     assert outcome == (5, 1, [70, 5, 70])
-    assert said[0, "stdout"] == said[2, "stdout"] == ["words"]
+    assert lines[0, "stdout"] == lines[2, "stdout"] == ["the last"]
 
 
 def test_the_status_is_not_that_of_a_process_that_ended_because_of_another():
@@ -136,14 +138,14 @@ print("pids", os.getpid(), child.pid)
 time.sleep(1000)
 """
     (tmp_path / "program.py").write_text(source)
-    launcher = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True
     )
-    lines = [launcher.stdout.readline().split() for _ in range(2)]
+    lines = [process.stdout.readline().split() for _ in range(2)]
     pids = [int(word) for line in lines for word in line[2:]]
     assert len(pids) == 4
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=60) == 128 + number
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
     deadline = time.monotonic() + 30
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -192,9 +194,9 @@ def test_less_than_one_process_or_device_is_an_error(options, capsys):
     assert "processes=0" in shown or "devices_per_process=0" in shown
 
 
-@pytest.mark.parametrize("words", [["launch"], ["launch", "-n", "2"], ["launch", "program.py"]])
-def test_the_command_needs_a_number_of_processes_and_a_program(words, capsys):
-    assert main(words) == 2
+@pytest.mark.parametrize("arguments", [["launch"], ["launch", "-n", "2"], ["launch", "program.py"]])
+def test_the_command_needs_a_number_of_processes_and_a_program(arguments, capsys):
+    assert main(arguments) == 2
     assert "error: the following arguments are required" in capsys.readouterr().err
 
 

@@ -10,8 +10,11 @@ def main():
     for optional in ("pandas", "sklearn", "matplotlib"):  # Keras imports these if it can; without them it starts sooner
         sys.modules[optional] = None  # pyright: ignore[reportArgumentType]
     import keras_dist as kd
+    from keras_dist.multihost import coordination, failure_watch
 
-    module, function, arguments, initialize, directory = sys.argv[1:]
+    module, function, arguments, initialize, heartbeat_timeout, end_grace, directory = sys.argv[1:]
+    coordination.HEARTBEAT_TIMEOUT = float(heartbeat_timeout)
+    failure_watch.END_GRACE = float(end_grace)
     if initialize == "1":
         kd.initialize()
     result = getattr(importlib.import_module(module), function)(*json.loads(arguments))

@@ -44,6 +44,8 @@ def run_processes(
     timeout: float = 300,
     initialize: bool = True,
     wait_seconds: float = 60,
+    heartbeat_timeout: float = 60,
+    end_grace: float = 10,
     check: bool = True,
     grace: float = 30,
     **environment: str | None,
@@ -59,6 +61,8 @@ def run_processes(
         timeout: seconds after which all are killed.
         initialize: whether `kd.initialize()` is called before the function.
         wait_seconds: for how long the processes wait for one another (`initialize(timeout=...)`).
+        heartbeat_timeout: seconds without a heartbeat after which a process counts as dead.
+        end_grace: seconds that a process has to end by itself after another one failed.
         check: whether all must end with status 0; if not, an AssertionError shows their output.
         grace: seconds for the others to end after one failed.
         **environment: variables to set for all; None unsets.
@@ -77,7 +81,8 @@ def run_processes(
         (rank, name): [] for rank in range(processes) for name in ("stdout", "stderr")
     }
     with tempfile.TemporaryDirectory() as directory:
-        call = [function.__module__, function.__name__, json.dumps(arguments), str(int(initialize)), directory]
+        call = [function.__module__, function.__name__, json.dumps(arguments), str(int(initialize))]
+        call += [str(heartbeat_timeout), str(end_grace), directory]
         outcome = launch(
             [sys.executable, "-m", "support.process_main", *call],
             processes,

@@ -14,8 +14,9 @@ from support import process_matrix
 import keras_dist as kd
 
 
-def train(directory, notes, who=None, kill_after=None, delay=0.0, units=1024):
-    """Trains, notes the loss after each batch in a file, and is killed some time after one, if it is told to."""
+def train(directory, who=None, kill_after=None, delay=0.0):
+    """Trains, and appends the loss after each batch to `losses.txt`; kills process `who` some time after a batch."""
+    os.makedirs(directory, exist_ok=True)
 
     class Note(keras.callbacks.Callback):
         epoch = seen = 0
@@ -24,7 +25,7 @@ def train(directory, notes, who=None, kill_after=None, delay=0.0, units=1024):
             self.epoch = epoch
 
         def on_train_batch_end(self, batch, logs=None):
-            with open(notes, "a") as file:
+            with open(os.path.join(directory, "losses.txt"), "a") as file:
                 file.write(json.dumps([self.epoch, batch, float(logs["loss"])]) + "\n")
             self.seen += 1
             if self.seen == kill_after and who in (kd.process_id(), "all"):
@@ -34,26 +35,37 @@ def train(directory, notes, who=None, kill_after=None, delay=0.0, units=1024):
                     os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.02)
 
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     kd.set_distribution(kd.FullyShardedDataParallel())
     model = keras.Sequential(
         [
             keras.Input((4,)),
-            keras.layers.Dense(units, activation="relu"),
+            keras.layers.Dense(1024, activation="relu"),
             keras.layers.Dropout(0.2),
-            keras.layers.Dense(units),
+            keras.layers.Dense(1024),
             keras.layers.Dense(1),
         ]
     )
     model.compile(keras.optimizers.Adam(1e-3), "mse")
     x = np.sin(np.arange(96 * 4, dtype="float32").reshape(96, 4))
-    checkpoint = kd.TrainingCheckpoint(directory, save_freq=2)
+    checkpoint = kd.TrainingCheckpoint(os.path.join(directory, "checkpoints"), save_freq=2)
     model.fit(x, x.sum(1), batch_size=8, epochs=3, callbacks=[checkpoint, Note()], verbose=0)
     return [float(np.asarray(weight.value.addressable_data(0)).sum()) for weight in model.weights]
 
 
-def go_on(directory, cases, stop_after):
-    """Trains in each case until a batch, or to the end; returns the mean loss after each batch that was done."""
+def train_both(interrupted, uninterrupted):
+    """Continues training that was killed, and repeats it from the start without interruption."""
+    return train(interrupted), train(uninterrupted)
+
+
+def train_without_and_with_a_stop(directory, directory_of_stopped, cases, stop_after):
+    """Trains in each case to the end, and then again until a batch."""
+    return train_cases(directory, cases, None), train_cases(directory_of_stopped, cases, stop_after)
+
+
+def train_cases(directory, cases, stop_after=None):
+    """Trains in each case until a batch, or to the end; returns the mean loss after each batch of this call."""
 
     import grain
 
@@ -88,42 +100,50 @@ def go_on(directory, cases, stop_after):
     return found
 
 
-def save_and_load(directory, strategy, saves):
-    """Saves a model with Keras's own callback, or loads it; returns how many variables are sharded, and all sums."""
-
-    strategies = {
-        "data parallel": kd.DataParallel,
-        "ZeRO-1": lambda **arguments: kd.DataParallel(shard_optimizer_state=True, **arguments),
-        "fully sharded": lambda **arguments: kd.FullyShardedDataParallel(min_shard_bytes=0, **arguments),
-    }
+def save(directory):
+    """Saves a model with Keras's own callback; returns the sums of its variables."""
     keras.utils.set_random_seed(1)
-    distribution = strategies[strategy]()
-    kd.set_distribution(distribution)
-    if saves:
+    distribution = kd.FullyShardedDataParallel(min_shard_bytes=0)
+    with distribution.scope():
         model = keras.Sequential(
             [keras.Input((8,)), keras.layers.Dense(4096), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
         )
         model.compile("adam", "mse")
         x = np.ones((32, 8), "float32")
         model.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint(directory)])
-        models = [model]
-    else:
-        first = keras.saving.load_model(directory)
-        second = keras.Sequential.from_config(first.get_config())
-        second.compile("adam", "mse")
-        second.load_weights(directory)
-        models = [first, second]
-    whole_on_each = jax.jit(
-        lambda value: value, out_shardings=jax.NamedSharding(distribution.device_mesh.backend_mesh, jax.P())
-    )
-    found = []
-    for model in models:
-        sharded = 0
-        values = []
-        for variable in [*model.variables, *model.optimizer.variables]:
-            sharded += not variable.value.sharding.is_fully_replicated
-            assert variable.value.sharding.device_set == set(distribution.device_mesh.backend_mesh.devices.flat)
-            whole = whole_on_each(variable.value).addressable_data(0)
-            values.append(np.asarray(whole, "float64").sum().item())
-        found.append([sharded, values])
-    return found
+        return _sums(model, distribution)
+
+
+def load(directory):
+    """Loads it as a model and as weights, under two strategies; returns how many variables are sharded, and sums."""
+    strategies = kd.DataParallel(shard_optimizer_state=True), kd.FullyShardedDataParallel(min_shard_bytes=0)
+    loaded = []
+    for distribution in strategies:
+        with distribution.scope():
+            model = keras.saving.load_model(directory)
+            other = keras.Sequential.from_config(model.get_config())
+            other.compile("adam", "mse")
+            other.load_weights(directory)
+            sharded = sum(not v.value.sharding.is_fully_replicated for v in _variables(model))
+            loaded.append([sharded, _sums(model, distribution), _sums(other, distribution)])
+    return loaded
+
+
+def save_and_load(saved, loaded):
+    """Saves a model to one directory, and loads one from another."""
+    return save(saved), load(loaded)
+
+
+def _variables(model):
+    return [*model.variables, *model.optimizer.variables]
+
+
+def _sums(model, distribution):
+    mesh = distribution.device_mesh.backend_mesh
+    replicate = jax.jit(lambda value: value, out_shardings=jax.NamedSharding(mesh, jax.P()))
+    sums = []
+    for variable in _variables(model):
+        assert variable.value.sharding.device_set == {*mesh.devices.flat}
+        value = replicate(variable.value).addressable_data(0)
+        sums.append(np.asarray(value, "float64").sum().item())
+    return sums

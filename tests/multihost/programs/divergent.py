@@ -109,25 +109,25 @@ def divergent():
         np.random.seed(me)
         return made
 
-    said = {}
+    results = {}
     for name, case in cases.items():
         with kd.DataParallel().scope():
             try:
-                said[name] = f"no error: {case()}"
+                results[name] = f"no error: {case()}"
             except Exception as error:
-                said[name] = f"{type(error).__name__}: {error}"
+                results[name] = f"{type(error).__name__}: {error}"
 
     with kd.DataParallel(auto_shard_dataset=not is_other).scope():
         try:
-            said["auto_shard_dataset"] = f"no error: {model().fit(x, y, verbose=0)}"
+            results["auto_shard_dataset"] = f"no error: {model().fit(x, y, verbose=0)}"
         except Exception as error:
-            said["auto_shard_dataset"] = f"{type(error).__name__}: {error}"
+            results["auto_shard_dataset"] = f"{type(error).__name__}: {error}"
 
     with kd.DataParallel().scope():
         made = program()
         traces.clear()
-        said["same program"] = made.fit(x, y, batch_size=26, epochs=2, verbose=0).history["loss"]
-        said["traces"] = len(traces)
+        results["same program"] = made.fit(x, y, batch_size=26, epochs=2, verbose=0).history["loss"]
+        results["traces"] = len(traces)
 
     def with_warnings(batches, rows):
         with kd.DataParallel(auto_shard_dataset=False).scope(), warnings.catch_warnings(record=True) as caught:
@@ -138,7 +138,7 @@ def divergent():
             made.fit(((rows, y[:7]) for _ in range(batches)), callbacks=[counter], epochs=1, verbose=0)
             return [len(steps), " ".join(str(warning.message) for warning in caught)]
 
-    said["unequal parts"] = with_warnings(4 - me, x[7 * me : 7 * me + 7])
-    said["equal parts"] = with_warnings(3, x[:7])
-    said["goes on"] = model().fit(x, y, batch_size=7, verbose=0).history["loss"]
-    return said
+    results["unequal parts"] = with_warnings(4 - me, x[7 * me : 7 * me + 7])
+    results["equal parts"] = with_warnings(3, x[:7])
+    results["goes on"] = model().fit(x, y, batch_size=7, verbose=0).history["loss"]
+    return results

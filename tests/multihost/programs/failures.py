@@ -30,6 +30,7 @@ FAILURES = {
     "ends early": lambda: sys.exit(0),
     "ends without cleanup": lambda: os._exit(3),
     "stalls": lambda: time.sleep(1000),
+    "stops after an epoch": lambda: None,  # while the other trains for two
 }
 
 
@@ -42,7 +43,7 @@ def fail(work, failure, who, wait_seconds):
             FAILURES[failure]()
 
     if work == "fit":
-        _fit(act)
+        _fit(act, epochs=2 if failure == "stops after an epoch" and messaging.process_index() != who else 1)
         return
     for step in range(5):
         if step == 3:
@@ -61,7 +62,7 @@ def _sum_over_devices(step):
     float(jax.jit(lambda x: x.sum())(ones))
 
 
-def _fit(act):
+def _fit(act, epochs):
     class Act(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             float(logs["loss"])  # waits for the devices of both processes
@@ -71,4 +72,4 @@ def _fit(act):
     kd.set_distribution(kd.DataParallel())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, verbose=0, callbacks=[Act()])
+    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, epochs=epochs, verbose=0, callbacks=[Act()])

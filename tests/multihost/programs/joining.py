@@ -22,17 +22,17 @@ def failing_and_then_joining(ports):
             return [type(error).__name__, str(error)]
         return None
 
-    said = []
+    results = []
     if rank == 0:
         with socket.create_server(("", ports[0])):
-            said.append(attempt(ports[0], 3, 0))  # a port that is in use
+            results.append(attempt(ports[0], 3, 0))  # a port that is in use
     else:
-        said.append(attempt(ports[1], 3, rank, timeout=2))  # where nobody is
-    said.append(attempt(ports[2], 4, rank))  # one more than come
-    said.append(attempt(ports[3], 3, min(rank, 1)))  # two as process 1
-    said.append(attempt(ports[4], 2 if rank < 2 else 3, rank, timeout=60))  # one more comes than process 0 counts
+        results.append(attempt(ports[1], 3, rank, timeout=2))  # where nobody is
+    results.append(attempt(ports[2], 4, rank))  # one more than come
+    results.append(attempt(ports[3], 3, min(rank, 1)))  # two as process 1
+    results.append(attempt(ports[4], 2 if rank < 2 else 3, rank, timeout=60))  # one more comes than process 0 counts
     if rank == 2:
-        return said
+        return results
 
     kd.initialize()  # does nothing, though the environment says something else
     kd.initialize(num_processes=2, process_id=rank, timeout=60)
@@ -40,8 +40,8 @@ def failing_and_then_joining(ports):
         try:
             kd.initialize(**arguments)
         except ValueError as error:
-            said.append(str(error))
-    return [*said, kd.num_processes(), kd.process_id(), kd.get_device_count(), float(keras.random.uniform(()))]
+            results.append(str(error))
+    return [*results, kd.num_processes(), kd.process_id(), kd.get_device_count(), float(keras.random.uniform(()))]
 
 
 def with_different_counts():
