@@ -30,7 +30,7 @@ from keras_dist.multihost.launcher import launch, print_all_processes, print_fir
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a command with its options options, prints its result, and returns the exit status."""
+    """Runs a command with its options, prints its result, and returns the exit status."""
     if options.command == "launch":
         return _launch(options)
     command = {"plan": _plan, "mesh": _mesh, "devices": _devices}[options.command]

@@ -8,8 +8,6 @@ from typing import Any
 def to_plain_data(value: Any) -> Any:
     """Converts dataclasses, mappings and sequences to dicts and lists, recursively.
 
-    Example:
-
     >>> to_plain_data({"shape": (2, 3)})
     {'shape': [2, 3]}
     """

@@ -8,10 +8,7 @@ from keras_dist._report.tables import Section, render_html, render_text
 
 
 class Report:
-    """Prints as text, shows as HTML in a notebook, and converts to JSON.
-
-    A subclass implements `_sections` and `to_dict`.
-    """
+    """Prints as text, as HTML in a notebook, and converts to JSON. A subclass implements `_sections` and `to_dict`."""
 
     def _sections(self) -> Iterable[Section]:
         raise NotImplementedError

@@ -17,13 +17,10 @@ _FIGURE_STYLE = "text-align: right; white-space: nowrap; font-variant-numeric: t
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text with a heading.
+    """Rows of cells with one or several lines of text, below a heading, with an optional last row of totals.
 
-    Attributes:
-        columns: the heading of each column; a leading ">" marks a column of figures, which is right-aligned.
-        rows: one cell per column. A cell may have several lines.
-        footer: a last row with totals, if any.
-        colors: for each cell of `rows` the background in HTML as a CSS color, None for none.
+    A leading ">" in `columns` marks a column of figures, which is right-aligned. `colors` are the CSS colors of the
+    cells' background in HTML.
     """
 
     columns: Sequence[str]
@@ -46,8 +43,6 @@ class Table:
         return _print_plain(table)
 
     def to_html(self) -> str:
-        """Returns a `<table>` element with escaped cells."""
-
         def line(cells: Iterable[str], tag: str, colors: Sequence[str | None]) -> str:
             elements = []
             for column, cell, color in zip(self.columns, cells, colors, strict=True):
@@ -66,15 +61,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart.
-
-    Attributes:
-        label: the name of the quantity.
-        figures: its values, as text.
-        start: where the bar starts, as a fraction of the chart's width.
-        end: where it ends, as a fraction of the chart's width.
-        is_limit: whether it is a limit for the other bars, which is drawn lighter.
-    """
+    """A row of a bar chart. `start` and `end` are fractions of the width; a limit for other bars is drawn lighter."""
 
     label: str
     figures: tuple[str, ...]
@@ -90,7 +77,6 @@ class Bars:
     bars: tuple[Bar, ...]
 
     def to_text(self) -> str:
-        """Returns one line per bar: its label, its figures, and blocks."""
         cells = [(bar.label, *bar.figures) for bar in self.bars]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = []
@@ -100,7 +86,6 @@ class Bars:
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """Returns a `<table>` element with one SVG per bar."""
         rows = []
         for number, bar in enumerate(self.bars):
             figures = "".join(_element("td", figure, _FIGURE_STYLE) for figure in bar.figures)
@@ -124,11 +109,9 @@ class Lines:
     lines: tuple[str, ...]
 
     def to_text(self) -> str:
-        """Returns the sentences, wrapped to `WIDTH` columns."""
         return "\n".join(map(_wrap, self.lines))
 
     def to_html(self) -> str:
-        """Returns one `<p>` element per sentence."""
         return "\n".join(_element("p", line) for line in self.lines)
 
 
@@ -146,7 +129,6 @@ _STYLE = """<style>
 
 
 def render_text(sections: Iterable[Section]) -> str:
-    """Renders sections as text, separated by empty lines."""
     blocks = []
     for title, parts in sections:
         heading = _wrap(title if len(title) > WIDTH - 2 else f"{title} ".ljust(WIDTH, "─"))

@@ -4,8 +4,6 @@
 def bytes_text(count: float) -> str:
     """Formats a number of bytes in binary units.
 
-    Example:
-
     >>> bytes_text(512), bytes_text(3.4 * 2**30), bytes_text(1023 * 2**20)
     ('512 B', '3.40 GiB', '0.999 GiB')
     """
@@ -14,8 +12,6 @@ def bytes_text(count: float) -> str:
 
 def flops_text(count: float) -> str:
     """Formats a number of floating-point operations in decimal units.
-
-    Example:
 
     >>> flops_text(1.234e13)
     '12.3 TFLOP'
@@ -26,8 +22,6 @@ def flops_text(count: float) -> str:
 def count_text(count: float) -> str:
     """Formats a count in thousands (k), millions (M), billions (G) or trillions (T).
 
-    Example:
-
     >>> count_text(70_553_706_496), count_text(12)
     ('70.6 G', '12')
     """
@@ -36,8 +30,6 @@ def count_text(count: float) -> str:
 
 def seconds_text(seconds: float | None) -> str:
     """Formats a time in s, ms or us.
-
-    Example:
 
     >>> seconds_text(0.01234), seconds_text(90), seconds_text(0.0), seconds_text(None)
     ('12.3 ms', '90 s', '0 s', 'not known')
@@ -52,8 +44,6 @@ def seconds_text(seconds: float | None) -> str:
 
 def percent_text(fraction: float) -> str:
     """Formats a fraction of 1 in percent.
-
-    Example:
 
     >>> percent_text(0.0371), percent_text(1.5), percent_text(1e-6)
     ('3.71%', '150%', '<0.1%')

@@ -57,14 +57,8 @@ def variable_rows(
     """Returns table rows for variables: the largest groups of each part, and one row for the rest of it.
 
     Replicated scalars that are not weights, such as `adam/iteration` and `loss/total`, never get a row of their own.
-
-    Args:
-        variables: the variables.
-        most_rows: the parts to show, in order, and the largest number of groups for each.
-        note: returns a text for a variable that is shown below its path, `""` for none.
-
-    Returns:
-        Rows of a path with its note, followed by the cells of `VARIABLE_COLUMNS`.
+    `most_rows` has the parts in order, and the largest number of groups for each. A row is a path, with its `note`
+    below it if that is not empty, followed by the cells of `VARIABLE_COLUMNS`.
     """
     variables, rows = list(variables), []
     for part, most in most_rows.items():
@@ -105,16 +99,13 @@ def _fold(text: str) -> str:
 
 
 def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:
-    """Groups variables whose paths differ only in numbers and which are alike otherwise, largest group first.
-
-    The optimizer variables of one weight, such as its momentum and its velocity, belong to one group.
-    """
+    """Groups variables whose paths differ only in numbers and which are alike otherwise, largest group first."""
     groups: dict[tuple, list[Any]] = defaultdict(list)
     v: Any
     for v in variables:
         kind = path_kind(v.path)
         if v.part == "optimizer":
-            kind = (*kind[:-1], kind[-1][:-1])  # "adam/dense_kernel_momentum" and "adam/dense_kernel_velocity"
+            kind = (*kind[:-1], kind[-1][:-1])  # joins "adam/dense_kernel_momentum" and "adam/dense_kernel_velocity"
         why = getattr(v, "why", None)  # of a coverage: no rule matches, or the variable came with a layout
         groups[v.part, kind, v.shape, v.dtype, v.rule, v.axes, v.shard_shape, why].append(v)
     return sorted(groups.values(), key=lambda group: -sum(v.bytes for v in group))
@@ -122,8 +113,6 @@ def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:
 
 def path_kind(path: str) -> tuple[tuple[str, ...], ...]:
     """Returns the words of each segment of a path without their numbers, equal for paths of equal blocks.
-
-    Example:
 
     >>> path_kind("block_3/dense/kernel") == path_kind("block_12/dense_1/kernel")
     True
@@ -140,8 +129,6 @@ def _segment_kind(segment: str) -> tuple[str, ...]:
 def path_pattern(paths: Sequence[str]) -> str:
     """Merges paths into one, with differing words in braces; paths of different lengths are separated by commas.
 
-    Example:
-
     >>> path_pattern(["block0/mlp/kernel", "block1/mlp/kernel", "block2/mlp/kernel"])
     'block{0..2}/mlp/kernel'
     >>> path_pattern(["adam/dense_kernel_momentum", "adam/dense_1_kernel_velocity"])
@@ -152,8 +139,6 @@ def path_pattern(paths: Sequence[str]) -> str:
 
 def path_regex(paths: Sequence[str], others: Iterable[str] = ()) -> str:
     """Returns a regex that matches all of `paths` and none of `others`.
-
-    Example:
 
     >>> path_regex(["block0/mlp/kernel", "block1/mlp/kernel"])
     'block[0-9]+/mlp/kernel'
@@ -188,7 +173,6 @@ def _any_numbers(words: list[str]) -> str:
 
 
 def _these_words(words: list[str]) -> str:
-    """Returns a regex that matches only these words."""
     if len(words) == 1:
         return re.escape(words[0])
     stem, endings = _common_stem(words)

@@ -21,15 +21,10 @@ LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a wa
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model, ready to be traced.
+    """A step of a built model, ready to be traced.
 
-    Attributes:
-        model: the built model.
-        name: `"train"`, `"test"` or `"predict"`.
-        distribution: the distribution that the step runs under.
-        variables: variables that the step takes and returns, grouped and ordered as Keras's training state.
-        layouts: layout of each variable, by the variable's `id`.
-        batch: tuple of x, y and sample weights as `jax.ShapeDtypeStruct`s with shardings.
+    `variables` are grouped and ordered as Keras's training state, `layouts` are by the `id` of a variable, and `batch`
+    is a tuple of x, y and sample weights as `jax.ShapeDtypeStruct`s with shardings.
     """
 
     model: keras.Model
@@ -75,8 +70,7 @@ def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
 def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
     """Builds a model with its optimizer, loss and metrics, without values, and the shapes of its batch.
 
-    Arguments and errors are those of `keras_dist.plan`. When the block ends, a model that was passed is unchanged, and
-    so are Keras's automatic names and random seeds.
+    When the block ends, a model that was passed is unchanged, and so are Keras's automatic names and random seeds.
     """
     if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
         raise TypeError(

@@ -54,23 +54,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Compilation:
-    """Memory, traffic and costs of a compiled step on one device.
+    """Memory in bytes, traffic and costs of a compiled step on one device; `model_flops` are of all devices together.
 
-    Attributes:
-        argument_bytes: variables and batch, with the padding of the compiler's layouts.
-        outputs: bytes of results that do not reuse the memory of an argument.
-        temporaries: bytes of temporary memory.
-        program: bytes of the program itself.
-        traffic: collectives, summed by kind and axes.
-        collectives: each collective instruction.
-        flops: FLOP of matrix multiplications and convolutions.
-        model_flops: FLOP of the model, on all devices together.
-        memory_traffic: bytes read from and written to device memory.
-        roofline: lower bound on step time.
-        largest_values: largest temporaries.
-        refusal: the compiler's message if memory does not suffice, else None.
-        notes: limits of these figures.
-        seconds: compile time.
+    `argument_bytes` are variables and batch with the padding of the compiler's layouts, `outputs` the results that do
+    not reuse the memory of an argument. `refusal` is the compiler's message if memory does not suffice.
     """
 
     argument_bytes: float
@@ -90,16 +77,7 @@ class Compilation:
 
 
 def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[[str], Any]) -> Compilation:
-    """Traces and compiles a step, and reads the compiled program.
-
-    Args:
-        step: the step.
-        hardware: figures of the devices, None if unknown.
-        show_progress: called with a message before each stage.
-
-    Raises:
-        ValueError: the batch does not fit the model.
-    """
+    """Traces and compiles a step, and reads the program. Raises a ValueError if the batch does not fit the model."""
     mesh = step.distribution.device_mesh
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
     traced = step.trace()
@@ -221,12 +199,7 @@ def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation:
-    """Extrapolates every figure of two compilations linearly to a deeper model.
-
-    Args:
-        compiled: two compilations by the number of blocks of their models, the smaller one first.
-        depth: number of blocks of the deeper model.
-    """
+    """Extrapolates the figures of two compilations, by number of blocks (smaller first), linearly to a deeper model."""
     depths, (shallow, deep) = tuple(compiled), compiled.values()
     factor = (depth - depths[0]) / (depths[1] - depths[0])
 

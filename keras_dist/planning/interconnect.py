@@ -12,7 +12,7 @@ from keras_dist.planning.hlo.replica_groups import Groups
 
 
 class Interconnect:
-    """Seconds per wire byte of collectives, for the devices of a mesh.
+    """Seconds per wire byte of collectives, for devices in the shape of a mesh.
 
     `wire_bytes` are those that one device sends in a ring algorithm, so its bandwidth within its group bounds the time:
 
@@ -24,10 +24,6 @@ class Interconnect:
     * All-to-all: bytes travel further than to a neighbour. On a torus the links across the middle of each dim are the
       bottleneck; on the network it is what each device sends to other slices or hosts.
     * Collective-permute: each pair uses the shortest paths, and the busiest link is the bottleneck.
-
-    Args:
-        hardware: bandwidths of one device.
-        devices: `jax.Device`s in the shape of the mesh.
 
     Source: Austin et al., "How to Scale Your Model" (2025): "Sharded Matrices and How to Multiply Them" (rings, lines,
     several dims, all-to-all) and "How to Think About GPUs" (hosts), https://jax-ml.github.io/scaling-book;
@@ -48,12 +44,7 @@ class Interconnect:
         self.seconds_per_byte = functools.cache(self._seconds_per_byte)
 
     def _seconds_per_byte(self, kind: str, groups: Groups) -> tuple[bool, float | None]:
-        """Returns whether a collective crosses the network, and its seconds per wire byte, None if unknown.
-
-        Args:
-            kind: HLO opcode, such as `"all-reduce"`.
-            groups: positions in the flattened mesh; () for one group of all devices.
-        """
+        """Returns (crosses the network, seconds per wire byte or None). Groups of () are one group of all devices."""
         arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
         assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
         if kind == "collective-permute":
@@ -106,10 +97,7 @@ class _SwitchLinks:
 
 
 class _TorusLinks:
-    """TPUs of slices: each chip has links to its neighbours along the dims of a torus.
-
-    Each method returns the bytes that the busiest link carries in one direction.
-    """
+    """As `_SwitchLinks`, for TPUs of slices: each chip has links to its neighbours along the dims of a torus."""
 
     def __init__(self, torus: Torus, slices: np.ndarray):
         self._chips = torus.coordinates[:, :3]

@@ -11,17 +11,12 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "
 
 
 def count_model_flops(jaxpr: Jaxpr) -> float | None:
-    """Counts the FLOP of a function's matrix multiplications and convolutions, on unsharded arrays.
+    """Counts the FLOP, 2 per multiply-add, of a function's dots and convolutions, on unsharded arrays.
 
     An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
-    backward pass (rematerialization) has the same FLOP as one that keeps them.
-
-    Args:
-        jaxpr: the traced function.
-
-    Returns:
-        FLOP, 2 per multiply-add. The body of a scan counts once per iteration, and of several branches the most
-        expensive one counts. None if a loop with an unknown trip count has matrix multiplications.
+    backward pass (rematerialization) has the same FLOP as one that keeps them. The body of a scan counts once per
+    iteration, and of several branches the most expensive one. None if a loop with an unknown trip count has matrix
+    multiplications.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """

@@ -171,7 +171,6 @@ class Plan(Report):
 
 
 def fits_text(plan: Plan) -> str:
-    """Returns in a few words whether a plan fits."""
     return {True: "fits", False: "does not fit", None: "capacity unknown"}[plan.fits]
 
 
@@ -181,13 +180,11 @@ def subject_text(plan: Plan) -> str:
 
 
 def distribution_name(plan: Plan) -> str:
-    """Returns the class name of a plan's distribution."""
     found = re.match(r"<?(\w+)", plan.distribution)
     return found[1] if found else plan.distribution
 
 
 def bound_text(plan: Plan) -> str:
-    """Returns what bounds the step time of a plan, as its report labels it."""
     bound = plan.roofline.bound
     return "unknown" if bound is None else _LABELS.get(bound, bound)
 

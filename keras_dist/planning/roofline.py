@@ -46,10 +46,7 @@ class Roofline:
 
     @property
     def bound(self) -> str | None:
-        """The part that takes longest: `"compute"`, `"memory"`, `link` or `network`; None if no known part takes time.
-
-        On TPUs `link` is `"ICI"` and `network` is `"DCN"`; on GPUs they are `"NVLink"` and `"network"`.
-        """
+        """What takes longest: `"compute"`, `"memory"`, `link` or `network`; None if no known part takes time."""
         known = self._known()
         longest = max(known, key=lambda part: known[part], default=None)
         return longest if longest is not None and known[longest] > 0 else None
@@ -84,26 +81,14 @@ def roofline(
     memory_bytes: float,
     collectives: Iterable[Collective],
 ) -> Roofline:
-    """Computes a lower bound on step time for one device.
+    """Computes a lower bound on step time for one device; `devices` are in the shape of the mesh.
 
-    * Compute: FLOP / peak, summed over dtypes. Float16 counts as bfloat16. A dtype without a known peak runs at that of
-      the next wider dtype with one; dtypes wider than float32 run at float32's.
+    * Compute: FLOP / peak, summed over HLO element types (`"bf16"`). Float16 counts as bfloat16. A dtype without a
+      known peak runs at that of the next wider dtype with one; dtypes wider than float32 run at float32's.
     * Memory: bytes / bandwidth.
     * Collectives: wire bytes of one device / its bandwidth within its group, times the number of runs, for the slowest
       group; `Interconnect` has the details. Collectives run one after another and have no latency, so that small ones
       take longer in practice.
-
-    Args:
-        hardware: figures of one device; None if unknown.
-        devices: `jax.Device`s in the shape of the mesh.
-        flops_by_dtype: FLOP per device and step, by the HLO element type of the operands, such as `"bf16"`.
-        memory_bytes: bytes that one device reads from and writes to its memory in a step.
-        collectives: the collectives of a step, of which `kind`, `wire_bytes`, `count` and `groups` are read.
-
-    Returns:
-        The lower bounds.
-
-    Example:
 
     >>> from keras_dist import mock_tpus
     >>> from keras_dist.planning.hardware import hardware

@@ -30,8 +30,6 @@ _MACHINES = {
 def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
     """Returns the hardware and the shape that the name of a target stands for; see `keras_dist.target`.
 
-    Example:
-
     >>> entry, shape = parse_target_name("v5litepod-8")
     >>> entry.name, shape
     ('v5e', (2, 4))

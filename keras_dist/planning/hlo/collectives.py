@@ -31,9 +31,8 @@ class Collective:
         count: number of runs in one execution of the module.
         group_size: devices in a group; 2 for a collective-permute.
         axes: mesh axes along which the devices of a group differ, outermost first; () for a group of one; None if the
-            groups do not follow axes, or the axes are unknown. An axis of which a group spans only a part is named too:
-            compilers split a collective over an axis of several slices or hosts into collectives within each and
-            between them. `group_size` tells the two apart.
+            groups do not follow axes, or the axes are unknown. A group may span a part of an axis (see `group_size`):
+            compilers split a collective over several slices or hosts into some within each and some between them.
         groups: positions in the flattened mesh, or (source, target) pairs for a collective-permute. () if the module
             names unknown devices.
         dtype: HLO element type of the largest tensor.
@@ -58,13 +57,8 @@ class Collective:
 def wire_bytes(kind: str, payload: float, group_size: int) -> float:
     """Returns the bytes that one device sends for a collective in a ring algorithm.
 
-    Args:
-        kind: HLO opcode, such as "all-reduce".
-        payload: bytes of the unsharded tensor that is reduced, gathered or scattered, or bytes that one device
-            exchanges, sends or broadcasts.
-        group_size: devices in a group.
-
-    Example:
+    `payload` is the size in bytes of the unsharded tensor that is reduced, gathered or scattered, or of what one device
+    exchanges, sends or broadcasts.
 
     >>> wire_bytes("all-reduce", 800, 8), wire_bytes("all-gather", 800, 8), wire_bytes("collective-permute", 800, 2)
     (1400.0, 700.0, 800.0)
@@ -96,19 +90,7 @@ def read_collective(
     axes: Mapping[str, int],
     slices: Slices,
 ) -> Collective:
-    """Reads a collective instruction.
-
-    Args:
-        module: the module.
-        computation: the computation that contains the instruction.
-        instruction: an instruction for which `is_collective` holds.
-        in_fusion: whether the computation is that of a fusion.
-        axes: sizes of the mesh axes by name, outermost first.
-        slices: the devices that run the module.
-
-    Returns:
-        The collective, with a count of 1.
-    """
+    """Reads an instruction for which `is_collective` holds, with a count of 1. `axes` are sizes, outermost first."""
     kind, numbered, groups = _kind_and_groups(module, instruction, slices)
     tensors = [array for name in instruction.operands for array in leaves(computation.instructions[name].shape)]
     has_offsets = kind == "ragged-all-to-all" or (instruction.attribute("slice_sizes") and kind.endswith("permute"))

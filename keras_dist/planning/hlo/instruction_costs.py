@@ -22,18 +22,11 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 
 
 def flops(computation: Computation, instruction: Instruction) -> tuple[str, float] | None:
-    """Returns the element type and the FLOP of a matrix multiplication or convolution, 2 per multiply-add.
+    """Returns the wider operand's element type and the FLOP (2 per multiply-add) of a dot or convolution, else None.
 
     A convolution counts multiply-adds with elements of the image, not with padding or with the gaps of a dilated image.
     So a forward pass and each of its two gradients cost the same, and a dot that TPUs write as a dilated convolution
     costs as much as the dot.
-
-    Args:
-        computation: the computation that contains the instruction.
-        instruction: any instruction.
-
-    Returns:
-        The wider of the operands' element types, and the FLOP; None for other instructions.
 
     Source: `HandleDot` and `HandleConvolution` of XLA's `HloCostAnalysis` count the same multiply-adds.
     """
@@ -142,7 +135,7 @@ def _taps(
 
 
 def memory_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Estimates the bytes that one instruction reads from and writes to device memory, from its operands and results.
+    """Estimates the bytes that an instruction outside of fusions reads from and writes to device memory.
 
     A slice reads only the slice, and an in-place update reads and writes only the update. Values in other memories
     (VMEM of a TPU, the host) cause no traffic, but copies to and from them do. Caches are ignored.
@@ -151,11 +144,6 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     for one XLA reports twice as much, because it counts the full operand of a fused slice. On TPUs XLA also counts
     VMEM, and asynchronous copies both at their start and at their end. With VMEM included, this estimate is 0.65 to
     1.00 of XLA's (v5e and v5p, 33 programs each), and equal for the half of them without such copies.
-
-    Args:
-        module: the module.
-        computation: the computation that contains the instruction; not that of a fusion.
-        instruction: any instruction.
     """
     opcode = instruction.base_opcode
     target = instruction.target
@@ -192,7 +180,6 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
 
 
 def is_in_memory(array: Array) -> bool:
-    """Whether an array is in the device's main memory."""
     return array.space == MAIN_MEMORY
 
 

@@ -27,10 +27,8 @@ _IDS_PER_SLICE = 100_000
 class Slices:
     """Positions in the flattened mesh of the devices that run a module.
 
-    Args:
-        partitions: for each slice, the position of each of its partitions. Devices other than several TPU slices count
-            as one slice.
-        positions_by_id: the position of each device, by its MegaScale id.
+    `partitions` has the position of each partition of each slice; all devices are one slice unless they are several TPU
+    slices. `positions_by_id` is by MegaScale id.
     """
 
     partitions: tuple[tuple[int, ...], ...]
@@ -38,13 +36,10 @@ class Slices:
 
     @property
     def devices(self) -> int:
-        """Number of devices that run the module."""
         return sum(map(len, self.partitions))
 
     def in_mesh(self, groups: Groups) -> Groups:
         """Converts groups of partitions to groups of positions in the flattened mesh, for all slices.
-
-        Example:
 
         >>> Slices(((0, 2), (1, 3))).in_mesh(((0, 1),))
         ((0, 2), (1, 3))
@@ -61,15 +56,11 @@ class Slices:
 
 
 def slices_of(partitions: int, networks: Sequence[int] | None, ids: Sequence[int] | None) -> Slices:
-    """Returns the positions in the mesh of the devices that run a module.
+    """Returns the positions in the mesh of the devices that run a module with a number of partitions.
 
-    Args:
-        partitions: number of partitions of the module.
-        networks: number of the slice, from 0, of each position in the flattened mesh; None for one slice.
-        ids: device id at each position. If these are not MegaScale ids, the devices of a slice are numbered in the
-            order of their ids; if None, in the order of the mesh.
-
-    Example:
+    `networks` is the number of the slice, from 0, of each position in the flattened mesh; None for one slice. `ids` is
+    the device id of each position. If these are not MegaScale ids, the devices of a slice are numbered in the order of
+    their ids; without ids, in the order of the mesh.
 
     >>> slices_of(2, [0, 1, 0, 1], None).partitions
     ((0, 2), (1, 3))
@@ -114,8 +105,6 @@ def transfer(instruction: Instruction) -> tuple[str, Groups] | None:
 
 def parse_target(text: str) -> Groups:
     """Parses a `_xla_megascale_target` into groups, or (source, target) pairs, of device ids.
-
-    Example:
 
     >>> parse_target("{1,2}x{0,2:3}")
     ((100000, 200000), (100002, 200002), (100003, 200003))

@@ -58,17 +58,11 @@ class LargeValue:
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """Costs of one execution of a compiled module on one device.
+    """Costs of one execution of a compiled module on one device: FLOP (2 per multiply-add) and estimated bytes.
 
-    Args:
-        collectives: every collective that runs, in the order of the schedule.
-        flops: FLOP of matrix multiplications and convolutions, 2 per multiply-add.
-        flops_by_dtype: the same by HLO element type of the operands (the wider one if they differ).
-        memory_bytes: bytes read from and written to device memory, estimated from operands and results.
-        unknown_loops: number of while loops with an unknown trip count, which count as one iteration.
-        largest_values: the ten largest values that are neither parameters nor results, largest first.
-        devices: number of devices that run the module.
-        opaque_calls: targets of custom calls with unknown FLOP, which count as none.
+    Each of the `unknown_loops` counts as one iteration, and `opaque_calls`, targets of custom calls, as no FLOP.
+    `flops_by_dtype` is by the wider HLO element type of the operands. `collectives` are in the order of the schedule;
+    `largest_values` are the ten largest, without parameters and results.
     """
 
     collectives: tuple[Collective, ...]
@@ -92,21 +86,14 @@ def read_module(
     networks: Sequence[int] | None = None,
     ids: Sequence[int] | None = None,
 ) -> ModuleCosts:
-    """Computes the costs of one execution of a compiled module on one device.
+    """Computes the costs of one execution of a module, `compiled.as_text()`, on one device.
 
     Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts.
 
-    Args:
-        text: `compiled.as_text()`.
-        axes: sizes of the mesh axes by name, outermost first. Device i of the module is the device at position i of the
-            flattened mesh.
-        networks: number of the slice of each position in the flattened mesh; None for one slice. A module for several
-            TPU slices is that of each slice: its device i is the i-th device of every slice in the flattened mesh.
-        ids: device id at each position, by which such a module may name devices. None if the devices of each slice are
-            in the order of their ids, and all of them are in the mesh.
-
-    Raises:
-        ValueError: the text is not a compiled module.
+    `axes` are the sizes of the mesh axes, outermost first. For each position in the flattened mesh, `networks` has the
+    number of its slice (None: one slice) and `ids` its device id (None: the devices of each slice are in the order of
+    their ids, and all are in the mesh). Device i of the module is at position i; if the module is for several TPU
+    slices, it is the i-th device of every slice.
     """
     module = parse_module(text)
     slices = slices_of(module.devices, networks, ids)
@@ -136,7 +123,6 @@ class _Costs:
     unknown_loops: int = 0
 
     def add(self, other: "_Costs", times: int = 1) -> None:
-        """Adds the costs of a computation that runs a number of times."""
         for key, count in other.counts.items():
             self.counts[key] = self.counts.get(key, 0) + times * count
         for dtype, flop in other.flops.items():

@@ -13,13 +13,9 @@ from keras_dist.planning.hlo.shapes import Shape, numbers, parse_shape
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: `name = shape opcode(operands), attributes`.
+    """One instruction, `name = shape opcode(operands), attributes`, with its shape and attributes as printed.
 
-    Args:
-        shape_text: shape of the result, as printed.
-        operands: names of the instructions whose values it uses.
-        literal: value of a constant, or number of a parameter.
-        attributes: everything after the operands, as printed.
+    `operands` are names of instructions; `literal` is the value of a constant or the number of a parameter.
     """
 
     name: str
@@ -31,7 +27,6 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the result."""
         return parse_shape(self.shape_text)
 
     @property
@@ -89,7 +84,6 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Parameters by number."""
         return {int(each.literal): each for each in self.instructions.values() if each.opcode == "parameter"}
 
     @cached_property
@@ -102,7 +96,6 @@ class Computation:
         return users
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
-        """Returns the instruction that computes an operand."""
         return self.instructions[instruction.operands[index]]
 
 
@@ -117,12 +110,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Parses `compiled.as_text()`, in time linear in its length.
-
-    Raises:
-        ValueError: the text is not an HLO module.
-
-    Example:
+    """Parses `compiled.as_text()`, in time linear in its length. Raises a ValueError if it is not an HLO module.
 
     >>> module = parse_module('''HloModule jit_f, num_partitions=8
     ...

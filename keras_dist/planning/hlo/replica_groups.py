@@ -16,16 +16,9 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=4096)
 def parse_groups(text: str, devices: int) -> Groups:
-    """Parses replica groups in any of the formats that XLA prints.
+    """Parses `replica_groups`, `device_list` or `source_target_pairs` in any format that XLA prints.
 
-    Args:
-        text: value of the attribute `replica_groups`, `device_list` or `source_target_pairs`.
-        devices: number of devices that run the module; `{}` is one group of all of them.
-
-    Raises:
-        ValueError: unknown format.
-
-    Example:
+    `{}` is one group of all devices. Raises a ValueError for an unknown format.
 
     >>> parse_groups("{{0,1},{2,3}}", 4)
     ((0, 1), (2, 3))
@@ -109,20 +102,12 @@ def _device_ids(text: str) -> Sequence[int]:
 
 
 def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which the devices of each group differ.
+    """Returns the mesh axes, outermost first, along which the devices of each group differ; () for groups of one.
 
-    Groups follow axes if each is a Cartesian product of coordinates, and all have the same shape. They may span only a
-    part of an axis, as for a collective that is split into one within each slice and one between slices.
-
-    Args:
-        groups: positions in the flattened mesh.
-        axes: sizes of the mesh axes by name, outermost first.
-
-    Returns:
-        Names of axes, outermost first; () for groups of one device; None if the groups do not follow axes or do not
-        cover the mesh.
-
-    Example:
+    `groups` are positions in the flattened mesh, `axes` sizes, outermost first. Groups follow axes if each is a
+    Cartesian product of coordinates, and all have the same shape. They may span only a part of an axis, as for a
+    collective that is split into one within each slice and one between slices. None if they do not follow axes or do
+    not cover the mesh.
 
     >>> axes_of_groups(((0, 1), (2, 3)), {"data": 2, "model": 2})
     ('model',)
@@ -148,16 +133,9 @@ def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] |
 
 
 def axes_of_pairs(pairs: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which source and target of any pair differ.
+    """Returns the mesh axes, outermost first, along which source and target of any pair of positions differ.
 
-    Args:
-        pairs: positions of source and target in the flattened mesh.
-        axes: sizes of the mesh axes by name, outermost first.
-
-    Returns:
-        Names of axes, outermost first; None without axes, or for devices outside the mesh.
-
-    Example:
+    None without axes, or for devices outside the mesh.
 
     >>> axes_of_pairs(((0, 1), (1, 0)), {"data": 2, "model": 2})
     ('model',)

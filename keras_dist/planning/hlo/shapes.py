@@ -14,15 +14,7 @@ MAIN_MEMORY = 0
 
 @dataclass(frozen=True)
 class Array:
-    """The shape of one array.
-
-    Args:
-        dtype: HLO element type, such as "bf16".
-        dims: size of each dim.
-        space: memory space.
-        stored_elements: number of elements, with the padding of a tiled layout.
-
-    Example:
+    """The shape of one array, of an HLO element type; `stored_elements` includes the padding of a tiled layout.
 
     >>> array = parse_shape("bf16[8,100]{1,0:T(8,128)(2,1)S(1)}")
     >>> str(array), array.space, array.bytes, array.stored_bytes
@@ -36,7 +28,6 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property

@@ -14,13 +14,7 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "
 
 @dataclass(frozen=True)
 class _Value:
-    """A known integer, or an element of a loop's carried tuple plus a known integer.
-
-    Args:
-        offset: the integer.
-        loop: name of the loop's condition or body; None for a known integer.
-        element: index of the element in the carried tuple.
-    """
+    """A known integer `offset`, or an element of the tuple carried by a loop (a condition or body) plus `offset`."""
 
     offset: int
     loop: str | None = None
@@ -36,7 +30,7 @@ class Loops:
     _values: dict[tuple, _Value | None] = field(default_factory=dict, init=False)
 
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns the number of iterations of a loop, None if it is unknown.
+        """Returns the number of iterations of a `while` instruction, None if it is unknown.
 
         Uses the compiler's `known_trip_count` if there is one. Otherwise the condition, the initial value and the step
         of the counter must be constants: literals, or values that are carried unchanged or passed through copies,
@@ -45,10 +39,6 @@ class Loops:
         Example: condition `i < 10`, body `(i + 3, ...)`, initial tuple `(1, ...)`: the compared value is element 0 of
         the carried tuple plus 0, the body returns element 0 plus 3, and the initial element 0 is 1. So `i` is 1, 4, 7,
         and the loop runs 3 times.
-
-        Args:
-            computation: the computation that contains the loop.
-            loop: the `while` instruction.
         """
         known = re.search(r'known_trip_count"?:\{"n":"?(\d+)', loop.backend_config)
         if known:
