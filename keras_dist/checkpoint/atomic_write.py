@@ -9,19 +9,10 @@ from typing import Any
 def write_atomically(path: str | os.PathLike, write: Callable[[str], Any]) -> Any:
     """Lets a function write a file, a folder, or a file and others next to it, and moves all into place at the end.
 
-    A process that is killed leaves the previous files, and a folder next to them whose name starts with a dot. Files
-    are moved one by one, JSON last because it names the others; other files in a target folder stay.
-
-    Args:
-        path: the target.
-        write: writes to the path that it is called with, which has the target's name in another folder.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        OSError: the target cannot be written or replaced. If its folder is missing or not writable, the function is
-            called with the target itself, to create the folder or to raise its own error.
+    The function is called with a path that has the target's name in another folder, or with the target itself if its
+    folder is missing or not writable, to create that or to raise its own error. Its result is returned. A process that
+    is killed leaves the previous files, and a folder next to them whose name starts with a dot. Files are moved one by
+    one, JSON last because it names the others; other files in a target folder stay.
 
     Example:
 

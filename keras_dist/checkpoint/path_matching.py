@@ -16,13 +16,7 @@ _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
 
 
 class Matching(NamedTuple):
-    """Which entry of a checkpoint belongs to which variable.
-
-    Attributes:
-        pairs: the path of the entry, by the index of the variable.
-        missing: indices of the variables without an entry.
-        unexpected: paths of the entries without a variable.
-    """
+    """Which entry of a checkpoint belongs to which variable: entries are given by path, variables by index."""
 
     pairs: dict[int, str]
     missing: list[int]
@@ -30,24 +24,15 @@ class Matching(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every variable has an entry, and every entry a variable."""
         return not self.missing and not self.unexpected
 
 
 def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], automatic: set[str]) -> Matching:
-    """Matches the weights of a model.
+    """Returns the first complete matching of a model's weights, otherwise the one with the most pairs.
 
     Tried in turn: equal paths; paths whose names all occur in the nested path of just one weight, in the same order;
-    paths and nested paths that are equal without the numbers of names that Keras has given.
-
-    Args:
-        saved: paths in the checkpoint.
-        paths: paths of the model's weights.
-        nested_paths: paths of the same weights with the names of all models and layers that they are in.
-        automatic: names that Keras gives automatically, without numbers.
-
-    Returns:
-        The first complete matching, otherwise the one with the most pairs.
+    paths and nested paths that are equal without the numbers of names that Keras has given. Nested paths have the names
+    of all models and layers that a weight is in. `automatic` has the names that Keras gives, without numbers.
 
     Example:
 
@@ -68,23 +53,15 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
 
 
 def match_seeds(saved: list[str], paths: list[str]) -> Matching:
-    """Matches the states of random generators: by path, otherwise in the order in which they were created.
-
-    Args:
-        saved: paths of states in the checkpoint.
-        paths: paths of the model's states, without duplicates.
-    """
+    """Matches the states of random generators by path, otherwise by order of creation. `paths` has no duplicates."""
     return _best(lambda: _match_by_key(saved, paths), lambda: _match_by_key(saved, paths, lambda _: ""))
 
 
 def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str, str]]) -> Matching:
-    """Matches the variables of an optimizer.
+    """Matches the variables of an optimizer, whose names contain the path of their weight with underscores.
 
-    Args:
-        saved: paths in the checkpoint.
-        paths: paths of the optimizer's variables.
-        weights: for each weight of the model its path and its path in the checkpoint, in the order in which the
-            optimizer created its variables. Those contain the path of their weight with underscores.
+    `weights` has, for each weight of the model, its path and its path in the checkpoint, in the order in which the
+    optimizer created its variables.
 
     Example:
 
@@ -104,12 +81,7 @@ def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str,
 
 
 def optimizer_paths(paths: list[str], weights: list[tuple[str, str]]) -> list[str]:
-    """Returns the paths that an optimizer's variables have in a checkpoint.
-
-    Args:
-        paths: their paths in the optimizer.
-        weights: as for `match_optimizer`.
-    """
+    """Returns the paths that an optimizer's variables have in a checkpoint. `weights` is as for `match_optimizer`."""
     by_name = defaultdict(list)  # weights that share a path are used in turn: a rebuilt model can have several
     for path, saved in weights:
         by_name[path.replace("/", "_")].append(saved.replace("/", "_"))
@@ -132,10 +104,6 @@ def unique_weight_paths(paths: list[str], nested_paths: list[str]) -> list[str]:
     """Returns a unique path for each weight: its own or, if several share it, its nested path.
 
     Nested paths do not distinguish the states of random generators, which are numbered.
-
-    Args:
-        paths: paths of the weights.
-        nested_paths: as for `match_weights`.
 
     Example:
 

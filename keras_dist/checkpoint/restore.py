@@ -20,11 +20,7 @@ OPTIMIZER, METRICS = "optimizer_variables", "metrics_variables"
 
 
 def orbax() -> Any:
-    """Returns Orbax's module of checkpoints.
-
-    Raises:
-        ImportError: Orbax is not installed.
-    """
+    """Returns Orbax's module of checkpoints; if Orbax is not installed, the ImportError says how to install it."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -76,20 +72,12 @@ def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
 
 
 def restore(model: keras.Model, path: str, skip_mismatch: bool = False, with_metrics: bool = False) -> None:
-    """Assigns the values of a checkpoint to the variables of a model. Each device reads its own shards.
+    """Assigns the values of a checkpoint of one step to the variables of a model. Each device reads its own shards.
 
     Weights are matched by path, also if Keras has numbered or nested the model's layers differently since. The
-    optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them.
-
-    Args:
-        model: a built model.
-        path: the checkpoint of one step.
-        skip_mismatch: whether to restore what model and checkpoint have in common, and warn about the rest.
-        with_metrics: whether metrics must match as well.
-
-    Raises:
-        ValueError: the model is not built, or the checkpoint lacks variables of the model, has additional ones, or has
-            other shapes or dtypes. No variable has changed then.
+    optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them; they
+    must match only `with_metrics`. Raises ValueError, before any variable has changed, if variables, shapes or dtypes
+    do not match; with `skip_mismatch` it restores what matches, and warns about the rest.
     """
     if not internals.is_built(model):
         raise ValueError(
@@ -203,13 +191,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _load(path: str, tree: Any, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Reads entries of a checkpoint, each with the shape, dtype and sharding of an array of the model.
-
-    Args:
-        path: the checkpoint.
-        tree: the metadata of its variables.
-        values: the arrays, by entry.
-    """
+    """Reads the entries in `values` from a checkpoint, each with the shape, dtype and sharding of its array there."""
     ocp = orbax()
 
     def abstract(inner, prefix=""):

@@ -244,8 +244,6 @@ class _ProcessFile:
         self.text = text
 
     async def save(self, directory):
-        """Writes the file, once Orbax has created the directory."""
-
         async def write():
             path = await directory.await_creation()
             await asyncio.to_thread((path / _file_name()).write_text, self.text)

@@ -24,23 +24,12 @@ def distribute_tensors(
     role: str = "output",
     gradient_layout: TensorLayout | None = None,
 ) -> Any:
-    """Shards every tensor that has at least as many dims as the layout.
+    """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
 
-    While tracing this is a sharding constraint, otherwise a move.
-
-    Args:
-        tensors: a tensor, or nested tuples, lists and dicts of them. Symbolic tensors are returned unchanged.
-        layout: a layout of this package or of Keras, or a sharding of JAX.
-        batch_axes: a dim that is sharded over these axes only, and dim 0 of inputs and outputs of layers, may have
-            any size: it is sharded over those of its axes with the largest product that divides it.
-        role: what the tensors are to the layer that is being called, for errors: "input" or "output".
-        gradient_layout: the layout of the gradients while tracing, if it differs.
-
-    Returns:
-        The same structure.
-
-    Raises:
-        ValueError: the layout has more entries than every tensor has dims, or an axis does not divide its dim.
+    While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only, and dim
+    0 of inputs and outputs of layers, may have any size: it is sharded over those of its axes with the largest product
+    that divides it. `role` is "input" or "output", for errors. `gradient_layout` applies while tracing. Raises
+    ValueError if the layout has more entries than every tensor has dims, or an axis does not divide its dim.
     """
     if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
         return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)

@@ -120,24 +120,20 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return self._stored_layout(variable) if layout is None else layout
 
     def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable. It is resharded to it when a layer reads it.
+        """Returns the layout in which layers compute with a variable, by default the stored one.
+
+        A variable is resharded to it when a layer reads it.
 
         Args:
             variable: a `keras.Variable`.
-
-        Returns:
-            By default, the layout in which the variable is stored.
         """
         return self.get_variable_layout(variable)
 
     def get_update_layout(self, variable) -> TensorLayout:
-        """Returns the layout of a variable's gradient and of its optimizer state.
+        """Returns the layout of a variable's gradient and of its optimizer state, by default that of the variable.
 
         Args:
             variable: a `keras.Variable`.
-
-        Returns:
-            By default, the layout in which the variable is stored.
         """
         return self.get_variable_layout(variable)
 
@@ -207,22 +203,18 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding with which an array of a batch is placed.
 
+        Dim 0 is sharded over the batch axes, or over the largest part of them that divides it.
+
         Args:
             shape: the shape of the array.
-
-        Returns:
-            The sharding: dim 0 over the batch axes, or over the largest part of them that divides it.
         """
         return self._placer.sharding(shape)
 
     def rule(self, path: str) -> Rule | None:
-        """Returns the rule for the path of a variable, None where it is replicated.
+        """Returns the key of a layout map and its layout for the path of a variable, None where it is replicated.
 
         Args:
             path: the path of a variable.
-
-        Returns:
-            The key of a layout map and its layout, or None.
         """
         return None
 
@@ -327,13 +319,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
 
 def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
-    """Returns the layout of a layer's outputs before they are resharded to that of their rule; None if it is the same.
+    """Returns the layout in which a layer computes its outputs, None if it is `outputs`, that of their rule.
 
     An axis that shards one dim of the inputs and another dim of the outputs is one that the layer sums over.
-
-    Args:
-        inputs: the layout of the rule for the inputs of the layer.
-        outputs: the layout of the rule for its outputs.
     """
     if not isinstance(inputs, TensorLayout) or not isinstance(outputs, TensorLayout):
         return None

@@ -10,11 +10,7 @@ Dims = tuple[int | None, ...]  # the node of each dim of a tensor, None for a di
 class NamedTensor(NamedTuple):
     """A tensor that the program names with `jax.ad_checkpoint.checkpoint_name`.
 
-    Attributes:
-        name: its name.
-        dims: the nodes of its dims.
-        shape: its shape.
-        origin: the jaxpr variable that its values come from, equal for all reshaped or transposed copies.
+    `origin` is the jaxpr variable that its values come from, equal for all reshaped or transposed copies.
     """
 
     name: str
@@ -26,19 +22,10 @@ class NamedTensor(NamedTuple):
 class DimGraph:
     """The dims of a program's tensors, united into nodes: sharding one dim of a node shards all of them.
 
-    A node is an integer in a union-find structure. Reading a program creates a node for each dim, unites the nodes of
-    dims that must be sharded alike, and records for each node the bytes that are communicated if it is sharded. The
-    module `jaxpr_dims` has a worked example.
-
-    Args:
-        axis_size: the size of the mesh axis to shard over. Dims that it does not divide have no node.
-
-    Attributes:
-        inputs: the dims of each input of the program.
-        named_tensors: the tensors that the program names.
-        matmul_operands: the jaxpr variables that are operands of a matrix product or a convolution.
-        window_dims: the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
-        tensors: the dims of all tensors of the program.
+    A node is an integer in a union-find structure. Reading a program creates a node for each dim that `axis_size`
+    divides, unites the nodes of dims that must be sharded alike, and records for each node the bytes that are
+    communicated if it is sharded. The module `jaxpr_dims` has a worked example. `matmul_operands` has jaxpr variables.
+    `window_dims` has the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
     """
 
     def __init__(self, axis_size: int):
@@ -63,7 +50,6 @@ class DimGraph:
         return tuple(dims)
 
     def unite(self, node: int | None, other: int | None) -> None:
-        """Makes two nodes one."""
         if node is not None and other is not None:
             self._parents[self._root(node)] = self._root(other)
 

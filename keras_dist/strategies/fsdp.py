@@ -90,9 +90,6 @@ class FullyShardedDataParallel(ModelParallel):
 
         Args:
             variable: a `keras.Variable`.
-
-        Returns:
-            The layout.
         """
         return self._layout_by_rule(variable)
 

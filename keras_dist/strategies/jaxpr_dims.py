@@ -56,16 +56,7 @@ from keras_dist.strategies.dim_graph import DimGraph, Dims, NamedTensor
 
 
 def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
-    """Returns the graph of a program's dims.
-
-    Args:
-        jaxpr: the closed jaxpr of the program.
-        axis_size: the size of the mesh axis that dims may be sharded over.
-        num_trained: how many of its inputs, counted from the first, have gradients.
-
-    Returns:
-        The graph.
-    """
+    """Returns the graph of a closed jaxpr's dims. Its first `num_trained` inputs have gradients."""
     graph = DimGraph(axis_size)
     variables = jaxpr.jaxpr.invars
     graph.inputs = [graph.new_dims(variable.aval.shape) for variable in variables]
@@ -79,13 +70,9 @@ def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the program.
+    """A tensor of the program. `has_gradient` is whether it depends on a trained input.
 
-    Attributes:
-        dims: the nodes of its dims.
-        has_gradient: whether it depends on a trained input.
-        origin: the jaxpr variable that its values come from by reshapes, transposes and casts alone; None for a new
-            value.
+    `origin` is the jaxpr variable that its values come from by reshapes, transposes and casts, None for new values.
     """
 
     dims: Dims
@@ -136,7 +123,6 @@ class _Equation:
         self.out_shapes = [variable.aval.shape for variable in equation.outvars]
 
     def outputs(self) -> list[_Tensor]:
-        """Returns what the equation returns."""
         name = self.equation.primitive.name
         if hasattr(self, f"visit_{name}"):
             return getattr(self, f"visit_{name}")()

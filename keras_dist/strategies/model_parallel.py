@@ -85,13 +85,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         return self._layout_map[path]
 
     def rule(self, path: str) -> Rule | None:
-        """Returns the rule that matches the path of a variable.
+        """Returns the rule that matches the path of a variable: its key in the layout map and its layout.
 
         Args:
             path: the path of a variable.
 
         Returns:
-            The key in the layout map and its layout, or None if no rule matches: the variable is replicated.
+            The rule, or None if none matches: the variable is replicated.
 
         Raises:
             ValueError: several rules match.

@@ -19,19 +19,10 @@ Shape = tuple[int | None, ...]
 
 
 def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> Any:
-    """Returns the jaxpr of a model's call, in which layers name their inputs and outputs.
+    """Returns the closed jaxpr of a model's call: a function of trainable variables, other variables and inputs.
 
-    Args:
-        model: a functional or sequential model.
-        device_mesh: the mesh that the model is traced for.
-        axis_size: the size of the axis to shard over, which divides the sizes of unknown dims where possible.
-
-    Returns:
-        The closed jaxpr of a function of the trainable variables, the other variables and the inputs. Each input and
-        output of a layer is named by the layer's path, with `/input` or `/output` appended.
-
-    Raises:
-        ValueError: the model does not know its inputs, or cannot be called on any of the sizes that are tried.
+    Each input and output of a layer is named by the layer's path, with `/input` or `/output` appended. `axis_size`
+    divides the sizes of unknown dims where possible. Raises ValueError if no size works or the inputs are not known.
     """
     inputs = internals.symbolic_inputs(model)
     if inputs is None:

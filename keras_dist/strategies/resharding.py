@@ -15,20 +15,10 @@ from keras_dist.mesh.device_mesh import as_device_mesh
 def to_compute_layout(
     weight: Any, stored: TensorLayout, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]
 ) -> Any:
-    """Reshards a weight from its stored layout to the one that layers compute with, and its gradient on the way back.
+    """Reshards a traced weight from its stored layout to that of compute, and its gradient to that of the update.
 
     The value, already cast to the dtype of compute, is constrained to the stored layout first. So each device sends
-    only its shard, in as few bytes as the layer needs. The gradient is reduce-scattered to the layout of the update.
-
-    Args:
-        weight: the value that a layer reads, while tracing.
-        stored: the layout of the variable.
-        compute: the layout to compute with.
-        update: the layout of the gradient.
-        batch_axes: the axes that the gradient is summed over.
-
-    Returns:
-        The value in the compute layout.
+    only its shard, in as few bytes as the layer needs. The gradient, a sum over `batch_axes`, is reduce-scattered.
     """
     if stored.axes == compute.axes == update.axes:
         return weight
@@ -36,17 +26,9 @@ def to_compute_layout(
 
 
 def with_gradient_layout(value: Any, layout: TensorLayout, gradient_layout: TensorLayout) -> Any:
-    """Reshards what a layer returns, and its gradient to the layout that the layer computes with.
+    """Reshards a traced output of a layer, and its gradient to the layout that the layer computes with.
 
     With a constraint on the output alone, a partitioner gathers the gradient once for each product that uses it.
-
-    Args:
-        value: what a layer returns, while tracing.
-        layout: the layout of the value.
-        gradient_layout: the layout of its gradient.
-
-    Returns:
-        The value in its layout.
     """
 
     def reshard_gradient(gradient: Any) -> Any:

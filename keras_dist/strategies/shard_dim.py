@@ -20,18 +20,10 @@ def shard_one_more_dim(
     device_mesh: DeviceMesh,
     min_shard_bytes: int = MIN_SHARD_BYTES,
 ) -> TensorLayout:
-    """Returns a layout that shards one more dim of a variable, over axes that the layout does not use yet.
+    """Returns a layout that shards one more dim of a variable over `axes`, which the given layout does not use yet.
 
-    Args:
-        layout: the layout to extend.
-        variable: anything with a path, a shape and a dtype.
-        axes: the mesh axes to shard the dim over.
-        device_mesh: the mesh.
-        min_shard_bytes: return the given layout if a device holds at most this many bytes under it.
-
-    Returns:
-        The extended layout, or the given one if the variable is small, the state of a random generator, already
-        sharded over one of the axes, or has no dim that they divide.
+    Returns the given layout if a device holds at most `min_shard_bytes` under it, or if the variable is the state of a
+    random generator, is already sharded over one of the axes, or has no dim that they divide.
     """
     sizes, shape = device_mesh.axis_sizes, tuple(variable.shape)
     entries = [*layout.axes, *[None] * (len(shape) - len(layout.axes))]
@@ -48,21 +40,13 @@ def shard_one_more_dim(
 
 
 def best_dim(shape: Sequence[int], is_sharded: Sequence[bool], parts: int) -> int | None:
-    """Returns the best dim to split a tensor along into equal parts.
+    """Returns the best unsharded dim to split a tensor along into equal parts, None if `parts` divides none.
 
     A matrix is split along its rows if each part has whole tiles of rows, else along its columns if each part has
     whole tiles of columns, else along any dim that `parts` divides. A tensor of higher rank is split along the
     smallest dim that `parts` divides: compilers tile the two largest dims, and along the others a part is contiguous,
     which a reduce-scatter needs. (Measured: on XLA:TPU a wrong dim turns the reduce-scatter into an all-reduce and a
     slice. XLA:GPU takes any dim.)
-
-    Args:
-        shape: the tensor's shape.
-        is_sharded: for each dim whether another axis shards it already.
-        parts: the number of parts.
-
-    Returns:
-        The dim, or None if `parts` divides no free one.
 
     Example:
 

@@ -100,16 +100,7 @@ class _Weight(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Which dims are sharded.
-
-    Attributes:
-        graph: the dims of the model's program.
-        weights: the model's variables.
-        sharded: the nodes that are sharded.
-        axis: the axis that they are sharded over.
-        batch_axes: the axes that batches are sharded over.
-        batch: the node of dim 0 of the model's inputs.
-    """
+    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs."""
 
     graph: DimGraph
     weights: list[_Weight]

@@ -154,7 +154,7 @@ def _initialized_on_one_device(initializer: Callable, shape: tuple[int, ...], dt
 
 
 def _config_without_seed(initializer: Any) -> tuple[type, str] | None:
-    """A key equal for initializers that differ in their seed alone; None for one that cannot share a program.
+    """Returns a key equal for initializers that differ in their seed alone; None for one that cannot share a program.
 
     Only Keras's own initializers are known to be determined by their configuration, and to pass an integer seed on to
     functions that accept an array instead.

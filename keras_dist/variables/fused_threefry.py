@@ -20,13 +20,9 @@ _THREEFRY = random_impls.threefry_prng_impl
 
 
 def fused_key(seed: jax.Array) -> jax.Array:
-    """Returns a key whose random bits are those of JAX's default generator, computed in one pass.
+    """Returns a key of threefry data (uint32, shape (2,)) that draws JAX's default random bits in one pass.
 
-    Args:
-        seed: data of a threefry key, uint32 of shape (2,).
-
-    Returns:
-        A typed key for the functions of `jax.random`; `seed` itself if JAX is configured to use another generator.
+    If JAX is configured to use another generator, `seed` itself is returned.
     """
     config: Any = jax.config
     if config.jax_default_prng_impl != "threefry2x32" or not config.jax_threefry_partitionable:

@@ -20,17 +20,11 @@ _PIECE_BYTES = 2**26  # of a gathered piece, on every device
 
 
 def gather(array: Any, keep: bool = True, piece_bytes: int = _PIECE_BYTES) -> np.ndarray | None:
-    """Gathers an array that is sharded over several processes into a NumPy array.
+    """Gathers an array that is sharded over several processes into a new NumPy array.
 
     All processes must call it for the same arrays in the same order. Nothing is sent if this process holds all shards.
-
-    Args:
-        array: a `jax.Array`.
-        keep: whether this process needs the values. The others send their shards and allocate nothing on the host.
-        piece_bytes: bytes that each device holds at a time, in addition to its shard.
-
-    Returns:
-        A new array; None if `keep` is False.
+    With `keep=False` it returns None: this process sends its shards and allocates nothing on the host. Each device
+    holds `piece_bytes` at a time, in addition to its shard.
     """
     if host_to_device.is_fully_local(array):
         return np.array(host_to_device.local_numpy(array)) if keep else None
@@ -58,15 +52,11 @@ def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int) -> np.ndarray 
 
 
 class _Pieces:
-    """Splits every shard along its largest dim into pieces of equal size.
+    """Splits every shard along its largest dim, `dim`, into pieces of `rows` rows.
 
     Example: shards of shape (2, 37, 3) on 2 devices, at most 60 elements for each piece of both. A row of dim 1 has
     2 x 3 elements on each device, so that 5 rows fit. They start at 0, 5, ..., 30 and 32: the last piece overlaps the
     one before it, so that one compiled program serves all.
-
-    Attributes:
-        dim: the dim that is split.
-        rows: rows of that dim in each piece.
     """
 
     def __init__(self, sharding: Any, shape: tuple[int, ...], max_elements: int):

@@ -28,11 +28,8 @@ def is_held_by_others(value: Any) -> bool:
 def read(variable: keras.Variable) -> np.ndarray:
     """Returns the value of a variable for which `is_held_by_others` is true.
 
-    All processes must call it, except inside of `process_zero.run_on_process_zero`.
-
-    Raises:
-        ValueError: another process reads another variable.
-        ProcessFailure: a process failed, or did not call it within the timeout.
+    All processes must call it, except inside of `process_zero.run_on_process_zero`. Raises ValueError if another
+    process reads another variable, and ProcessFailure if one failed or did not call it within the timeout.
     """
     if process_zero.is_leading():
         return process_zero.borrow(variable)
@@ -44,12 +41,7 @@ def read(variable: keras.Variable) -> np.ndarray:
 
 
 def local_value(variable: keras.Variable, value: Any) -> Any:
-    """Returns the value of a variable as an array on devices of this process alone.
-
-    Args:
-        variable: the variable.
-        value: its value, or a tracer, which is returned as it is.
-    """
+    """Returns the value of a variable as an array on devices of this process alone. A tracer is returned unchanged."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_fully_addressable:
         return value
     return jnp.asarray(read(variable)) if is_held_by_others(value) else value.addressable_data(0)
@@ -89,7 +81,6 @@ class HeldShards:
             self._shards[shard.device] = copies[key]
 
     def restored(self) -> jax.Array:
-        """Returns the array, with its sharding."""
         shards = [jax.device_put(shard, device) for device, shard in self._shards.items()]
         return jax.make_array_from_single_device_arrays(self.shape, self._sharding, shards, dtype=self.dtype)
 

@@ -16,10 +16,7 @@ from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
 
 
 def is_host_tensor(value: Any) -> bool:
-    """Whether a value is an array of numbers in host memory or in a file.
-
-    Python numbers and lists are not, nor are arrays of other frameworks.
-    """
+    """Whether a value is a numeric array in memory or a file. Numbers, lists and other frameworks' arrays are not."""
     if isinstance(value, (np.ndarray, LazyTensor)):
         return jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_
     if isinstance(value, (jax.Array, Tracer)) or not all(hasattr(value, name) for name in ("__array__", "shape")):
@@ -29,28 +26,14 @@ def is_host_tensor(value: Any) -> bool:
 
 
 def to_numpy(value: Any, dtype: Any = None) -> np.ndarray:
-    """Returns a host tensor as a new NumPy array with the values and the dtype that JAX would convert it to.
-
-    Args:
-        value: a host tensor, see `is_host_tensor`.
-        dtype: dtype to convert to; by default its own, in 32 bits unless JAX has 64 bits enabled.
-    """
+    """Converts a host tensor to a new NumPy array as JAX does: by default 64 bits become 32 unless JAX enables 64."""
     return _converted(np.asarray(value), _jax_dtype(value.dtype if dtype is None else dtype), is_own=False)
 
 
 def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
-    """Places a host tensor on devices, shard by shard.
+    """Places a host tensor, which is the same on all processes, on devices, shard by shard.
 
-    Args:
-        value: a host tensor, see `is_host_tensor`; the same on all processes.
-        sharding: the sharding of the result.
-        dtype: dtype to convert to; by default its own, in 32 bits unless JAX has 64 bits enabled.
-
-    Returns:
-        The sharded array.
-
-    Raises:
-        ValueError: the sharding does not divide the shape.
+    Without `dtype`, 64 bits become 32 unless JAX enables 64. Raises ValueError if the sharding does not fit the shape.
 
     Example:
 
@@ -72,14 +55,10 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
 
 
 def reshard(value: Any, sharding: Any) -> Any:
-    """Places an array with another sharding; processes communicate only if they lack shards that they need.
+    """Places a `jax.Array`, or a host tensor that is the same on all processes, with another sharding or on a device.
 
-    Args:
-        value: a `jax.Array` or a host tensor; a host tensor is the same on all processes.
-        sharding: a sharding or a device.
-
-    Returns:
-        The array; the same object if it has that sharding on several processes already.
+    Processes communicate only if they lack shards that they need. An array that spans several
+    processes and has that sharding already is returned itself.
     """
     if not isinstance(sharding, Sharding):
         return jax.device_put(value, sharding)

@@ -20,12 +20,7 @@ _BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the fil
 
 
 class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for the array in an HDF5 dataset, and reads it on first use; `read_shards` reads less than all of it.
-
-    Args:
-        dataset: an `h5py.Dataset`.
-        dtype: dtype of the array, if it is not the one that the file records.
-    """
+    """Stands for the array in an `h5py.Dataset`, and reads it on first use; `read_shards` reads less than all of it."""
 
     __slots__ = ("__weakref__", "_array", "_dataset", "dtype", "shape")
 
@@ -37,12 +32,10 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The size of the array in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def load(self) -> np.ndarray:
@@ -52,13 +45,10 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
         return self._array
 
     def read_shards(self, shards: Sequence[Bounds]) -> Iterator[tuple[Bounds, np.ndarray]]:
-        """Yields shards of the array, each with its bounds, as new arrays.
+        """Yields shards of the array, each with its bounds in all dims, as new arrays.
 
         Shards that are contiguous in the file are read one by one. Others are read together, in bands of full rows,
         because many small reads are slow.
-
-        Args:
-            shards: bounds of each shard in all dims.
         """
         if self._array is not None:
             yield from ((shard, self._array[_slices(shard)].copy()) for shard in shards)
@@ -159,12 +149,8 @@ def _relative(bounds: Bounds, origin: Bounds) -> Bounds:
 
 
 def lazy_tensor(dataset: Any) -> LazyTensor | None:
-    """Returns a dataset as a lazy tensor; None if it is small or does not hold numbers.
-
-    Args:
-        dataset: an `h5py.Dataset`. Keras records bfloat16, which HDF5 lacks, in its attributes.
-    """
-    is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"
+    """Returns an `h5py.Dataset` as a lazy tensor, None if it is small or does not hold numbers."""
+    is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"  # Keras records it there, because HDF5 lacks it
     if dataset.shape is None or (dataset.dtype.kind not in "biufc" and not is_bfloat16):
         return None
     tensor = LazyTensor(dataset, ml_dtypes.bfloat16 if is_bfloat16 else None)
@@ -183,7 +169,6 @@ class LiveTensors:
         self._tensors[id(tensor)] = tensor
 
     def load(self) -> None:
-        """Loads all tensors that are still referenced."""
         for tensor in list(self._tensors.values()):
             tensor.load()
         self._tensors.clear()

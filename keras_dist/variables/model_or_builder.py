@@ -11,17 +11,9 @@ from keras_dist._keras import deferred_variables, internals
 
 @contextlib.contextmanager
 def built(model_or_builder: Any) -> Iterator[keras.Layer]:
-    """Provides a built model; one that a function builds is deferred, and leaves Keras's names and seeds as they were.
+    """Provides a built model. One that a function builds is deferred, and leaves Keras's names and seeds as they were.
 
-    Args:
-        model_or_builder: a built model or layer, deferred or not, or a function without arguments that returns one.
-
-    Yields:
-        The model.
-
-    Raises:
-        TypeError: neither a model nor a function, or a function that returns no model.
-        ValueError: the model is not built.
+    Raises TypeError for neither a model nor a function that returns one, and ValueError for a model that is not built.
     """
     if isinstance(model_or_builder, keras.Layer):
         yield _require_built(model_or_builder)

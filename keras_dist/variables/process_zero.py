@@ -19,16 +19,10 @@ _TOPIC = "what process 0 reads"
 
 
 def require_same_call(topic: str, message: Any, rule: str) -> None:
-    """Raises a ValueError on all processes if one of them makes another call. All processes must call it.
+    """Raises a ValueError on all processes if `message`, which JSON can represent, differs. All processes must call it.
 
-    Args:
-        topic: names the exchange of messages.
-        message: what must be equal on all processes; anything that JSON can represent.
-        rule: what the processes must do, as a sentence for the error.
-
-    Raises:
-        ValueError: the messages differ.
-        ProcessFailure: a process failed, or did not call it within the timeout.
+    `topic` names the exchange; `rule` is a sentence for the error about what processes must do. Raises ProcessFailure
+    if a process failed, or did not call it within the timeout.
     """
     messages = messaging.exchange(topic, message)
     if any(each != messages[0] for each in messages):
@@ -52,23 +46,12 @@ def is_leading() -> bool:
 
 
 def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) -> Any:
-    """Runs a function on process 0, while the others send it the shards of the variables that it reads.
+    """Runs a function on process 0, while the others send it the shards of the variables of `model` that it reads.
 
-    All processes must call it. On process 0, nested calls are part of the same work. The function reads variables as
-    in a single-process program. It must not start computations over the whole mesh.
-
-    Args:
-        model: the model whose variables the function reads.
-        task: what the function does, as in "Process 0 could not ..."; equal on all processes.
-        work: the function.
-
-    Returns:
-        The function's result on process 0, None on the others; after the function has returned.
-
-    Raises:
-        ValueError: the tasks or the models of the processes differ.
-        ProcessFailure: another process failed.
-        Exception: the function's exception, on all processes.
+    All processes must call it. On process 0, nested calls are part of the same work. The function reads variables as in
+    a single-process program. It must not start computations over the whole mesh. When it has returned, process 0 gets
+    its result and the others None; its exception is raised on all. Raises ValueError if the processes pass other models
+    or other tasks (as in "Process 0 could not <task>"), and ProcessFailure if another process failed.
     """
     if is_leading() or not messaging.is_multi_process():
         return work()
@@ -116,11 +99,7 @@ def _error_of_process_zero(failure: list[str], task: str) -> Exception:
 
 
 def borrow(variable: keras.Variable) -> np.ndarray:
-    """Returns the value of a variable whose shards are on several processes. For process 0 inside of its work.
-
-    Raises:
-        ValueError: the model that `run_on_process_zero` was given does not have the variable.
-    """
+    """Returns the value of a variable whose shards are on several processes. For process 0 inside of its work."""
     leader = _this_thread.leader
     index = leader.indices.get(id(variable))
     if index is None:

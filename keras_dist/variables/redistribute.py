@@ -74,12 +74,8 @@ def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
 def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
     """Moves the states of random generators to the active distribution, if they are not placed as it places them.
 
-    A layer that is added to a distributed model outside of the distribution's scope may have no weights, and thus
-    nothing that a user would think of redistributing, but a random generator (dropout).
-
-    Args:
-        model: a model whose other variables are placed as the distribution places them.
-        distribution: the active distribution.
+    A layer that is added outside of the distribution's scope may have a random generator (dropout) but no weights, and
+    thus nothing that a user would think of redistributing.
     """
     states = internals.seed_generator_states(model)
     layouts = expected_layouts(model, distribution) if states else {}

@@ -27,7 +27,6 @@ class VariableSpec(NamedTuple):
 
     @classmethod
     def of(cls, variable: keras.Variable) -> "VariableSpec":
-        """Returns the spec of a variable."""
         return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable)
 
 
@@ -43,15 +42,7 @@ def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
 
 
 def optimizer_state_owners(model: keras.Layer, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
-    """Returns the variable that each optimizer state belongs to.
-
-    Args:
-        model: the model.
-        variables: all variables of the model and its optimizer.
-
-    Returns:
-        The owner by the `id` of the optimizer's variable, without those that belong to no other variable.
-    """
+    """Returns the variable of the model that each optimizer state belongs to, if any, by the `id` of the state."""
     optimizer = getattr(model, "optimizer", None)
     states = {id(variable): variable for variable in optimizer.variables} if optimizer else {}
     # Keras names the state of 'a/kernel' 'a_kernel_momentum'. Of several weights that fit, the longest name is meant.
@@ -70,13 +61,7 @@ def optimizer_state_owners(model: keras.Layer, variables: Iterable[keras.Variabl
 
 
 def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
-    """Returns the layout of each variable of a model under a distribution, by the `id` of the variable.
-
-    Args:
-        model: the model.
-        distribution: chooses the layouts of the optimizer state of other variables.
-        layout_of: returns the layout of any other variable.
-    """
+    """Returns the layout of each variable of a model by `id`; `layout_of` chooses all but those of optimizer state."""
     variables = list(all_variables(model))
     owners = optimizer_state_owners(model, variables)
     layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
@@ -85,13 +70,7 @@ def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras
 
 
 def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
-    """Returns the layout of the optimizer state of a variable.
-
-    Args:
-        variable: the variable.
-        layout: the variable's layout. If the distribution did not choose it, its optimizer state has the same one.
-        distribution: a distribution of this package or of Keras, or None.
-    """
+    """Returns the layout of a variable's optimizer state: `layout`, the variable's own, if the user passed that."""
     if not is_of_this_package(distribution):
         return layout
     chooser: Any = distribution
@@ -100,17 +79,7 @@ def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: 
 
 
 def layout_under(variable: keras.Variable, distribution: Any) -> Any:
-    """Returns the layout that a variable has under a distribution.
-
-    That is the layout that the variable was created with, if the user passed one, and else the distribution's.
-
-    Args:
-        variable: a variable under any distribution, or none.
-        distribution: a distribution of this package.
-
-    Raises:
-        ValueError: several rules match the path, or the rule does not fit the variable's shape.
-    """
+    """Returns the layout that the user created a variable with, else the one that a distribution chooses."""
     layout, chosen_by = internals.variable_layout(variable), distribution_of(variable)
     if layout is not None and chosen_by in (None, distribution):
         devices = distribution.device_mesh.backend_mesh.devices.flat
@@ -123,16 +92,9 @@ def layout_under(variable: keras.Variable, distribution: Any) -> Any:
 
 
 def check_placement(model: keras.Model, variables: Iterable[keras.Variable], distribution: Any) -> None:
-    """Checks that variables of a model are placed as a distribution places them.
+    """Raises ValueError if variables of a model that a step uses are not placed as the distribution places them.
 
-    Args:
-        model: the model.
-        variables: those of its variables that a step uses.
-        distribution: the active distribution.
-
-    Raises:
-        ValueError: a variable is on other devices, or has a layout that another distribution chose, or this one before
-            its rules changed.
+    They may be on other devices, or have a layout of another distribution, or of this one before its rules changed.
     """
     variables, layouts = list(variables), expected_layouts(model, distribution)
     problems = [(v, problem) for v in variables if (problem := placement_problem(v, layouts[id(v)], distribution))]
@@ -158,13 +120,7 @@ def expected_layouts(model: keras.Layer, distribution: Any) -> dict[int, Any]:
 
 
 def placement_problem(variable: keras.Variable, expected: Any, distribution: Any) -> str | None:
-    """Returns how the placement of a variable differs from the layout it should have, None where it does not.
-
-    Args:
-        variable: the variable.
-        expected: the layout it should have.
-        distribution: the distribution that it should have it under.
-    """
+    """Returns how the placement of a variable differs from the layout it should have, None where it does not."""
     value = internals.variable_value(variable)
     if isinstance(value, jax.Array) and not is_on_mesh(value, distribution.device_mesh.backend_mesh):
         devices = sorted(value.sharding.device_set, key=lambda device: device.id)
@@ -180,12 +136,7 @@ def placement_problem(variable: keras.Variable, expected: Any, distribution: Any
 
 
 def is_on_mesh(value: Any, mesh: jax.sharding.Mesh) -> bool:
-    """Returns whether a value is a concrete array on the devices of a mesh.
-
-    Args:
-        value: anything.
-        mesh: the mesh. If the array's sharding orders its devices, the order must be the mesh's.
-    """
+    """Returns whether a value is a concrete array on a mesh's devices, in the same order if its sharding has one."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
     sharding = value.sharding
