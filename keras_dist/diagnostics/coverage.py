@@ -173,13 +173,7 @@ class Coverage(Report):
 
 
 def numbered_lines(findings: tuple[Finding, ...], most: int, where: str) -> Iterator[str]:
-    """Yields the lines of a numbered list of findings.
-
-    Args:
-        findings: the findings.
-        most: the largest number to list.
-        where: where the others can be seen.
-    """
+    """Yields a numbered list of at most `most` findings, line by line; the others can be seen in `where`."""
     for number, finding in enumerate(findings[:most], 1):
         yield from f"{number}. {finding.message}".split("\n")
     if len(findings) > most:

@@ -104,8 +104,6 @@ def _without_layouts(distribution: Distribution) -> Iterator[None]:
 
 
 class _Decision(NamedTuple):
-    """The layout that a distribution gives a variable."""
-
     layout: Any  # None if it cannot have one
     rule: str | None
     why: str
@@ -264,11 +262,7 @@ class _Placed(NamedTuple):
 
 
 class _ShardShapes:
-    """Computes the shard shape of tensors, once for all tensors with the same shape and layout.
-
-    Args:
-        mesh: mesh for layouts that have none.
-    """
+    """Computes shard shapes, once for all tensors with the same shape and layout; `mesh` is for layouts without one."""
 
     def __init__(self, mesh: DeviceMesh):
         self._mesh = mesh

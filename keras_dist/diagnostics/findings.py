@@ -27,12 +27,7 @@ _DERIVE_RULES = "keras_dist.tensor_parallel_layout_map(model, device_mesh)"
 
 
 def find_mistakes(coverage: Coverage) -> tuple[Finding, ...]:
-    """Returns the likely mistakes in a coverage.
-
-    Returns:
-        First what prevents a layout, then rules that have no effect, then replicas and idle axes; each kind with the
-        most bytes first.
-    """
+    """Returns what prevents a layout, then rules without effect, replicas and idle axes; of each, most bytes first."""
     unmatched = list(suggest_for_unmatched_rules(coverage))
     kinds = (
         _misfits(coverage),

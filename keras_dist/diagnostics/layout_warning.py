@@ -20,16 +20,7 @@ class LayoutMapWarning(UserWarning):
 
 
 def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
-    """Warns of the likely mistakes that `keras_dist.explain` finds in a layout map, or raises an error.
-
-    Args:
-        model: a built model.
-        distribution: a distribution with a layout map.
-        strict: whether to raise instead of warn.
-
-    Raises:
-        ValueError: `strict` is set, and there is a likely mistake.
-    """
+    """Warns of the likely mistakes that `explain` finds in a layout map, or raises them as a ValueError if `strict`."""
     findings = explain(model, distribution).findings
     if not findings:
         return

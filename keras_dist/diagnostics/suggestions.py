@@ -26,8 +26,6 @@ def variables_with_rules(coverage: Coverage) -> Iterator[CoveredVariable]:
 def assignment(pattern: str, axes: Axes) -> str:
     """Returns the Python statement that adds a rule.
 
-    Example:
-
     >>> print(assignment("dense/kernel", (None, "model")))
     layout_map['dense/kernel'] = (None, 'model')
     """
@@ -35,10 +33,7 @@ def assignment(pattern: str, axes: Axes) -> str:
 
 
 def regex_for(coverage: Coverage, group: Group) -> str:
-    """Returns a regex that matches the paths of a group of similar variables, and no other path of a coverage.
-
-    It leaves out automatic model names unless they are needed to tell the paths from others.
-    """
+    """Returns a regex for the paths of a group and no others, without automatic model names unless it needs them."""
     in_group = sorted({v.path for v in group})
     others = {v.path for v in variables_with_rules(coverage)}.difference(in_group)
     short, short_others = sorted(set(map(strip_model_names, in_group))), set(map(strip_model_names, others))
@@ -118,7 +113,6 @@ class _Paths:
         self._nearest: dict[tuple, list[str]] = {}
 
     def variables(self, paths: Sequence[str]) -> Group:
-        """Returns the variables with these paths."""
         return [v for path in paths for v in self._variables.get(path, ())]
 
     def with_prefix(self, rules: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
@@ -165,10 +159,7 @@ class _Paths:
         return [max(tables, key=lambda v: v.shape[0])] if tables else ()
 
     def nearest(self, rule: str) -> list[str]:
-        """Returns the paths most similar to a rule, of those that contain its rarest word; they differ only in numbers.
-
-        A rule that starts with `.*` is compared with the last segments of paths only.
-        """
+        """Returns paths most similar to a rule (to its end, if it starts with `.*`); they differ only in numbers."""
         text = _text_of_regex(rule)
         segments = text.count("/") + 1 if re.match(r"\(?\.\*", rule) else 0  # 0: all
         words = [word for word in _WORD.findall(rule) if word in self._kinds_with_word]

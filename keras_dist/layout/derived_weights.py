@@ -13,21 +13,14 @@ _QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?P<ro
 
 
 class BaseWeight(NamedTuple):
-    """The weight that a derived weight belongs to.
-
-    Attributes:
-        path: path of the base weight.
-        role: what the derived weight is: `"a"` or `"b"` (first or second LoRA factor), `"scale"` or `"zero"`.
-    """
+    """The weight that a derived weight belongs to."""
 
     path: str
-    role: str
+    role: str  # of the derived weight: "a" or "b" (first or second LoRA factor), "scale" or "zero"
 
 
 def base_weight_of(path: str) -> BaseWeight | None:
-    """Returns the weight that the name of another one refers to, or None.
-
-    Example:
+    """Returns the weight that the name of a derived weight refers to, None for other names.
 
     >>> base_weight_of("block/dense/lora_kernel_a")
     BaseWeight(path='block/dense/kernel', role='a')
@@ -37,20 +30,12 @@ def base_weight_of(path: str) -> BaseWeight | None:
 
 
 def derived_axes(axes: Axes, base: BaseWeight, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
-    """Returns the axes of a derived weight.
+    """Returns the axes of a derived weight of this shape, from the axes of its base weight.
 
     A kernel of shape (inputs, heads, size) has the LoRA factors `a` of shape (inputs, heads, rank) and `b` of shape
     (rank, size): `a` takes the axes of all dims but the last, `b` that of the last dim, and the rank is not sharded. A
     scale or zero point takes the axes of the last dims; that of an embedding table those of the first. A dim that its
     axes do not divide is not sharded.
-
-    Args:
-        axes: axes of the base weight.
-        base: the base weight, and the role of the derived weight.
-        shape: shape of the derived weight.
-        axis_sizes: sizes of the mesh axes.
-
-    Example:
 
     >>> base = base_weight_of("dense/lora_kernel_b")
     >>> derived_axes((None, "model"), base, (4, 64), {"model": 8})
@@ -75,13 +60,7 @@ def derived_axes(axes: Axes, base: BaseWeight, shape: Sequence[int], axis_sizes:
 
 
 def packed_axes(axes: Axes, rank: int) -> Axes:
-    """Returns the axes of a kernel that quantization has packed into fewer dims, as int4 kernels are.
-
-    Args:
-        axes: axes of the kernel before packing, one entry per dim.
-        rank: number of dims after packing.
-
-    Example:
+    """Returns the axes of a kernel that quantization has packed into `rank` dims, as int4 kernels are.
 
     >>> packed_axes(("model", None, None), 2), packed_axes((None, "model", None), 2)
     (('model', None), (None, 'model'))

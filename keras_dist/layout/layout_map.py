@@ -365,17 +365,7 @@ def _regex_advice(key: str) -> str:
 
 
 def as_layout_map(layout_map) -> LayoutMap:
-    """Converts a layout map of Keras to a `LayoutMap` of this package.
-
-    Args:
-        layout_map: a map of this package (returned as is) or of Keras (whose current rules are copied).
-
-    Returns:
-        The map.
-
-    Raises:
-        ValueError: another type.
-    """
+    """Converts a layout map of Keras, whose rules are copied, to a `LayoutMap`; returns one of this package as is."""
     if isinstance(layout_map, LayoutMap):
         return layout_map
     if not isinstance(layout_map, keras.distribution.LayoutMap):

@@ -17,8 +17,6 @@ _MATCHES_EVERYTHING = re.compile(r"(?:\.\*|\(\?:\.\*\))+")  # includes `.*(?:.*)
 def path_variants(path: str) -> Iterator[str]:
     """Yields a path, then the path without its first automatic model name, without its second, and so on.
 
-    Example:
-
     >>> list(path_variants("sequential_3/functional/dense/kernel"))
     ['sequential_3/functional/dense/kernel', 'functional/dense/kernel', 'dense/kernel']
     """
@@ -32,8 +30,6 @@ def path_variants(path: str) -> Iterator[str]:
 def strip_model_names(path: str) -> str:
     """Returns a path without leading automatic model names.
 
-    Example:
-
     >>> strip_model_names("sequential_3/functional/dense/kernel")
     'dense/kernel'
     """
@@ -46,8 +42,6 @@ class Regexes(dict[str, re.Pattern[str]]):
 
     Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
     the longest other text that the pattern spells.
-
-    Example:
 
     >>> patterns = [".*/attention/(query|key)/kernel", ".*bias", "head/kernel"]
     >>> Regexes({pattern: re.compile(pattern) for pattern in patterns}).full_matches("block_3/attention/key/kernel")
@@ -89,8 +83,6 @@ _BETWEEN = "\0"  # stands between texts for what a pattern does not spell
 def required_texts(pattern: str) -> list[str]:
     """Returns the texts that every match of a pattern contains, in their order, "" where it begins or ends otherwise.
 
-    Example:
-
     >>> required_texts("(a|b)_[0-9]+/kernel"), required_texts("(?i)kernel"), required_texts("a|b")
     (['', '_', '/kernel'], ['', ''], ['', ''])
     """
@@ -110,19 +102,9 @@ def matching_patterns(regexes: Regexes, path: str) -> list[str]:
 
 
 def applies_to(pattern: str, path: str) -> bool:
-    """Returns whether a pattern applies to a path that it matches.
+    """Returns whether a pattern applies to a path that it matches: to outputs and inputs only if it contains that word.
 
-    Ordered rules often end with `.*`, written with variables in mind. Applied to layer outputs it would replicate every
-    batch, so a rule applies to outputs and inputs only if it contains that word.
-
-    Args:
-        pattern: the pattern of the rule.
-        path: a path that the pattern matches.
-
-    Returns:
-        False if the path ends in `/output` or `/input` and the pattern does not contain that word; else True.
-
-    Example:
+    Ordered rules often end with `.*`, meant for variables. Applied to layer outputs it would replicate every batch.
 
     >>> applies_to(".*", "dense/kernel"), applies_to(".*", "dense/output"), applies_to(".*output", "dense/output")
     (True, False, True)
@@ -132,19 +114,10 @@ def applies_to(pattern: str, path: str) -> bool:
 
 
 def find_shadowing_rule(pattern: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
-    """Returns an earlier rule that makes a later one unreachable, if one certainly does.
+    """Returns the first earlier pattern that certainly makes a later one unreachable, or None.
 
     That is certain in two cases: the later pattern is a plain path that an earlier regex matches, or an earlier pattern
     matches everything.
-
-    Args:
-        pattern: the pattern of the later rule.
-        earlier: the earlier rules.
-
-    Returns:
-        The pattern of the first such rule, or None.
-
-    Example:
 
     >>> earlier = {"dense.*": re.compile("dense.*")}
     >>> find_shadowing_rule("dense_1/kernel", earlier), find_shadowing_rule("dense_[0-9]/kernel", earlier)

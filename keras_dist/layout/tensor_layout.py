@@ -127,18 +127,7 @@ class TensorLayout(keras.distribution.TensorLayout):
 
 
 def as_tensor_layout(value) -> TensorLayout:
-    """Converts a layout or axes to a `TensorLayout` of this package.
-
-    Args:
-        value: a layout of this package (returned as is) or of Keras, or axes: a tuple, a list or a
-            `jax.sharding.PartitionSpec`.
-
-    Returns:
-        The layout; it has no mesh if `value` has none.
-
-    Raises:
-        ValueError: another type, or axes that the layout's mesh does not have.
-    """
+    """Converts axes, or a layout of Keras, to a `TensorLayout`, which has a mesh only if `value` has one."""
     if isinstance(value, (tuple, list, jax.sharding.PartitionSpec)):
         return TensorLayout(value)
     if not isinstance(value, keras.distribution.TensorLayout):
@@ -150,15 +139,7 @@ def as_tensor_layout(value) -> TensorLayout:
 
 
 def as_layout_on_mesh(value, distribution) -> TensorLayout:
-    """Converts a layout or axes to a `TensorLayout` that has a mesh.
-
-    Args:
-        value: as for `as_tensor_layout`.
-        distribution: the installed distribution, whose mesh is used if `value` has none; None if there is none.
-
-    Raises:
-        ValueError: neither the layout nor a distribution has a mesh, or the mesh does not have the axes.
-    """
+    """Converts as `as_tensor_layout` does; a layout without a mesh gets that of `distribution`, ValueError if None."""
     layout = as_tensor_layout(value)
     if layout.device_mesh is not None:
         return layout
@@ -171,17 +152,9 @@ def as_layout_on_mesh(value, distribution) -> TensorLayout:
 
 
 def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:
-    """Returns why a tensor of this shape cannot have these axes, and what to do about it.
+    """Returns in a sentence why a tensor of this shape cannot have these axes, and in another the fix; None if it can.
 
-    Args:
-        axes: axes of the layout.
-        shape: shape of the tensor; a dim of None (unknown) fits every axis.
-        axis_sizes: sizes of the mesh axes.
-
-    Returns:
-        A sentence with the reason and a sentence with the fix; None if the layout fits.
-
-    Example:
+    A dim of size None (unknown) fits every axis.
 
     >>> print(layout_error((None, "model"), (64, 6), {"model": 4}))
     dim 1 has size 6, which is not divisible by axis 'model' (size 4). Replicate it with (None, None), or use a \
@@ -212,21 +185,11 @@ def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]
 
 
 def nearest_fitting_axes(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
-    """Returns the axes closest to the given ones that a tensor of this shape can have.
+    """Returns the axes, one entry per dim, closest to the given ones that a tensor of this shape can have.
 
     Candidates are all ways to assign the given entries to dims. Of those that fit, the one with the most shards is
     chosen; of these, the one with most dims unchanged; of these, the one that shards the largest dims. An entry list
     that is too long is compared by its last entries.
-
-    Args:
-        axes: the axes wanted.
-        shape: shape of the tensor.
-        axis_sizes: sizes of the mesh axes.
-
-    Returns:
-        Axes with one entry per dim.
-
-    Example:
 
     >>> nearest_fitting_axes(("model", None), (6, 16), {"model": 4})
     (None, 'model')

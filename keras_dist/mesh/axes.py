@@ -14,22 +14,10 @@ _FORMS = '{"data": 2, "model": 4}, [("data", 2), ("model", 4)], "data:2,model:4"
 
 
 def parse_axes(axes: Axes, axis_names: Sequence[str] | None = None) -> dict[str, int]:
-    """Parses the axes of a mesh to an ordered `{name: size}`.
+    """Parses the axes of a mesh, in any of `_FORMS`, to an ordered `{name: size}`, outermost axis first.
 
-    Args:
-        axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes, `(2, 4)` or
-            `"2,4"`. One size may be -1, which stands for the remaining devices.
-        axis_names: one distinct, non-empty name per axis. If `axes` includes names, it must contain the same names.
-
-    Returns:
-        The size of each axis by its name, outermost axis first.
-
-    Raises:
-        ValueError: If there is no axis, the numbers of sizes and names differ, a size is below 1 and is not the only
-            -1, a name is used twice, or text has another form.
-        TypeError: If a size is not an integer, a name is not a string, or `axes` has another type.
-
-    Example:
+    One size may be -1, which stands for the remaining devices. If `axes` includes names, `axis_names` must be the same
+    ones. Anything else raises ValueError or TypeError.
 
     >>> parse_axes("data:2, model:-1")
     {'data': 2, 'model': -1}
@@ -42,12 +30,7 @@ def parse_axes(axes: Axes, axis_names: Sequence[str] | None = None) -> dict[str,
 
 
 def solve_axes(axes: dict[str, int], count: int, given: str = "available") -> dict[str, int]:
-    """Returns parsed axes with -1 replaced, so that their product is `count`, the number of devices.
-
-    Raises:
-        ValueError: If the product is not `count`; the error says that `count` devices are `given`.
-
-    Example:
+    """Returns parsed axes with -1 replaced; their product must be `count` devices, which errors call `given`.
 
     >>> solve_axes({"data": -1, "model": 4}, 8)
     {'data': 2, 'model': 4}
@@ -75,18 +58,11 @@ Choose sizes whose product is 8.
 
 
 def spread_axes(axes: Mapping[str, int], groups: int, dcn: Any = None, group_name: str = "slices") -> dict[str, int]:
-    """Decides how many groups of devices, such as slices or hosts, each axis spans.
+    """Returns how many of the groups of devices, such as slices or hosts, each axis spans, a divisor of its size.
 
-    Args:
-        axes: the size of each axis of the whole mesh by its name, outermost axis first.
-        groups: the number of equally large groups of devices.
-        dcn: the axes that may cross groups. None: the outermost that can. Names, `"data"` or `["data", "fsdp"]`: only
-            these, each as far as possible, the first one first. Degrees in any form of axes, such as `{"data": 2}`, or
-            `(2, 1)` with one degree per axis of the mesh: exactly these; one may be -1.
-        group_name: the plural name of the groups, for errors.
-
-    Returns:
-        The number of groups along each axis, a divisor of its size. Their product is `groups`.
+    `dcn` are the axes that may cross groups. None: the outermost that can. Names, `"data"` or `["data", "fsdp"]`: only
+    these, each as far as possible, the first one first. Degrees in any form of axes, such as `{"data": 2}`, or `(2, 1)`
+    with one degree per axis of the mesh: exactly these; one may be -1. `group_name` is a plural, for errors.
 
     Example: 4 slices; by default `data` spans 2, and `fsdp` the remaining 2 (of its 8 shards, 4 are within a slice):
 
@@ -151,7 +127,6 @@ def default_names(axes: Any, names: Sequence[str] | None = None) -> list[str] | 
 
 
 def known_product(axes: Mapping[str, int]) -> int:
-    """Returns the product of all sizes except -1."""
     return math.prod(size for size in axes.values() if size != -1)
 
 

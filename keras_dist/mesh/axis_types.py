@@ -6,10 +6,7 @@ from jax.sharding import AxisType
 
 
 def parse_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
-    """Converts axis types to one `jax.sharding.AxisType` for each of `count` axes.
-
-    Types are given as None for `Auto`; as an `AxisType` or its name in any case, for all axes; or as a list of these.
-    """
+    """Converts None (`Auto`), one type or its name, or a list of these, to one `AxisType` for each of `count` axes."""
     by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
     types = "auto" if axis_types is None else axis_types
     types = [types] if isinstance(types, (AxisType, str)) else types

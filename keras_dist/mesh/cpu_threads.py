@@ -2,12 +2,9 @@
 
 
 def cpu_thread_count(devices: int) -> int:
-    """Returns a value for the environment variable `NPROC`, from which XLA's CPU client sizes its thread pool.
+    """Returns the `NPROC`, from which XLA's CPU client sizes its thread pool, for the simulated devices of one process.
 
     Each device that waits in a collective holds a thread. With fewer threads than devices need, the collective aborts
     after 40 seconds. XLA reads the variable once, when it creates the client.
-
-    Args:
-        devices: the number of simulated devices of one process.
     """
     return min(max(16, 2 * devices), 256)

@@ -124,11 +124,7 @@ def force_cpu() -> Iterator[Device]:
 
 
 def first_devices(count: int) -> list[str]:
-    """Returns the first `count` names of `list_devices()`.
-
-    Raises:
-        ValueError: If there are fewer devices, or `count` is below 1.
-    """
+    """Returns the first `count` names of `list_devices()`."""
     names = list_devices()
     if not 1 <= count <= len(names):
         raise ValueError(
@@ -139,11 +135,7 @@ def first_devices(count: int) -> list[str]:
 
 
 def as_device_array(devices: Any) -> np.ndarray:
-    """Copies a list, nested lists or an array of devices to an array of names or of objects; mixed ones become names.
-
-    Raises:
-        TypeError: If `devices` has another type, or contains anything but devices.
-    """
+    """Copies devices in a list, nested lists or an array to an array of objects, or of names if any is a name."""
     if isinstance(devices, np.ndarray):
         array = devices.copy()
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
@@ -167,11 +159,7 @@ def as_device_array(devices: Any) -> np.ndarray:
 
 
 def to_jax_devices(devices: Sequence) -> list[Device]:
-    """Converts names such as `"cpu:3"` to `jax.Device` objects, and keeps those that are objects already.
-
-    Raises:
-        ValueError: If there is no device of a name.
-    """
+    """Converts names such as `"cpu:3"` to `jax.Device` objects, and keeps those that are objects already."""
     platforms = {device.partition(":")[0] for device in devices if isinstance(device, str)}
     by_name: dict[str, Device] = {}
     for platform in platforms:
@@ -192,11 +180,9 @@ def device_name(device) -> str:
 
 
 def available_devices(device: Device | str) -> int | None:
-    """Returns the number of devices of a device's type in all processes, without starting JAX.
+    """Returns the number of devices of a device's type in all processes, without starting JAX; None if it is unknown.
 
-    Returns:
-        The number, or None if it is unknown: for a mock device, for a device of a compilation target, for a device
-        that this process does not have, and for any name before JAX has started.
+    It is unknown for mock devices, devices that this process does not have, and all names before JAX has started.
     """
     if isinstance(device, str):
         try:

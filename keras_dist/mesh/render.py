@@ -20,10 +20,7 @@ class _Cell(NamedTuple):
 
 
 def mesh_text(devices: np.ndarray, axis_names: Sequence[str]) -> str:
-    """Returns a table as text, with columns along the innermost axis and rows along all others.
-
-    Of a mesh with many rows or columns, only the first and the last are shown.
-    """
+    """Returns a table as text: columns along the innermost axis, rows along the others; of many, the first and last."""
     title, table = _title_and_table(devices, axis_names)
     widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.text.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]

@@ -46,7 +46,7 @@ def arrange_devices(
 
     The algorithm works from the slowest network inwards:
 
-    1. Slices, or processes if there is one slice, are placed along the axes of `dcn`.
+    1. Slices, or processes if there is one slice, are placed along the axes of `dcn`, which is as in `spread_axes`.
     2. Processes within a slice without a torus are placed along the outermost axes that can hold them.
     3. Within a slice of TPUs, JAX's `mesh_utils` assigns a part of the torus to each axis. Each axis is then reordered
        to run around its part in a ring of links that are as short as possible. If the innermost axis has shorter links
@@ -61,18 +61,8 @@ def arrange_devices(
     The order within an axis does not change XLA's reductions and gathers, which depend only on the set of devices. It
     shortens communication between neighbors (collective matmuls, pipelines, ring attention).
 
-    Args:
-        devices: as many devices as the product of the axes.
-        axes: the size of each axis by its name, outermost axis first.
-        dcn: the axes that cross slices or hosts, as in `spread_axes`.
-        sort_granules: whether slices and hosts are ordered by their index instead of by the order of `devices`.
-        allow_split_physical_axes: whether one axis of the torus may serve several axes of the mesh.
-
-    Returns:
-        An object array of the axes' shape that contains each device once.
-
-    Raises:
-        ValueError: If `dcn` does not fit, or the torus would have to be split although this is not allowed.
+    `sort_granules` orders slices and hosts by their index instead of by the order of `devices`. Without
+    `allow_split_physical_axes`, an axis of the torus that would have to serve several axes of the mesh is a ValueError.
     """
     return _arrange(list(devices), axes, dcn, _levels(devices, axes, dcn), sort_granules, allow_split_physical_axes)
 
@@ -126,18 +116,13 @@ def coordinates_of(device: Device) -> tuple[int, ...] | None:
 
 
 class Torus:
-    """The positions of TPU devices on the tori of their slices.
-
-    Attributes:
-        coordinates: x, y, z and core of each device, of shape (devices, 4).
-        rings: for each coordinate the length of the ring that its dim forms, 0 for a dim with two ends.
-    """
+    """The positions of TPU devices on the tori of their slices."""
 
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
-        self.coordinates = np.empty((len(devices), 4), int)
+        self.coordinates = np.empty((len(devices), 4), int)  # x, y, z and core of each device
         self.coordinates[:, :3] = [device.coords for device in devices]
         self.coordinates[:, 3] = [device.core_on_chip for device in devices]
-        self.rings = np.zeros_like(self.coordinates)
+        self.rings = np.zeros_like(self.coordinates)  # as `_rings` returns them
         for number in np.unique(slices):
             here = slices == number
             self.rings[here] = _rings(devices[0].device_kind, self.coordinates[here])
@@ -152,10 +137,7 @@ class Torus:
 
 
 def _rings(device_kind: str, coordinates: np.ndarray) -> np.ndarray:
-    """Returns the length of the ring that each dim of a slice forms, 0 for a dim with two ends; the last dim is cores.
-
-    The slice is assumed to be the bounding box of the devices.
-    """
+    """Returns the length of each dim's ring, 0 for a dim with two ends; the slice is assumed to be the bounding box."""
     lengths = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     chips = lengths[:-1]
     generation = tpu_generation_of(device_kind)

@@ -5,25 +5,14 @@ from typing import NamedTuple
 
 
 class TpuGeneration(NamedTuple):
-    """A generation of TPU chips.
-
-    Attributes:
-        name: the name in topologies such as `"v5e:4x4"`, which is also libtpu's.
-        device_kind: `jax.Device.device_kind` of its devices.
-        devices_per_chip: how many JAX devices a chip has.
-        links_per_chip: ICI links of a chip: 4 where slices are 2D tori, 6 where they are 3D tori.
-        largest_slice: the number of chips in the largest slice.
-    """
-
-    name: str
-    device_kind: str
+    name: str  # in topologies such as "v5e:4x4", as libtpu spells them
+    device_kind: str  # `jax.Device.device_kind`
     devices_per_chip: int
-    links_per_chip: int
-    largest_slice: int
+    links_per_chip: int  # ICI links: 4 where slices are 2D tori, 6 where they are 3D tori
+    largest_slice: int  # chips
 
     @property
     def is_2d(self) -> bool:
-        """Whether slices are two-dimensional."""
         return self.links_per_chip == 4
 
     @property
@@ -59,6 +48,5 @@ def canonical_device_kind(device_kind: str) -> str:
 
 
 def tpu_generation_of(device_kind: str) -> TpuGeneration | None:
-    """Returns the TPU generation with a device kind, or None if it is unknown."""
     kind = canonical_device_kind(device_kind)
     return next((each for each in TPU_GENERATIONS.values() if each.device_kind == kind), None)
