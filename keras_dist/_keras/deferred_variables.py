@@ -22,15 +22,12 @@ class DeferredValue:
 
     Keras calls the initializer of a variable without a value wherever its value is read. That is right while shapes are
     inferred and while layers are built. Anywhere else the result would be a new, unsharded value, so it is an error.
-
-    Attributes:
-        initializer: the initializer that the variable was created with, or one that returns the value assigned since.
     """
 
     __slots__ = ("_path", "initializer")
 
     def __init__(self, initializer: Callable, path: str):
-        self.initializer = initializer
+        self.initializer = initializer  # of the variable, or one that returns the value assigned since
         self._path = path
 
     def __call__(self, shape, dtype=None, **_):

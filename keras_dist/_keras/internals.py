@@ -82,31 +82,21 @@ def list_devices(device_type: str | None) -> list[str]:
 
 
 def get_device_count(device_type: str | None) -> int:
-    """Returns Keras's count of devices."""
     return distribution_lib.get_device_count(device_type)
 
 
 def num_processes() -> int:
-    """Returns Keras's count of processes."""
     return _backend_lib.num_processes()
 
 
 def process_id() -> int:
-    """Returns Keras's index of this process."""
     return _backend_lib.process_id()
 
 
 def initialize(
     job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable | None = None
 ) -> None:
-    """Starts JAX's multi-process runtime and gives all processes one random seed, as Keras does.
-
-    Args:
-        job_addresses: an argument of `keras.distribution.initialize`, as are the next two.
-        num_processes: see there.
-        process_id: see there.
-        start: is called instead of `jax.distributed.initialize`, which it gets as its first argument.
-    """
+    """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)` if one is given."""
     real = jax.distributed.initialize
     if start is not None:
         jax.distributed.initialize = functools.partial(start, real)
@@ -137,7 +127,6 @@ def stored_dtype(variable) -> str:
 
 
 def has_mask(tensor) -> bool:
-    """Returns whether a layer has attached a mask to a tensor."""
     return hasattr(tensor, "_keras_mask")
 
 
@@ -192,7 +181,6 @@ def weight_paths(model) -> dict[int, str]:
 
 
 def seed_generator_states(model) -> list:
-    """Returns the variables that hold the states of a model's random generators."""
     return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
@@ -217,13 +205,6 @@ def rematerialized(layer, call: Callable):
 
     The backward pass computes everything else again, which includes gathering weights. Updates of variables (random
     generators, moving averages) and losses go to the scope, as in a plain call.
-
-    Args:
-        layer: the layer.
-        call: calls the layer.
-
-    Returns:
-        The outputs of the layer.
     """
     outer: Any = get_stateless_scope()
 

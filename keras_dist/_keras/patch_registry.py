@@ -29,23 +29,16 @@ GROUPS: list["PatchGroup"] = []
 class Patch:
     """One function of Keras that is replaced.
 
-    Attributes:
-        owner: the module or class that holds the function.
-        name: the function's name there.
-        parameters: the parameters that Keras's function must have; other ones mean a Keras that is not supported.
-        replacement: the function that is called instead, or a class that stands in for a class.
-        reason: what is wrong or missing in Keras without the patch.
-        issue: the upstream issue, for example `"keras#21167"`.
-        context: returns what is passed to the replacement after `original`; where it returns None, Keras's function
-            runs instead. None: the replacement is always called, with `original` only.
+    `context` returns what is passed to the replacement after `original`; where it returns None, Keras's function runs
+    instead. Without a context the replacement is always called, with `original` only.
     """
 
-    owner: Any
+    owner: Any  # the module or class that holds the function
     name: str
-    parameters: tuple[str, ...]
-    replacement: Any
-    reason: str
-    issue: str
+    parameters: tuple[str, ...]  # of Keras's function; other ones mean a Keras that is not supported
+    replacement: Any  # a function, or a class that stands in for a class
+    reason: str  # what is wrong or missing in Keras without the patch
+    issue: str  # upstream, for example "keras#21167"
     context: Callable[[], Any] | None
 
     @property
@@ -101,13 +94,7 @@ class Patch:
 
 
 class PatchGroup:
-    """Patches that are installed and removed together.
-
-    Args:
-        name: a short name, for docs/patches.md.
-        when: when the patches are installed, for docs/patches.md.
-        context: the default of `Patch.context` for patches of this group.
-    """
+    """Patches that are installed and removed together; `context` is the default of `Patch.context`."""
 
     def __init__(self, name: str, when: str, context: Callable[[], Any] | None = None):
         self.name, self.when, self.patches, self._context = name, when, [], context
@@ -125,14 +112,8 @@ class PatchGroup:
     ) -> Callable:
         """Returns a decorator that declares a function, or a class, to be the replacement of one of Keras's.
 
-        Args:
-            owner: the module or class that holds Keras's function.
-            name: the function's name there.
-            reason: what is wrong or missing in Keras without the patch.
-            issue: the upstream issue.
-            parameters: the parameters that Keras's function must have. By default those of the replacement, without
-                `original` and the group's context.
-            every_thread: whether to call the replacement without the group's context, in every thread.
+        By default Keras's function must have the parameters of the replacement, without `original` and the group's
+        context. With `every_thread` the replacement is called without the group's context, in every thread.
         """
 
         def declare(replacement):
@@ -148,17 +129,12 @@ class PatchGroup:
         return declare
 
     def check_signatures(self) -> None:
-        """Raises ValueError where a function of Keras that is to be replaced is missing or takes other parameters."""
         for patch in self.patches:
             if patch not in self._installed:
                 patch.check_signature()
 
     def install(self) -> None:
-        """Installs the patches that are not installed yet.
-
-        Raises:
-            ValueError: one of Keras's functions is missing or takes other parameters; nothing is installed then.
-        """
+        """Installs the patches that are not installed yet; if one cannot be, raises ValueError and installs none."""
         with _lock:
             self.check_signatures()
             for patch in self.patches:

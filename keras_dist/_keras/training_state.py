@@ -52,15 +52,10 @@ def state_variables(model, step: str) -> list[list]:
 
 
 def step_function(model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any]) -> Callable:
-    """Wraps the function that runs a step: its state is passed as `_Leaves`, and a failing step loses no variable.
+    """Wraps Keras's function of a step: state is passed as `_Leaves`, and a step that fails loses no variable.
 
     Keras restores the values of variables only from a step that has ended. If the first step fails, they are lost.
-
-    Args:
-        model: the model.
-        step: the step.
-        keras_function: Keras's function of state and iterator.
-        finish: converts the outputs, given them and the iterator, to what is returned.
+    `finish` converts the outputs, given them and the iterator.
     """
 
     def function(state, iterator):

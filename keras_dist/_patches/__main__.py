@@ -15,7 +15,6 @@ This file is generated: `python -m keras_dist._patches > docs/patches.md`. A pat
 
 
 def document() -> str:
-    """Returns the text of docs/patches.md."""
     parts = [_HEAD]
     for group in GROUPS:
         rows = [_row(patch) for patch in sorted(group.patches, key=lambda patch: (_file(patch), patch.target))]

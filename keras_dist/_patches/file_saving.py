@@ -18,7 +18,6 @@ _REASON = "every process writes the same file"
 
 
 def _save(model, path, write: Callable) -> None:
-    """Writes a model to a path, by a function of Keras."""
     is_local = isinstance(path, (str, os.PathLike)) and not file_utils.is_remote_path(os.fspath(path))
     work = functools.partial(write_atomically, path, write) if is_local else functools.partial(write, path)
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else type(path).__name__
@@ -65,7 +64,6 @@ def _led_by_process_0(callback: type, name: str, what: str) -> None:
 
 
 def _parameters(name: str) -> tuple[str, ...]:
-    """The parameters of a method of a callback."""
     kind = "batch" if "_batch_" in name else "epoch" if "_epoch_" in name else None
     return ("self", "logs") if kind is None else ("self", kind, "logs")
 

@@ -14,21 +14,11 @@ from keras_dist.data.position import DataPosition, RandomState
 
 
 class ResumableIterator:
-    """Iterates over the batches of a data adapter, from a batch on, and knows its position.
+    """Iterates over the batches of a data adapter, after its `on_epoch_begin`, from a batch on, and knows its position.
 
-    Arrays, `keras.utils.PyDataset` and Grain start there without reading what comes before. Other sources are read
-    from their beginning, and the batches that are done are dropped. The pass starts when the first batch is requested,
-    in the thread that requests it, as with Keras's own generators.
-
-    Args:
-        adapter: Keras's adapter of the data, after its `on_epoch_begin`.
-        start: index of the first batch, if no position is given.
-        position: what `position` returned for an iterator over the same data. The global random generators are set to
-            the states in it.
-        must_have_batches: whether data without any batch is an error.
-
-    Raises:
-        ValueError: at the first `next`, the data has no batches.
+    Arrays, `keras.utils.PyDataset` and Grain start there without reading what comes before. Other sources are read from
+    their beginning, and the batches that are done are dropped. The pass starts when the first batch is requested, in
+    the thread that requests it, as with Keras's own generators; a given `position` sets the global random generators.
     """
 
     def __init__(
@@ -122,8 +112,6 @@ def _array_batches(adapter: Any, start: int) -> Iterator:
 
 
 class _Remainder(py_dataset_adapter.PyDataset):
-    """The remaining batches of a dataset, in the order in which they are read."""
-
     def __init__(self, dataset, indices: list[int]):
         super().__init__()
         self.dataset, self.indices = dataset, indices
@@ -136,7 +124,6 @@ class _Remainder(py_dataset_adapter.PyDataset):
 
 
 def _dataset_batches(adapter: Any, start: int) -> Iterator:
-    """Iterates over the remaining batches of a PyDataset of known length."""
     indices = list(range(adapter.py_dataset.num_batches))
     if adapter.shuffle:
         random.shuffle(indices)

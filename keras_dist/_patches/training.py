@@ -104,9 +104,8 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
 def _patch_make_function(step: str) -> None:
     """Declares the patch of `make_train_function`, `make_test_function` or `make_predict_function`.
 
-    Keras compiles the shardings of the variables into the function and keeps it. The patch makes a new function when
-    another distribution is active than the one that the function was made under, and first checks that the variables
-    are placed where that distribution places them.
+    Keras compiles the shardings of the variables into the function and keeps it. The patch makes a new one when another
+    distribution is active, and first checks that the variables are placed where that distribution places them.
     """
     attribute = f"{step}_function"
 

@@ -14,17 +14,10 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 
 
 class BatchPlacer:
-    """Shards dim 0 of host batches over the batch axes of a mesh.
+    """Shards dim 0 of host batches over the batch axes of a mesh, outermost first.
 
-    Dim 0 is sharded over all batch axes if their product divides the number of rows, otherwise over the subset of them
-    with the largest product that does. If no axis divides it, the array is replicated. Results are the same either
-    way; only the number of devices that share the work differs.
-
-    Args:
-        device_mesh: the mesh.
-        batch_axes: the axes to shard batches over, outermost first; `()` replicates them.
-
-    Example:
+    Dim 0 is sharded over the subset of axes with the largest product that divides the number of rows; if no axis does,
+    the array is replicated. This changes how many devices share the work, and not the results.
 
     >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
     >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
@@ -48,11 +41,7 @@ class BatchPlacer:
         return next(axes for size, axes in self._subsets if rows % size == 0)
 
     def warning_for(self, rows: int) -> str | None:
-        """Returns, once, a warning that batches have fewer rows than there are shards; otherwise None.
-
-        Args:
-            rows: number of rows of a global batch.
-        """
+        """Returns, once, a warning that global batches have fewer rows than there are shards; otherwise None."""
         shards, sizes = self._subsets[0][0], self.device_mesh.axis_sizes
         if self._has_warned or not 0 < rows < shards:
             return None
@@ -65,11 +54,7 @@ class BatchPlacer:
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
-        """Returns the sharding of an array of a batch.
-
-        Args:
-            shape: the array's shape. A 0-d array is replicated.
-        """
+        """Returns the sharding of an array of this shape; a 0-d array is replicated."""
         return self._sharding_over(self.axes_for(shape[0]) if len(shape) else ())
 
     def _sharding_over(self, axes: tuple[str, ...]) -> jax.sharding.NamedSharding:
@@ -80,20 +65,10 @@ class BatchPlacer:
         return sharding
 
     def place(self, batch: Any) -> Any:
-        """Places all arrays of a global batch on the mesh, in one transfer.
+        """Places all arrays of a nested global batch on the mesh, in one transfer.
 
-        With several processes each passes the same global batch and places the rows of its own devices; no data is
-        sent between processes.
-
-        Args:
-            batch: nested tuples, lists and dicts of arrays and Python scalars; `None` stays `None`. An array that is
-                already sharded over this mesh's devices, or over those of several processes, is returned unchanged.
-
-        Returns:
-            The same structure of `jax.Array`.
-
-        Raises:
-            TypeError: an array does not hold numbers.
+        With several processes each passes the same global batch and places the rows of its own devices; no data is sent
+        between processes. Arrays that are already sharded over these devices, or over several processes, are unchanged.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         leaves = [_as_array(leaf) for leaf in leaves]
@@ -104,29 +79,16 @@ class BatchPlacer:
         return jax.tree.unflatten(structure, placed)
 
     def place_local(self, batch: Any, rows: Sequence[Sequence[int]]) -> Any:
-        """Places this process's rows of a batch on its devices. Nothing is sent between processes yet.
+        """Places this process's rows of a batch on its devices, for `assemble`. Nothing is sent between processes yet.
 
-        Args:
-            batch: the rows of this process.
-            rows: for each array, the number of rows of each process.
-
-        Returns:
-            The same structure, to be passed to `assemble`.
-
-        Raises:
-            TypeError: an array does not hold numbers.
-            ValueError: an array is sparse, or spans several processes already.
+        `rows` contains for each array the number of rows of each process. Sparse and global arrays raise ValueError.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         placed = [self._place_local(_as_array(leaf), counts) for leaf, counts in zip(leaves, rows, strict=True)]
         return jax.tree.unflatten(structure, placed)
 
     def replicate(self, outputs: Any) -> Any:
-        """Replicates arrays over all devices, so that every process can read them. All processes call it.
-
-        Args:
-            outputs: nested tuples, lists and dicts of arrays on the mesh.
-        """
+        """Replicates arrays over all devices, so that every process can read them. All processes call it."""
         return _replicated(self.sharding(()))(outputs)
 
     def _target_sharding(self, leaf) -> jax.sharding.Sharding:
@@ -207,30 +169,18 @@ class BatchPlacer:
 
 
 class LocalShards(NamedTuple):
-    """An array of a batch whose rows are on the devices of the processes that passed them.
+    """An array of a batch whose rows are on the devices of the processes that passed them."""
 
-    Attributes:
-        shards: the rows, in shards with padding, over all devices.
-        indices: the elements of `shards` that make up the global array, in order.
-        sharding: the sharding of the global array.
-    """
-
-    shards: jax.Array
-    indices: jax.Array
-    sharding: jax.sharding.NamedSharding
+    shards: jax.Array  # with padding, over all devices
+    indices: jax.Array  # the elements of `shards` that make up the global array, in order
+    sharding: jax.sharding.NamedSharding  # of the global array
 
 
 def assemble(batch: Any) -> Any:
-    """Sends rows between processes to where the global batch has them.
+    """Sends rows between processes from where `place_local` has put them to where the global batch has them.
 
     All processes call it for the same batch, and in the same order relative to everything else that their devices
     compute.
-
-    Args:
-        batch: what `BatchPlacer.place_local` returns. Arrays that are complete are returned unchanged.
-
-    Returns:
-        The same structure of `jax.Array`.
     """
     return jax.tree.map(
         lambda leaf: _gather_rows(leaf.sharding)(leaf.shards, leaf.indices) if isinstance(leaf, LocalShards) else leaf,
@@ -265,16 +215,11 @@ def is_global(leaf: Any) -> bool:
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Whether a value is a sparse array of JAX."""
     return isinstance(leaf, sparse.JAXSparse)
 
 
 def require_numbers(leaf: Any) -> None:
-    """Checks that a value, if it is a NumPy array, holds numbers.
-
-    Raises:
-        TypeError: it holds strings or Python objects.
-    """
+    """Raises TypeError for a NumPy array of strings or Python objects."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
         raise TypeError(
             f"Array of shape {leaf.shape} has dtype {leaf.dtype}, but JAX computes with numbers only. Convert text in "

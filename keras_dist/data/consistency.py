@@ -18,17 +18,10 @@ _SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 
 
 class BatchComparison:
-    """Compares the batches that the processes read, one after the other.
+    """Compares the batches that the processes read, one after the other, until it `has_ended`.
 
-    Args:
-        topic: identifies the data in messages; the same on all processes, and used once.
-        auto_shard_dataset: whether each process passes the same global batches, rather than its own rows of them.
-        step: what the batches are for, as `"train"`; None if only their shapes are used.
-        steps_per_epoch: number of batches of an epoch, None if the data decides.
-        is_abandoned: whether the data is no longer wanted; asked while waiting.
-
-    Attributes:
-        has_ended: whether there is nothing more to compare.
+    `topic` identifies the data in messages: it is the same on all processes, and used once. `step` is None if only the
+    shapes of batches are used. `is_abandoned` is asked while waiting: whether the data is no longer wanted.
     """
 
     def __init__(
@@ -46,23 +39,13 @@ class BatchComparison:
         self.has_ended = False
 
     def take_warnings(self) -> tuple[str, ...]:
-        """Returns the warnings since the last call."""
         found, self._warnings = self._warnings, []
         return tuple(found)
 
     def compare_batch(self, batch: Any) -> list[list[int]] | None:
-        """Compares a batch with those of the other processes.
+        """Returns the rows of each process for each leaf of a batch; None if another process has no more batches.
 
-        Args:
-            batch: the batch that this process has read.
-
-        Returns:
-            For each array of the batch, in the order of `jax.tree.leaves`, the number of rows of each process; None if
-            another process has no more batches.
-
-        Raises:
-            ValueError: the batches differ in what must be equal; raised on all processes.
-            ProcessFailure: reading the batch failed on another process.
+        Raises ValueError on all processes if what must be equal differs, ProcessFailure if another could not read.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         rows = [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves]
@@ -70,11 +53,7 @@ class BatchComparison:
         return self._compare({"spec": _spec(leaves, structure), "rows": rows, "digest": digest})
 
     def report_end(self) -> None:
-        """Tells the other processes that this one has no more batches.
-
-        Raises:
-            ValueError: others have more, although all pass the same global dataset.
-        """
+        """Tells others that the data ends here; raises ValueError if theirs does not, though all pass one dataset."""
         self._compare({"end": True})
 
     def report_error(self, error: Exception) -> None:
@@ -176,16 +155,9 @@ def _digest(leaves: Sequence[Any], limit: int | None) -> str:
 
 
 def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]], facts: dict[str, Any]) -> None:
-    """Compares a model with those of the other processes, before its step is compiled.
+    """Compares a model with those of the others, before its step is compiled; raises ValueError on all if they differ.
 
-    Args:
-        step: the step, as `"train"`.
-        name: the model's name.
-        variables: for each variable its path and what must be equal: shape, dtype, layout, replicated values.
-        facts: what else must be equal, by name, as `"random seed"`.
-
-    Raises:
-        ValueError: something differs; raised on all processes.
+    `variables` are pairs of a path and what must be equal: shape, dtype, layout, replicated values.
     """
     rows = [f"{path} {description}" for path, description in variables]
     message = {"step": step, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts

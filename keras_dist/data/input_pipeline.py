@@ -24,33 +24,19 @@ _free_numbers: list[int] = []
 
 
 class LocalRows(NamedTuple):
-    """The rows of a global batch that this process passed.
+    """The rows of a global batch that this process passed."""
 
-    Attributes:
-        start: index of the first row.
-        rows: number of rows.
-        total: number of rows of the global batch.
-    """
-
-    start: int
+    start: int  # index of the first row
     rows: int
-    total: int
+    total: int  # rows of the global batch
 
 
 class InputPipeline(Iterator):
     """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
 
-    Args:
-        batches: returns the host batches; called when the first batch is requested.
-        placer: places them on the mesh.
-        auto_shard_dataset: with several processes, whether each reads global batches rather than its own rows of them.
-        step: what the batches are for, as `"train"`; None if only their shapes are used.
-        steps_per_epoch: number of batches of an epoch, None if the data decides. No more than allowed are prefetched.
-        position_of: returns the position of the iterator over host batches; None to track no positions.
-
-    Attributes:
-        delivered: number of batches delivered.
-        position: position in the data after the last of them.
+    `batches` is called in the pipeline's thread, when the first batch is requested. `step` is None if only the shapes
+    of batches are used; then, and with `steps_per_epoch`, no more batches than allowed are prefetched. `position` is
+    what `position_of` returned for the iterator over host batches, after the last batch that was delivered.
     """
 
     def __init__(
@@ -73,7 +59,6 @@ class InputPipeline(Iterator):
         self._peeked: _Prepared | None = None
 
     def allow(self, batches: int) -> None:
-        """Allows so many more batches to be prefetched."""
         self._prefetcher.allow(batches)
 
     def is_exhausted(self) -> bool:
@@ -196,26 +181,14 @@ class _Producer:
 
 
 def local_rows(rows: list[list[int]]) -> LocalRows:
-    """Returns which rows of a global batch this process passed.
-
-    Args:
-        rows: for each array of the batch, the number of rows of each process. The first array that has rows counts.
-    """
+    """Returns which rows of a global batch this process passed, by the first of its arrays that has rows."""
     counts = next((counts for counts in rows if sum(counts)), [0] * messaging.process_count())
     me = messaging.process_index()
     return LocalRows(sum(counts[:me]), counts[me], sum(counts))
 
 
 def select_local_rows(outputs: Any, batches: list[LocalRows]) -> Any:
-    """Returns the rows of outputs that belong to what this process passed.
-
-    Args:
-        outputs: nested tuples, lists and dicts of host arrays, with the rows of one or several batches, concatenated.
-        batches: this process's rows of each batch.
-
-    Returns:
-        The same structure. An array with a number of rows other than that of the batches is returned unchanged.
-    """
+    """Returns this process's rows of outputs of concatenated batches; arrays of another length are unchanged."""
     total = sum(batch.total for batch in batches)
     offsets = itertools.accumulate((batch.total for batch in batches), initial=0)
     slices = [

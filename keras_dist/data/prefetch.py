@@ -13,15 +13,10 @@ T = TypeVar("T")
 class Prefetcher(Iterator[T], Generic[T]):
     """Runs an iterator in a thread: one finished item waits while the next one is produced, never more.
 
-    Items keep the iterator's order. An exception of the iterator is raised in place of the item. The thread ends with
-    the iterator, when `close` is called, or when this object is garbage-collected.
-
-    Args:
-        items: the iterator. It is not touched before the first item is requested, and then only by the thread.
-        limit: how many items may be produced before they are requested, until `allow` raises the number; None for no
-            limit. Use it to leave items in the source that nobody will request.
-
-    Example:
+    Items keep the iterator's order. An exception of the iterator is raised in place of the item. The iterator is not
+    touched before the first item is requested, and then only by the thread, which ends with the iterator, when `close`
+    is called, or when this object is garbage-collected. No more than `limit` items, plus those that `allow` adds, are
+    produced before they are requested, so that items that nobody will request stay in the source.
 
     >>> list(Prefetcher(iter("abc")))
     ['a', 'b', 'c']
