@@ -1,7 +1,7 @@
 """CPU time of `explain` and of its report, in seconds, for a deferred model of 10,000 variables and 300 rules.
 
-Either all rules match, or none does, so that `explain` searches the nearest path for each. With an optimizer the model
-has 30,000 variables. Building the model is not timed.
+Two cases: all rules match, or none does, so that `explain` searches for the path that each was probably meant for. With
+an optimizer the model has 30,000 variables. Building the model is not timed.
 
 Run: python benchmarks/explain.py
 """

@@ -1,12 +1,12 @@
 """Time of a training step: `fit` under keras_dist, under keras.distribution, and a hand-written `jax.jit` loop.
 
 All three train the same model on the same batches with the same shardings, in turns, in one process. The machine may be
-busy, so the ratio of each turn is taken and the median of the ratios is printed. Compilations are those of the first
-epoch, building the model included, and those of all later ones. (On a mesh of one device Keras leaves variables as they
-came, not laid out on the mesh, so that a step is compiled for both kinds.)
+busy, so a ratio is taken in each turn, and the median of the ratios is printed. Compilations are counted in the first
+epoch, which builds the model, and in all later ones. (On a mesh of one device, Keras does not place new variables on
+the mesh, but the results of a step are on it, so Keras compiles the step for both placements.)
 
-The devices are threads of this machine. On a mesh of one device a step is short, and what Keras and this package do for
-each step on the host is all in the ratio; with more devices the host works while they compute.
+The devices are threads of this machine. On one device a step is short, so the ratio shows all that Keras and this
+package do on the host for each step. With more devices that work overlaps with their computation.
 
 Run: python benchmarks/fit.py [--turns 25] [--devices 8]
 """

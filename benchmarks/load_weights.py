@@ -1,9 +1,10 @@
 """Memory and time to load a `.weights.h5` into a model sharded over 8 devices: `keras.distribution` against keras_dist.
 
 Each loads in its own process, into a model that is built already, under the same layout map. Memory is the increase
-over that before loading: peak resident host memory, and peak bytes of arrays on device 0, counted by buffer each time a
-variable has its shards while their source is still alive. Simulated devices use host memory, so "host memory" contains
-the new shards too. Freed memory is returned at once (MALLOC_MMAP_THRESHOLD_). Values are compared with the file.
+since before loading: peak resident memory of the host, and peak bytes of arrays on device 0, measured each time a
+variable has its shards and the value that they were taken from still exists. Simulated devices use host memory, so
+"host memory" contains the new shards too. Freed memory is returned at once (MALLOC_MMAP_THRESHOLD_). Values are
+compared with the file.
 
 Run: python benchmarks/load_weights.py [--gigabytes 2] [--layout rows|columns] [--turns 1]
 """

@@ -1,10 +1,10 @@
 """Time per step of `fit` on a source that takes as long as the step: under keras_dist, and under keras.distribution.
 
-The source waits, as one does that reads from a disk or a network; how long is set to what a step was measured to take.
-Whatever runs after a step on the host, as a callback that reads its loss (a progress bar does), makes the host wait for
-it, so that nothing but reading ahead can overlap the two. In each turn the step alone, the source alone, and `fit` of
-both packages on this source are timed, one after the other. Printed are the medians of the time per step over the
-longer of the two, step or source; the machine may be busy, so the ratios are taken turn by turn.
+The source sleeps before each batch, for the measured time of a step, as if it read from a disk or a network. A callback
+reads the loss of each step, as a progress bar does, so the host waits for the step: only reading ahead can overlap step
+and source. Each turn times the step alone, the source alone, and `fit` of both packages on this source. A ratio is the
+time per step in `fit`, divided by the longer of step and source. The machine may be busy, so a ratio is taken in each
+turn, and the median of the ratios is printed.
 
 Run: python benchmarks/look_ahead.py [--turns 9] [--devices 8] [--steps 30]
 """

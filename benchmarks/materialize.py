@@ -1,9 +1,9 @@
 """Time and memory to initialize a sharded GPT (204 M parameters, AdamW, 8 devices): Keras against keras_dist.
 
-keras_dist uses `deferred` and `materialize`; "random numbers" only draws as many numbers as the model has weights, with
-JAX's default generator, sharded, in one compiled program. Each build runs in its own process, in turns. Time is until
-all values are ready. Memory is the peak above that before the build, as a multiple of weights and optimizer state (12
-bytes per weight).
+keras_dist uses `deferred` and `materialize`. For comparison, "random numbers" only draws as many numbers as the model
+has weights, with JAX's default generator, sharded, in one compiled program. Each build runs in its own process, in
+turns. Time is until all values are ready. Memory is the increase of the peak since before the build, as a multiple of
+the bytes of weights and optimizer state (12 per weight).
 
 Run: python benchmarks/materialize.py [--turns 5] [--layout fully_sharded|tensor_parallel]
 """

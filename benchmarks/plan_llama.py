@@ -1,4 +1,4 @@
-"""Plan the training of a Llama 3 on TPU v5p from a laptop: how long it takes to know what it needs.
+"""Time and memory to plan the training of a Llama 3 on TPU v5p, on a laptop's CPU.
 
 KerasHub's Llama 3 with 8 billion parameters on 64 chips, or 70 billion on 256: AdamW, bfloat16 compute, sequences of
 4,096 tokens, FSDP over one axis and TP over the other. By default, models of 2 and 4 blocks are compiled and the plan
