@@ -13,10 +13,13 @@ class DistributionHooks(Protocol):
     `strategies.base.Distribution` implements it. Layouts are `keras.distribution.TensorLayout`s.
     """
 
-    is_multi_process: bool
-    """Whether training runs in several processes."""
     strict: bool
     """Whether likely mistakes in the layout map are errors."""
+
+    @property
+    def is_multi_process(self) -> bool:
+        """Whether training runs in several processes."""
+        ...
 
     def layout_rules(self) -> list[tuple[str, tuple]] | None:
         """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""

@@ -38,7 +38,7 @@ def strip_model_names(path: str) -> str:
 
 
 class Regexes(dict[str, re.Pattern[str]]):
-    """Compiled regexes by a name, mostly their pattern, with an index that spares most regexes for most paths.
+    """Compiled regexes by a name, mostly their pattern, with an index that skips most regexes for most paths.
 
     Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
     the longest other text that the pattern spells.
@@ -64,8 +64,8 @@ class Regexes(dict[str, re.Pattern[str]]):
             self._index = defaultdict(list)
             for number, (name, regex) in enumerate(self.items()):
                 texts = required_texts(regex.pattern)
-                spelled = _BETWEEN.join(texts).split("/")
-                segment = max((s for s in spelled if s and _BETWEEN not in s), key=len, default=None)
+                spelled = _GAP.join(texts).split("/")
+                segment = max((s for s in spelled if s and _GAP not in s), key=len, default=None)
                 others = [text for text in texts if segment is None or segment not in text]
                 self._index[segment].append((number, name, regex, max(others, key=len, default="")))
         found = []
@@ -76,7 +76,7 @@ class Regexes(dict[str, re.Pattern[str]]):
         return [name for _, name in sorted(found)]
 
 
-_BETWEEN = "\0"  # stands between texts for what a pattern does not spell
+_GAP = "\0"  # stands for the parts of a pattern that are not literal text
 
 
 @lru_cache(maxsize=2**16)

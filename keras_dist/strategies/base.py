@@ -72,10 +72,15 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self._auto_shard_dataset = auto_shard_dataset
         self._num_processes = internals.num_processes()
         self._process_id = internals.process_id()
-        self.is_multi_process = self._num_processes > 1
+        self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes)
         self._comparisons: dict[bool, BatchComparison] = {}
+
+    @property
+    def is_multi_process(self) -> bool:
+        """Whether training runs in several processes."""
+        return self._is_multi_process
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -42,7 +42,8 @@ def test_all_tests_of_keras_but_the_excluded_pass(file, tmp_path):
         *("--rootdir", str(tmp_path), "--collect-in-virtualenv", "-o", "norecursedirs=", f"--junitxml={report}"),
         str(path),
     ]
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1]), "KERAS_BACKEND": "jax"}
+    paths = [str(pathlib.Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "jax"}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert report.exists(), run.stdout + run.stderr
 
