@@ -1,8 +1,7 @@
 """Eight simulated devices for the whole run, and nothing installed or fixed left over from one test to the next.
 
-Most of the time of a test goes into compiling. So the compiler leaves out what it does for speed on a CPU, which is
-nothing of how it partitions, and no program is compiled twice in a run: not by the processes that run the tests, nor by
-those that they start.
+Most of the time of a test goes into compiling. So the compiler skips optimizations for speed on a CPU (partitioning is
+unaffected), and the processes of a run, and those that they start, share a cache of compiled programs.
 """
 
 import os

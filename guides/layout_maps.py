@@ -118,8 +118,8 @@ def warnings_before_the_first_step() -> None:
     except ValueError as error:
         print("strict=True:", type(error).__name__, str(error).splitlines()[1])
     del layout_map["block[0-9]+_donw/kernel"]
-    layout_map["block[0-9]+_down/kernel"] = (None, None)  # an all-None rule: replicated intentionally
-    print("findings with an all-None rule:", messages_for(transformer, layout_map))
+    layout_map["block[0-9]+_down/kernel"] = (None, None)  # a rule of only None: replicated intentionally
+    print("findings with a rule of only None:", messages_for(transformer, layout_map))
 
 
 def ordered_rules() -> None:
@@ -228,7 +228,7 @@ MESSAGES = [
         "rule.",
     ),
     (
-        "Layout map rule '.*_1/kernel' has no effect: all paths that it matches are taken",
+        "Layout map rule '.*_1/kernel' has no effect, because other rules take precedence for all paths that it matches",
         (perceptron, [(".*/kernel", COLUMNS), (".*_1/kernel", ROWS)]),
         [(".*_1/kernel", ROWS), (".*/kernel", COLUMNS)],
         "Earlier rules, or keys that are the paths themselves, take all of its paths. Move it before them, or delete "

@@ -54,7 +54,7 @@ def guide_to_layout_maps():
         "'block[0-9]+_donw/kernel' matches no variable of 'transformer'. Did you mean: "
         "layout_map['block[0-9]+_down/kernel'] = ('model', None)",
         "strict=True: ValueError 1. Layout map rule 'block[0-9]+_donw/kernel'",
-        "findings with an all-None rule: []",
+        "findings with a rule of only None: []",
         "block0_attention/query/kernel (None, 'model') head/kernel ()",
         "equal from source and from pickle: True",
         "layout_map['block[0-9]+_attention/attention_output/kernel'] = ('model', None, None)",

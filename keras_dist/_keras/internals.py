@@ -1,6 +1,6 @@
-"""Private names of Keras, behind small functions; other rooms than this one and `_patches` use none.
+"""Small functions around private names of Keras.
 
-So a new version of Keras is met in one place.
+No other room uses private names, so a new version of Keras needs changes in `_keras` and `_patches` only.
 """
 
 import collections

@@ -66,10 +66,10 @@ def _distribute_tensor(original, distribution, tensor, layout):
 
 # --------------------------------------------------------------------------------------------------------- from files
 
-_WHOLE_TENSORS = "every process reads whole tensors, where it needs only its shards"
+_ENTIRE_TENSORS = "every process reads entire tensors, although it needs only its shards"
 
 
-@INSTALLED.patch(saving_lib.H5IOStore, "__getitem__", reason=_WHOLE_TENSORS)
+@INSTALLED.patch(saving_lib.H5IOStore, "__getitem__", reason=_ENTIRE_TENSORS)
 def _get_tensor(original, distribution, self, key):
     if self.mode == "r" and _is_asked_for_by_keras():
         tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
@@ -100,7 +100,7 @@ _patch_close(saving_lib.H5IOStore)
 _patch_close(saving_lib.ShardedH5IOStore)
 
 
-@INSTALLED.patch(legacy_h5_format, "load_subset_weights_from_hdf5_group", reason=_WHOLE_TENSORS)
+@INSTALLED.patch(legacy_h5_format, "load_subset_weights_from_hdf5_group", reason=_ENTIRE_TENSORS)
 def _load_subset(original, distribution, group):
     names = legacy_h5_format.load_attributes_from_hdf5_group(group, "weight_names")
     datasets = [saving_lib.safe_get_h5_dataset(group, name) for name in names]
@@ -109,10 +109,10 @@ def _load_subset(original, distribution, group):
 
 # ---------------------------------------------------------------------------------------------- from `.keras` archives
 
-_WHOLE_ARCHIVES = "an archive is read into memory, or extracted, as a whole"
+_ENTIRE_ARCHIVES = "an archive is read into memory, or extracted, completely"
 
 
-@INSTALLED.patch(saving_lib, "_load_model_from_fileobj", reason=_WHOLE_ARCHIVES)
+@INSTALLED.patch(saving_lib, "_load_model_from_fileobj", reason=_ENTIRE_ARCHIVES)
 def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, compile, safe_mode):
     before = getattr(_this_thread, "in_place", False)
     try:
@@ -127,7 +127,7 @@ class _ReadInPlace(Exception):
     """Keeps Keras from reading an archive into memory, or extracting it: it reads from the archive where both fail."""
 
 
-@INSTALLED.patch(saving_lib, "is_memory_sufficient", reason=_WHOLE_ARCHIVES)
+@INSTALLED.patch(saving_lib, "is_memory_sufficient", reason=_ENTIRE_ARCHIVES)
 def _is_memory_sufficient(original, distribution, model):
     if getattr(_this_thread, "in_place", False):
         raise _ReadInPlace

@@ -133,10 +133,10 @@ class BatchPlacer:
         for device, index in device_indices.items():
             start, stop, _ = index[0].indices(shape[0])
             if not starts[device.process_index] <= start <= stop <= starts[device.process_index + 1]:
-                return self._place_in_own_order(leaf, rows, sharding)
+                return self._place_padded_shards(leaf, rows, sharding)
         return jax.make_array_from_callback(shape, sharding, local_values)
 
-    def _place_in_own_order(self, leaf: np.ndarray, rows: Sequence[int], sharding) -> "LocalShards":
+    def _place_padded_shards(self, leaf: np.ndarray, rows: Sequence[int], sharding) -> "LocalShards":
         """Places the rows of each process on its own devices, padded to shards of one size.
 
         Two processes with two devices each that pass 3 and 2 rows (a, b, c and d, e) make the four shards

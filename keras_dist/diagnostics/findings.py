@@ -167,7 +167,8 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
             else "Keys that are paths take precedence over regexes: delete these keys, or this rule."
         )
         message = (
-            f"Layout map rule {pattern!r} has no effect: all paths that it matches are taken: {counts}{more}. {fix}"
+            f"Layout map rule {pattern!r} has no effect, because other rules take precedence for all paths that it "
+            f"matches: {counts}{more}. {fix}"
         )
         yield Finding("shadowed", message, 0, (), pattern)
 
@@ -213,7 +214,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         f"other weights are sharded over {'it' if len(axes) == 1 else 'them'}. The largest, with rules "
         f"that fit:{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n"
         f"  {_DERIVE_RULES} derives rules that also keep communication low. To replicate a weight "
-        "intentionally, give it an all-None rule.",
+        "intentionally, give it a rule of only None.",
         [v for group in groups for v in group],
         None,
     )

@@ -1,4 +1,4 @@
-"""`LayoutMapWarning`: likely mistakes in a layout map are reported before the first step."""
+"""`LayoutMapWarning`: reports likely mistakes in a layout map before the first step; `findings.py` has their texts."""
 
 import sys
 import warnings

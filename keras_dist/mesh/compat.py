@@ -170,7 +170,7 @@ def create_mesh(
     """Creates a `jax.sharding.Mesh` of all devices, with eformer's arguments.
 
     Args:
-        axis_dims: the axes of the whole mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_dims: the axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
         axis_names: one name per axis, if `axis_dims` includes none.
         dcn_mesh_dims: the degree of each axis across slices or hosts, in any form of `create_device_mesh`'s `dcn`.
         should_sort_granules_by_key: whether slices and hosts are ordered by their index instead of by JAX's order.
@@ -213,7 +213,7 @@ def create_cpu_mesh(axis_dims: Axes = _DIMS, axis_names: Sequence[str] | None = 
     """Creates a mesh of all CPU devices, also on a machine with accelerators; otherwise like `create_mesh`.
 
     Args:
-        axis_dims: the axes of the whole mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_dims: the axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
         axis_names: one name per axis, if `axis_dims` includes none.
 
     Returns:
@@ -251,7 +251,7 @@ def calculate_host_mesh_shape(
     This holds for hosts of GPUs and CPUs. Within a slice of TPUs, the torus determines the positions of devices.
 
     Args:
-        global_mesh_shape: the axes of the whole mesh, in any form.
+        global_mesh_shape: the axes of the global mesh, in any form.
         total_devices: the number of devices of each process. By default that of this process.
         num_processes: the number of processes. By default that of this program.
 
@@ -298,7 +298,7 @@ def cpu_context() -> Iterator[Mesh]:
     mesh = create_cpu_mesh()
     with contextlib.ExitStack() as stack:
         stack.enter_context(force_cpu())
-        # Deprecated, but jax.set_mesh would also place every new array on the whole mesh.
+        # Deprecated, but jax.set_mesh would also place every new array on the mesh.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             stack.enter_context(mesh)

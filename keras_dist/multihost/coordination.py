@@ -61,7 +61,7 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
     """Calls `jax.distributed.initialize`, bounds its waiting time, and raises an error where JAX would abort.
 
     Args:
-        timeout: limit for the whole call, in seconds.
+        timeout: time limit, in seconds.
         initialize: `jax.distributed.initialize`.
         **arguments: its arguments.
 

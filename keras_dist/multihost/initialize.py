@@ -147,7 +147,7 @@ def _validate(addresses: str | None, count: int | None, index: int | None, timeo
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(
                 f"{address!r} in job_addresses={addresses!r} is not 'host:port'. Write, for example, '10.0.0.1:1234'; "
-                "join several addresses by commas."
+                "separate several addresses with commas."
             )
     if len(listed) > 1 and count is not None and len(listed) != count:
         raise ValueError(

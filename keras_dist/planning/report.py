@@ -211,7 +211,9 @@ def _capacity_text(plan: Plan) -> str:
         return f"Needs {needed} per device, whose capacity is unknown."
     if plan.fits:
         return f"Fits: {needed}, {bytes_text(capacity - total)} free."
-    excess = f"{bytes_text(total - capacity)} too much" if total > capacity else "but the compiler cannot allocate it"
+    excess = (
+        f"{bytes_text(total - capacity)} over capacity" if total > capacity else "but the compiler cannot allocate it"
+    )
     return f"DOES NOT FIT: {needed}, {excess}."
 
 

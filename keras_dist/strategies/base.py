@@ -44,7 +44,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     Args:
         device_mesh: the mesh of devices.
         batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
-        auto_shard_dataset: with several processes, whether every process passes the same whole dataset, of which its
+        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes rows of its own, any number of them, and the
             global batch is their union.
 
@@ -187,7 +187,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
         Args:
             batch: nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
-                scalars; `None` stays `None`. With several processes, all of them call this, each with the whole batch
+                scalars; `None` stays `None`. With several processes, all of them call this, each with the global batch
                 or with its own rows, depending on `auto_shard_dataset`.
 
         Returns:
@@ -285,10 +285,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
         if not self.is_multi_process:
             return self._placer.place(batch), [None]
-        is_whole = self.auto_shard_dataset
-        is_first = is_whole not in self._comparisons
-        comparison = self._comparisons.setdefault(is_whole, BatchComparison("single batches", is_whole, "one batch"))
-        if is_whole:
+        is_global_batch = self.auto_shard_dataset
+        is_first = is_global_batch not in self._comparisons
+        comparison = self._comparisons.setdefault(
+            is_global_batch, BatchComparison("single batches", is_global_batch, "one batch")
+        )
+        if is_global_batch:
             if is_first:
                 comparison.compare_batch(batch)
             return self._placer.place(batch), [None]

@@ -1,4 +1,4 @@
-"""`DataParallel`: every device holds the whole model and computes with its shard of the batch."""
+"""`DataParallel`: every device holds all weights and computes with its shard of the batch."""
 
 import warnings
 from typing import Any
@@ -20,7 +20,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
     Args:
         device_mesh: a 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
         devices: the devices of a 1-d mesh, if no mesh is passed. By default all devices.
-        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
             devices their rows. `False`: each process is passed its own share.
         shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer

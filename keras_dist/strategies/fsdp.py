@@ -37,7 +37,7 @@ class FullyShardedDataParallel(ModelParallel):
             default, 64 KiB, is about where the messages cost more than the memory is worth.
         reshard_after_forward: whether to free gathered weights after the forward pass and gather them again for the
             backward pass: more traffic, less memory. By default they are kept until the backward pass has used them.
-        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
             devices their rows. `False`: each process is passed its own share.
         strict: as for `ModelParallel`.
 

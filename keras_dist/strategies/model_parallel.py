@@ -15,7 +15,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         layout_map: the rules. A variable that no rule matches is replicated.
         batch_dim_name: the mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
             first axis.
-        auto_shard_dataset: with several processes, whether each process is passed the whole dataset, and feeds its
+        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
             devices their rows. `False`: each process is passed its own share.
         device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
         strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is

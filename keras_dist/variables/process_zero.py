@@ -49,9 +49,9 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
     """Runs a function on process 0, while the others send it the shards of the variables of `model` that it reads.
 
     All processes must call it. On process 0, nested calls are part of the same work. The function reads variables as in
-    a single-process program. It must not start computations over the whole mesh. When it has returned, process 0 gets
-    its result and the others None; its exception is raised on all. Raises ValueError if the processes pass other models
-    or other tasks (as in "Process 0 could not <task>"), and ProcessFailure if another process failed.
+    a single-process program. It must not start computations over all devices of the mesh. When it has returned, process
+    0 gets its result and the others None; its exception is raised on all. Raises ValueError if the processes pass other
+    models or other tasks (as in "Process 0 could not <task>"), and ProcessFailure if another process failed.
     """
     if is_leading() or not messaging.is_multi_process():
         return work()

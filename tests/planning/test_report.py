@@ -69,7 +69,7 @@ def test_headline_has_the_number_of_blocks_extrapolated_to():
 
 def test_plan_that_does_not_fit_has_the_excess_and_the_largest_values():
     text = str(example_plan(fits=False, memory=dataclasses.replace(MEMORY, temporaries=12 * GIB)))
-    assert "DOES NOT FIT: 18.0 GiB of 16 GiB per device (113%), 2.00 GiB too much." in text
+    assert "DOES NOT FIT: 18.0 GiB of 16 GiB per device (113%), 2.00 GiB over capacity." in text
     assert row(text, "Largest values on one device", "jit(train_step)/dot_general f32[8,128]")[-2:] == ["1", "GiB"]
 
 
