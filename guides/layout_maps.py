@@ -228,7 +228,8 @@ MESSAGES = [
         "rule.",
     ),
     (
-        "Layout map rule '.*_1/kernel' has no effect, because other rules take precedence for all paths that it matches",
+        "Layout map rule '.*_1/kernel' has no effect, because other rules take precedence for all paths that it "
+        "matches",
         (perceptron, [(".*/kernel", COLUMNS), (".*_1/kernel", ROWS)]),
         [(".*_1/kernel", ROWS), (".*/kernel", COLUMNS)],
         "Earlier rules, or keys that are the paths themselves, take all of its paths. Move it before them, or delete "
