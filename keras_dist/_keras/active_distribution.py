@@ -28,6 +28,7 @@ _distributions: dict[int, tuple[weakref.ref, DistributionHooks]] = {}  # by the 
 
 
 def is_of_this_package(value: Any) -> TypeGuard[DistributionHooks]:
+    """Returns whether a value is a distribution of this package; Keras's own ones are not."""
     return DistributionHooks in type(value).__mro__
 
 
@@ -66,6 +67,7 @@ def install(distribution: Any) -> None:
 
 @contextlib.contextmanager
 def installed_in_this_thread(distribution: DistributionHooks) -> Iterator[None]:
+    """Makes a distribution of this package active in this thread for a block of code."""
     before = _by_thread.get(threading.current_thread(), _keras_global())
     _set_in_this_thread(distribution)
     try:
@@ -148,6 +150,7 @@ def _install_patches() -> None:
 
 
 def remove_unused_patches() -> None:
+    """Removes the patches that no active distribution and no distributed variable needs."""
     with _lock:
         if _for_all_threads is None and not _by_thread and not _shadowed:
             INSTALLED.remove()
@@ -174,4 +177,5 @@ def distribution_of(variable: keras.Variable) -> DistributionHooks | None:
 
 
 def any_variable_distributed() -> bool:
+    """Returns whether a variable exists whose layout a distribution of this package chose."""
     return bool(_distributions)
