@@ -13,7 +13,7 @@ The package is a house of rooms, each with its files listed in its `__init__.py`
 * `layout/`: tensor layouts, and layout maps with their rules.
 * `multihost/`: joining processes, messages between them, launching them.
 * `mesh/`: devices, their topology, and meshes.
-* `_keras/`: every private name of Keras that is used, and which distribution is active.
+* `_keras/`: private names of Keras, the registry of patches, and which distribution is active.
 * `_report/`: tables, units and progress.
 """
 

@@ -1,6 +1,6 @@
 """Small functions around private names of Keras.
 
-No other room uses private names, so a new version of Keras needs changes in `_keras` and `_patches` only.
+Only `_keras` and `_patches` use private names, so a new version of Keras needs changes in these two rooms only.
 """
 
 import collections
