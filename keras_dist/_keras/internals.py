@@ -184,6 +184,11 @@ def seed_generator_states(model) -> list:
     return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
+def is_random_state(path: str) -> bool:
+    """Returns whether a path is that of the state of a random generator."""
+    return path.endswith("seed_generator_state")
+
+
 def automatic_names(model) -> set[str]:
     """Returns the names that Keras gives to a model and its layers where the user gives none, without numbers."""
     return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}

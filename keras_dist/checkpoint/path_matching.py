@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-SEED = "seed_generator_state"  # the last part of the path of a random generator's state
+from keras_dist._keras.internals import is_random_state
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?$")
 
@@ -113,7 +113,7 @@ def unique_weight_paths(paths: list[str], nested_paths: list[str]) -> list[str]:
     """
     count = Counter(paths)
     return number_repeated(
-        nested if count[path] > 1 and not path.endswith(SEED) else path
+        nested if count[path] > 1 and not is_random_state(path) else path
         for path, nested in zip(paths, nested_paths, strict=True)
     )
 

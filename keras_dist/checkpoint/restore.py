@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_dist._keras import internals, training_state
 from keras_dist.checkpoint import path_matching
-from keras_dist.checkpoint.path_matching import SEED, Matching
+from keras_dist.checkpoint.path_matching import Matching
 
 ARRAYS = "pytree"  # the name of the variables in checkpoints of Keras's OrbaxCheckpoint
 TRAINABLE, NON_TRAINABLE = "trainable_variables", "non_trainable_variables"
@@ -112,16 +112,17 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
 
     weights = [*model.trainable_variables, *model.non_trainable_variables]
     entries = entries_of(TRAINABLE, NON_TRAINABLE)  # of both kinds: layers may have been frozen or unfrozen since
-    seeds = [variable for variable in weights if variable.path.endswith(SEED)]
-    others = [variable for variable in weights if not variable.path.endswith(SEED)]
+    seeds = [variable for variable in weights if internals.is_random_state(variable.path)]
+    others = [variable for variable in weights if not internals.is_random_state(variable.path)]
     of_weights = path_matching.match_weights(
-        [path for path in entries if not path.endswith(SEED)],
+        [path for path in entries if not internals.is_random_state(path)],
         [variable.path for variable in others],
         _nested_paths(model, others),
         internals.automatic_names(model),
     )
     of_seeds = path_matching.match_seeds(
-        [path for path in entries if path.endswith(SEED)], path_matching.number_repeated(v.path for v in seeds)
+        [path for path in entries if internals.is_random_state(path)],
+        path_matching.number_repeated(v.path for v in seeds),
     )
     groups = [(others, of_weights, entries), (seeds, of_seeds, entries)]
 

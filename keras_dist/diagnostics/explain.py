@@ -21,7 +21,7 @@ from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
-from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_tuple, layout_error
+from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
 from keras_dist.strategies.base import Distribution
@@ -248,7 +248,7 @@ def _why_replicated(
 ) -> str:
     """Returns why a distribution that shards large variables leaves one as it is."""
     sizes = distribution.device_mesh.axis_sizes
-    shards = math.prod(sizes[name] for entry in layout.axes for name in axis_tuple(entry))
+    shards = math.prod(sizes[name] for name in axis_names(layout.axes))
     size = math.prod(variable.shape) * _itemsize(internals.stored_dtype(variable)) // shards
     if size <= threshold:
         return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
@@ -318,5 +318,5 @@ def _idle_axes(
         return ()
     used = set(distribution._placer.batch_axes)
     all_axes = [*(v.axes for v in variables), *(layout.axes for layout in (layout_map or {}).values())]
-    used.update(name for axes in all_axes for entry in axes for name in axis_tuple(entry))
+    used.update(name for axes in all_axes for name in axis_names(axes))
     return tuple(name for name, size in distribution.device_mesh.axis_sizes.items() if size > 1 and name not in used)

@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from keras_dist._keras.internals import is_random_state
 from keras_dist._report.units import bytes_text, percent_text
 from keras_dist._report.variable_groups import group_variables, path_pattern
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable, Finding
@@ -17,7 +18,7 @@ from keras_dist.diagnostics.suggestions import (
 )
 from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.rule_matching import Regexes, matching_patterns, strip_model_names
-from keras_dist.layout.tensor_layout import Axes, axis_tuple, layout_error, nearest_fitting_axes
+from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
 _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more are reported
 _SMALL_FRACTION = 0.002  # groups that take less are not listed
@@ -47,7 +48,7 @@ def find_mistakes(coverage: Coverage) -> tuple[Finding, ...]:
 def _misfits(coverage: Coverage) -> Iterator[Finding]:
     rules, sizes, groups = dict(coverage.rules), coverage.mesh.axis_sizes, defaultdict(list)
     for v in variables_with_rules(coverage):
-        if not v.fits and v.why != SEVERAL_RULES and not _is_random_state(v):
+        if not v.fits and v.why != SEVERAL_RULES and not is_random_state(v.path):
             groups[v.rule, v.shape, v.why, _lora_factor(v)].append(v)
     for (pattern, shape, why, lora_factor), group in groups.items():
         problem = layout_error(rules[pattern].axes, shape, sizes) if pattern in rules else None
@@ -93,7 +94,7 @@ def _several_rules(coverage: Coverage) -> Iterator[Finding]:
 def _random_states(coverage: Coverage) -> Iterator[Finding]:
     sharding, groups = {rule.pattern for rule in coverage.rules if any(rule.layout.axes)}, defaultdict(list)
     for v in variables_with_rules(coverage):
-        if _is_random_state(v) and v.rule in sharding:
+        if is_random_state(v.path) and v.rule in sharding:
             groups[v.rule].append(v)
     for pattern, group in groups.items():
         yield _finding(
@@ -131,10 +132,6 @@ def _fix_for_group(coverage: Coverage, pattern: str, group: Group, axes: Axes) -
 def _has_rule_of_base(variable: CoveredVariable, rule_of: Mapping[str, str | None]) -> bool:
     base = base_weight_of(variable.path)
     return base is not None and rule_of.get(base.path) == variable.rule
-
-
-def _is_random_state(variable: CoveredVariable) -> bool:
-    return variable.path.endswith("seed_generator_state")
 
 
 def _lora_factor(variable: CoveredVariable) -> str:
@@ -194,16 +191,16 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
 
     def replicated_over(axis: str) -> list[CoveredVariable]:
-        return [v for v in candidates if axis not in _names(v.axes)]
+        return [v for v in candidates if axis not in axis_names(v.axes)]
 
     # Only axes that a rule for variables uses: the others are for the batch, or for a distribution to shard over.
     for_variables = [rule for rule in coverage.rules if not rule.pattern.endswith(("/output", "/input"))]
-    used = {name for rule in for_variables for name in _names(rule.layout.axes)}
+    used = {name for rule in for_variables for name in axis_names(rule.layout.axes)}
     axes = [axis for axis, size in sizes.items() if size > 1 and axis in used]
     axes = [axis for axis in axes if _whole_bytes(replicated_over(axis)) > _LARGE_FRACTION * total]
     if not axes:
         return
-    replicas = [v for v in candidates if not set(axes) <= set(_names(v.axes))]
+    replicas = [v for v in candidates if not set(axes) <= set(axis_names(v.axes))]
     size = _whole_bytes(replicas)
     groups = sorted(group_variables(replicas), key=_whole_bytes, reverse=True)[:_MOST_REPLICAS]
     groups = groups[:1] + [group for group in groups[1:] if _whole_bytes(group) > _SMALL_FRACTION * total]
@@ -235,17 +232,13 @@ def _idle_axes(coverage: Coverage) -> Iterator[Finding]:
         )
 
 
-def _names(axes: Axes) -> tuple[str, ...]:
-    return tuple(name for entry in axes for name in axis_tuple(entry))
-
-
 def _rule_for_replica(coverage: Coverage, group: Group, wanted_axes: Sequence[str]) -> str:
     first = group[0]
     size = f"{f'{len(group)} x ' * (len(group) > 1)}{first.shape}, {bytes_text(_whole_bytes(group))}"
     by_rule = next((rule.layout.axes for rule in coverage.rules if rule.pattern == first.rule), ())
     axes = before = (*by_rule, *[None] * (len(first.shape) - len(by_rule)))
     for axis in wanted_axes:
-        if axis not in _names(axes):
+        if axis not in axis_names(axes):
             axes = _with_axis(axis, axes, first, coverage.mesh.axis_sizes)
     if axes == before:
         return f"# {_named(group)}: {size}, no dim is divisible"

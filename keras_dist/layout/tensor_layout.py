@@ -213,11 +213,16 @@ def nearest_fitting_axes(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[s
     return max(sorted(fitting, key=str), key=merit)
 
 
-def axis_tuple(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axis_tuple(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns one entry of a layout's axes as a tuple of names: `None` as `()`, `"a"` as `("a",)`."""
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else entry
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axis_names(axes: Iterable[str | tuple[str, ...] | None]) -> list[str]:
+    """Returns the names of the mesh axes that the entries of a layout use, in their order."""
+    return [name for entry in axes for name in axis_tuple(entry)]
 
 
 def _divisors(number: int) -> str:
@@ -249,7 +254,7 @@ def _standardize_axes(axes: Iterable) -> Axes:
                 "tuple of names."
             )
         entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
-    names = [name for entry in entries for name in axis_tuple(entry)]
+    names = axis_names(entries)
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise ValueError(
@@ -260,7 +265,7 @@ def _standardize_axes(axes: Iterable) -> Axes:
 
 
 def _check_axis_names(axes: Axes, device_mesh: DeviceMesh) -> None:
-    unknown = [name for entry in axes for name in axis_tuple(entry) if name not in device_mesh.axis_sizes]
+    unknown = [name for name in axis_names(axes) if name not in device_mesh.axis_sizes]
     if unknown:
         raise ValueError(
             f"Invalid axis names for Layout {axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "

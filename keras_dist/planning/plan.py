@@ -12,7 +12,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
 from keras_dist.planning.compilation import Compilation, compile_step, extrapolated
 from keras_dist.planning.compile_target import require_one_target, target
@@ -117,7 +117,7 @@ def _exact_fields(step: Step) -> dict[str, Any]:
         "mesh": step.distribution.device_mesh,
         "distribution": repr(step.distribution),
         "batch": jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
-        "batch_axes": axis_tuple(names if isinstance(names, str | None) else tuple(names)),
+        "batch_axes": axis_tuple(names),
         "variables": variables,
         "memory": Memory(
             **state,
@@ -193,7 +193,7 @@ def _plan(fields: Mapping[str, Any], compiled: Compilation, depth: int | None) -
 
 def _notes_on_idle_axes(fields: Mapping[str, Any], compiled: Compilation) -> tuple[str, ...]:
     """Notes on mesh axes over which neither variables nor the batch are sharded, and no collective runs."""
-    used = {axis for variable in fields["variables"] for entry in variable.axes for axis in axis_tuple(entry)}
+    used = {axis for variable in fields["variables"] for axis in axis_names(variable.axes)}
     used |= {axis for each in compiled.traffic for axis in each.axes or ()} | set(fields["batch_axes"])
     return tuple(
         f"Mesh axis '{axis}' (size {size}) is unused: its {size} devices hold the same values and repeat the same "

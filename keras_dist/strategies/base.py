@@ -59,9 +59,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         auto_shard_dataset: bool = True,
     ):
         self._device_mesh = as_auto_mesh(device_mesh)
-        batch_axes = axis_tuple(
-            batch_dim_name if isinstance(batch_dim_name, (str, type(None))) else tuple(batch_dim_name)
-        )
+        batch_axes = axis_tuple(batch_dim_name)
         for name in batch_axes:
             if name not in self._device_mesh.axis_sizes or batch_axes.count(name) > 1:
                 raise ValueError(

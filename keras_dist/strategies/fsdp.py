@@ -5,7 +5,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist.layout.layout_map import LayoutMap, as_layout_map
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import create_device_mesh
 from keras_dist.strategies.base import BatchDimName
 from keras_dist.strategies.model_parallel import ModelParallel
@@ -111,8 +111,8 @@ def _replica_and_shard_axes(
     mesh = layout_map.device_mesh
     sizes = {} if mesh is None else mesh.axis_sizes
     weight_rules = [layout for key, layout in layout_map.items() if not key.endswith(("/input", "/output"))]
-    used = {name for layout in weight_rules for entry in layout.axes for name in axis_tuple(entry)}
-    replica_axes, shard_axes = _names(replica_axis), _names(shard_axis)
+    used = {name for layout in weight_rules for name in axis_names(layout.axes)}
+    replica_axes, shard_axes = axis_tuple(replica_axis), axis_tuple(shard_axis)
     if not shard_axes:
         free = [name for name in sizes if name not in used and name not in replica_axes]
         if not free or len(free) > 2:
@@ -139,7 +139,3 @@ def _replica_and_shard_axes(
             f"replica_axis={replica_axis!r}. Pass other axes, or neither argument."
         )
     return replica_axes, shard_axes
-
-
-def _names(axes: BatchDimName) -> tuple[str, ...]:
-    return axis_tuple(axes if isinstance(axes, (str, type(None))) else tuple(axes))

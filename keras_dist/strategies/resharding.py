@@ -8,7 +8,7 @@ import jax
 from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
 
 
@@ -69,7 +69,7 @@ def _reduce_scatter(gradient: Any, compute: TensorLayout, update: TensorLayout, 
     if mesh.backend_mesh.devices.flat[0].platform == "tpu":
         summed_axes = [name for name in mesh.axis_names if name in batch_axes]
         gradient = _reduce_scatter_on_tpu(gradient, compute, update, summed_axes)
-    elif {name for entry in update.axes for name in axis_tuple(entry)}.issuperset(batch_axes):
+    elif set(batch_axes) <= set(axis_names(update.axes)):
         gradient = with_sharding_constraint(gradient, compute.backend_layout)
     return with_sharding_constraint(gradient, update.backend_layout)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
+from keras_dist._keras import internals
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names
 from keras_dist.mesh.device_mesh import DeviceMesh
 
 MIN_SHARD_BYTES = 2**16  # sharding a smaller tensor saves less memory than its messages cost
@@ -27,10 +28,10 @@ def shard_one_more_dim(
     """
     sizes, shape = device_mesh.axis_sizes, tuple(variable.shape)
     entries = [*layout.axes, *[None] * (len(shape) - len(layout.axes))]
-    used = [name for entry in entries for name in axis_tuple(entry)]
+    used = axis_names(entries)
     parts = math.prod(sizes[name] for name in axes)
     held = math.prod(shape) * jnp.dtype(variable.dtype).itemsize // math.prod(sizes[name] for name in used)
-    if parts == 1 or held <= min_shard_bytes or set(used) & set(axes) or variable.path.endswith("seed_generator_state"):
+    if parts == 1 or held <= min_shard_bytes or set(used) & set(axes) or internals.is_random_state(variable.path):
         return layout
     dim = best_dim(shape, [entry is not None for entry in entries], parts)
     if dim is None:
