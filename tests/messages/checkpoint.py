@@ -43,6 +43,12 @@ def load(model, **arguments):
         model().load_weights(os.path.abspath("checkpoints"), **arguments)
 
 
+def load_model_of_weights():
+    with kd.DataParallel().scope():
+        fit(new_model(8, 1), new_directory())
+        keras.saving.load_model(os.path.abspath("checkpoints"))
+
+
 def without_orbax():
     with mock.patch.dict(sys.modules, {"orbax.checkpoint": None}):
         kd.TrainingCheckpoint("checkpoints")
@@ -76,5 +82,7 @@ CASES = {
     "the checkpoint is of a model with other shapes": lambda: restart(6, 1),
     "the checkpoint is of a model with other layers": lambda: restart(8, 8, 8, 8, 1),
     "weights are loaded into a model that is not built": lambda: load(lambda: keras.Sequential(name="gpt")),
+    "weights are loaded with an option for another format": lambda: load(lambda: new_model(8, 1), by_name=True),
+    "a model is loaded from a checkpoint of weights": load_model_of_weights,
     "weights are loaded with skip_mismatch": lambda: load(lambda: new_model(8, 8, 1), skip_mismatch=True),
 }

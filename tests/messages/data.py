@@ -7,6 +7,7 @@ import numpy as np
 from jax.experimental import sparse
 
 import keras_dist as kd
+from keras_dist.data import batch_placement
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.data.consistency import BatchComparison, require_same_model
 from keras_dist.multihost import messaging
@@ -72,6 +73,11 @@ def compare_models(mine, theirs, seeds=(1, 1)):
     as_process_0(program, theirs, mine)
 
 
+def array_of_several_processes():
+    with mock.patch.object(batch_placement, "is_global", return_value=True):
+        kd.DataParallel(auto_shard_dataset=False)._placer._place_local(X, [24])
+
+
 CASES = {
     "arrays without rows": lambda: fit(X[:0], Y[:0]),
     "an array of strings": lambda: fit(np.full((24, 4), "one"), Y),
@@ -85,6 +91,7 @@ CASES = {
     "a process has fewer batches of its own": lambda: compare((X, Y), None, auto_shard_dataset=False),
     "processes pass the same rows as their own": lambda: compare((X, Y), (X, Y[:]), auto_shard_dataset=False),
     "a process cannot read its data": lambda: compare((X, Y), OSError("disk failure")),
+    "an array of several processes with auto_shard_dataset=False": array_of_several_processes,
     "a sparse array with auto_shard_dataset=False": sparse_local_rows,
     "processes have different seeds": lambda: compare_models([KERNEL], [KERNEL], seeds=(1, 2)),
     "processes have different models": lambda: compare_models([KERNEL, BIAS], [KERNEL]),

@@ -1,5 +1,8 @@
 """Texts of `keras_dist/diagnostics`: the report of `explain`, likely mistakes, `LayoutMapWarning`, pictures."""
 
+import sys
+from unittest import mock
+
 import keras
 from keras import layers
 
@@ -71,6 +74,16 @@ def explain_before_the_first_step():
     return str(kd.explain(model, kd.FullyShardedDataParallel()))
 
 
+def figure_without_matplotlib():
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        kd.visualize((16, 8), kd.TensorLayout((None, None), kd.create_device_mesh("data:8"))).figure()
+
+
+def picture_of_a_deferred_variable():
+    with kd.deferred():
+        kd.visualize(keras.Variable(initializer="zeros", shape=(16, 8), name="kernel"))
+
+
 def picture(shape, axes, mesh="data:2,model:4"):
     return lambda: str(kd.visualize(shape, kd.TensorLayout(axes, kd.create_device_mesh(mesh))))
 
@@ -136,5 +149,7 @@ CASES = {
     "a picture of a replicated tensor": picture((16,), (None,)),
     "a picture of three sharded dims": picture((4, 4, 4), ("a", "b", "c"), "a:2,b:2,c:2"),
     "a picture of a shape without a layout": lambda: kd.visualize((16, 8)),
+    "a figure without matplotlib": figure_without_matplotlib,
+    "a picture of a variable without layout": picture_of_a_deferred_variable,
     "a picture of a layout that does not fit": picture((16, 6), (None, "model")),
 }

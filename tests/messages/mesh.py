@@ -1,13 +1,22 @@
 """Texts of `keras_dist/mesh`."""
 
+from unittest import mock
+
 import jax
 
 import keras_dist as kd
+from keras_dist.mesh import device_mesh
 from keras_dist.mesh.device_mesh import as_auto_mesh, as_device_mesh
 
 
 def explicit_mesh():
     return kd.DeviceMesh.from_jax_mesh(jax.make_mesh((2, 4), ("data", "model")))
+
+
+def mesh_without_devices():
+    mesh = kd.DeviceMesh((8,), ["data"], jax.devices())
+    with mock.patch.object(device_mesh, "is_alive", return_value=False):
+        return str(mesh.backend_mesh)
 
 
 CASES = {
@@ -52,6 +61,7 @@ CASES = {
     "an axis type that is not a name": lambda: kd.create_device_mesh("data:8", axis_types=3),
     "too many axis types": lambda: kd.create_device_mesh("data:8", axis_types=["auto", "auto"]),
     "a mesh with explicit axes for a distribution": lambda: as_auto_mesh(explicit_mesh()),
+    "a mesh whose devices are gone": mesh_without_devices,
     "a value that is not a mesh": lambda: as_device_mesh("data:8"),
     "a value that is not a mesh of JAX": lambda: kd.DeviceMesh.from_jax_mesh("data:8"),
     "simulated devices after JAX has started": lambda: kd.simulate_devices(4),

@@ -7,7 +7,7 @@ import jax
 import keras
 
 import keras_dist as kd
-from keras_dist.multihost import coordination, launcher, messaging, program_comparison
+from keras_dist.multihost import coordination, failure_watch, initialize, launcher, messaging, program_comparison
 from keras_dist.variables import process_zero
 
 
@@ -27,6 +27,40 @@ def _second_call():
     state = mock.Mock(client=True, num_processes=2, process_id=0, coordinator_address="10.0.0.1:1234")
     with mock.patch.object(coordination._jax_distributed, "global_state", state):
         kd.initialize(num_processes=3)
+
+
+def _no_cluster():
+    error = ValueError("coordinator_address should be defined.")
+    with (
+        mock.patch.object(initialize, "has_jax_started", return_value=False),
+        mock.patch.object(coordination, "join", side_effect=error),
+    ):
+        arguments = {"coordinator_address": None, "num_processes": None, "process_id": None}
+        initialize._join(300, jax.distributed.initialize, **arguments)
+
+
+def _different_numbers_of_processes():
+    with (
+        _messages_of(lambda topic, message: [4, 4, 3]),
+        mock.patch.multiple(messaging, announce_start=mock.DEFAULT, process_count=lambda: 4),
+        mock.patch.multiple(
+            failure_watch,
+            _report_uncaught_exceptions=mock.DEFAULT,
+            atexit=mock.DEFAULT,
+            threading=mock.DEFAULT,
+            _live=set(),
+            _threads=[],
+        ),
+    ):
+        failure_watch.start()
+
+
+def _waiting(**state):
+    client = mock.Mock()
+    client.blocking_key_value_get.side_effect = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
+    replaced = {"_client": lambda: client, "_look_up": lambda key: None, "ended_processes": list, **state}
+    with mock.patch.multiple(messaging, **replaced):
+        messaging._wait_for("keras_dist/model/0/from/1", "model", "process 1", lambda: "ended_processes" not in state)
 
 
 def _not_joined(process, reason, processes=None):
@@ -100,12 +134,17 @@ CASES = {
     "an invalid environment variable": _with_variable("NUM_PROCESSES", "two"),
     "initialize after JAX started": lambda: (kd.get_device_count(), kd.initialize("10.0.0.1:1234", 2, 0)),
     "a second call with other arguments": _second_call,
+    "initialize without arguments and without a cluster": _no_cluster,
     "a port in use": _used_port,
     "process 0 is not there": _nothing_listens,
     "processes are missing": _not_joined(0, "DEADLINE_EXCEEDED", 4),
     "two processes with one id": _not_joined(1, "ALREADY_EXISTS"),
     "a process beyond the number of process 0": _not_joined(2, "Unexpected task"),
     "another error of JAX": _not_joined(1, "INTERNAL: connection lost"),
+    "processes have different numbers of processes": _different_numbers_of_processes,
+    "a message after jax.distributed.shutdown": messaging._client,
+    "a process ends while another one waits": lambda: _waiting(ended_processes=lambda: [1]),
+    "a comparison is cancelled": _waiting,
     "a process does not come in time": _timeout,
     "processes run different programs": _different_program,
     "processes make different calls": _different_calls,

@@ -108,6 +108,11 @@ def register(entry):
     return type(kd.hardware)(kd.hardware.values()).register(entry)
 
 
+def target_of(entry):
+    with mock.patch.dict(kd.hardware._entries, {entry.name: entry}):
+        kd.target(f"{entry.name}:4")
+
+
 def mesh_of_two_targets():
     require_one_target(kd.DeviceMesh((2,), ["data"], [kd.mock_tpus("v5e:2x2")[0], kd.mock_tpus("v4:2x2x1")[0]]))
 
@@ -184,6 +189,8 @@ CASES = {
     "depth below the compiled depths": lambda: plan_of(gpt, depth=3),
     "depth with unequal blocks": lambda: plan_of(uneven_blocks, depth=8),
     # Targets
+    "a target of a TPU that libtpu does not know": lambda: target_of(hardware(device_kind="TPU v9")),
+    "a target of a GPU without figures": lambda: target_of(hardware(platform="gpu", device_kind="NVIDIA X100")),
     "a target of unknown hardware": lambda: kd.target("v9:2x2"),
     "a target in upper case": lambda: kd.target("H100:8"),
     "a target with x in place of a colon": lambda: kd.target("H100x8"),
@@ -217,6 +224,10 @@ CASES = {
     # Hardware
     "unknown hardware": lambda: kd.hardware["v9"],
     "hardware with an impossible name": lambda: hardware(name="a:b"),
+    "hardware without a device kind": lambda: hardware(device_kind=""),
+    "hardware with half a byte": lambda: hardware(memory_bytes=0.5),
+    "hardware with a fraction of a link": lambda: hardware(links=1.5),
+    "a TPU with the compiler target of a GPU": lambda: hardware(compiler_target=kd.hardware["h100"].compiler_target),
     "hardware of an unknown platform": lambda: hardware(platform="quantum"),
     "hardware with a negative figure": lambda: hardware(memory_bytes=-1),
     "hardware with an unknown dtype": lambda: hardware(flops_per_second={"float16": 1e12}),

@@ -1,5 +1,7 @@
 """Texts of `keras_dist/variables`."""
 
+from unittest import mock
+
 import keras
 
 import keras_dist as kd
@@ -28,6 +30,11 @@ def materialize_on_absent_devices():
     kd.materialize(deferred_model(kd.DataParallel(mesh)))
 
 
+def defer_with_nnx():
+    with mock.patch.object(keras.config, "is_nnx_enabled", return_value=True), kd.deferred():
+        pass
+
+
 def build_nothing():
     return None
 
@@ -39,6 +46,7 @@ def use_builder(model_or_builder):
 
 CASES = {
     "a deferred variable that is used": lambda: deferred_model().layers[0].kernel.numpy(),
+    "a deferred model with NNX": defer_with_nnx,
     "materialize without a model": lambda: kd.materialize(3),
     "materialize of a model that is not built": materialize_unbuilt,
     "materialize on devices that are not attached": materialize_on_absent_devices,
