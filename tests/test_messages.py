@@ -16,21 +16,21 @@ ROOMS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init
 
 
 def text_of(case, directory):
-    """What a case says: its error with its type, its warnings with theirs, and what it returns."""
+    """Returns the texts of a case: its warnings and its error with their types, and what it returns."""
     kd.set_distribution(None)
     keras.utils.clear_session(free_memory=False)
-    said = []
+    texts = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         try:
             returned = case()
-            said += [str(returned)] if isinstance(returned, str) else []
+            texts += [returned] if isinstance(returned, str) else []
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            texts.append(f"{type(error).__name__}: {error}")
     own = [each for each in warned if issubclass(each.category, UserWarning)]
-    said = [f"{each.category.__name__}: {each.message}" for each in own] + said
-    assert said, "the case raises nothing, warns of nothing and returns no text"
-    return "\n".join(said).replace(str(directory), "/tmp")
+    texts = [f"{each.category.__name__}: {each.message}" for each in own] + texts
+    assert texts, "the case raises nothing, warns of nothing and returns no text"
+    return "\n".join(texts).replace(str(directory), "/tmp")
 
 
 def section(room, directory):
