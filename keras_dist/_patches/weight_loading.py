@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 import zipfile
 
 import jax
@@ -74,7 +75,7 @@ def _get_tensor(original, distribution, self, key):
     if self.mode == "r" and _is_asked_for_by_keras():
         tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
         if tensor is not None:
-            vars(self).setdefault("live_tensors", lazy_hdf5.LiveTensors()).add(tensor)
+            vars(self).setdefault("live_tensors", weakref.WeakSet()).add(tensor)
             return tensor
     return original(self, key)
 
@@ -91,8 +92,8 @@ def _is_asked_for_by_keras() -> bool:
 def _patch_close(store: type) -> None:
     @VARIABLES.patch(store, "close", reason="closes a file of which tensors are still to be read, by shard")
     def close(original, self):
-        if "live_tensors" in vars(self):
-            self.live_tensors.load()
+        for tensor in list(vars(self).pop("live_tensors", ())):
+            tensor.load()
         return original(self)
 
 
@@ -142,5 +143,5 @@ def _get_h5_file(original, distribution, self, path_or_io, mode=None):
     is_read = (mode or self.mode) == "r" and self.archive
     if not is_read or not lazy_hdf5.is_seekable(self.archive, name):
         return original(self, path_or_io, mode)
-    self.io_file = lazy_hdf5.open_member(self.archive, name)
+    self.io_file = lazy_hdf5.OpenMember(self.archive, name)
     return saving_lib.h5py.File(self.io_file, mode="r")

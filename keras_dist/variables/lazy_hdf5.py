@@ -3,13 +3,11 @@
 import io
 import os
 import struct
-import weakref
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -19,8 +17,11 @@ _MIN_LAZY_BYTES = 2**20  # tensors up to this size are read at once, which costs
 _BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the file
 
 
-class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stands for the array in an `h5py.Dataset`, and reads it on first use; `read_shards` reads less than all of it."""
+class LazyTensor:
+    """Stands for the array in an `h5py.Dataset` that is to be assigned to a variable, with `read_shards`.
+
+    Anything else that is done with it reads the full array: indexing, attributes and methods, functions of NumPy.
+    """
 
     __slots__ = ("__weakref__", "_array", "_dataset", "dtype", "shape")
 
@@ -69,15 +70,14 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
         rows = max(1, _BAND_BYTES // max(1, self.nbytes // max(1, self.shape[0])))
         if self._dataset.chunks is not None:  # full chunks, which may be compressed
             rows = -(-rows // self._dataset.chunks[0]) * self._dataset.chunks[0]
-        for first in range(box[0][0] // rows * rows, box[0][1], rows):
-            band_bounds = ((max(first, box[0][0]), min(first + rows, box[0][1])), *box[1:])
+        start, end = box[0]
+        for first in range(start // rows * rows, end, rows):
+            band_bounds = ((max(first, start), min(first + rows, end)), *box[1:])
             band = self._read(band_bounds)
             for shard, array in zip(shards, arrays, strict=True):
-                start, end = max(band_bounds[0][0], shard[0][0]), min(band_bounds[0][1], shard[0][1])
-                if start < end:
-                    array[start - shard[0][0] : end - shard[0][0]] = band[
-                        _slices(_relative(((start, end), *shard[1:]), band_bounds))
-                    ]
+                both = ((max(band_bounds[0][0], shard[0][0]), min(band_bounds[0][1], shard[0][1])), *shard[1:])
+                if both[0][0] < both[0][1]:
+                    array[_within(shard, both)] = band[_within(band_bounds, both)]
         return deque(arrays)
 
     def _read(self, bounds: Bounds) -> np.ndarray:
@@ -94,14 +94,6 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
             return np.array(self._read_all(), dtype=dtype, copy=None)
         return np.array(self._array, dtype=dtype, copy=copy)
 
-    def __array_ufunc__(self, ufunc, method, *inputs, **options):
-        if "out" in options:
-            options["out"] = tuple(map(_loaded, options["out"]))
-        return getattr(ufunc, method)(*map(_loaded, inputs), **options)
-
-    def __jax_array__(self):
-        return jnp.asarray(self.load())
-
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -110,30 +102,8 @@ class LazyTensor(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key):
         return self.load()[key]
 
-    def __setitem__(self, key, value):
-        self.load()[key] = value
-
     def __len__(self) -> int:
         return len(self.load())
-
-    def __iter__(self):
-        return iter(self.load())
-
-    def __contains__(self, value) -> bool:
-        return value in self.load()
-
-    def __bool__(self) -> bool:
-        return bool(self.load())
-
-    def __repr__(self) -> str:
-        return repr(self.load())
-
-    def __reduce__(self):
-        return np.asarray, (self.load(),)
-
-
-def _loaded(value):
-    return value.load() if isinstance(value, LazyTensor) else value
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:
@@ -144,8 +114,9 @@ def _sizes(bounds: Bounds) -> list[int]:
     return [end - start for start, end in bounds]
 
 
-def _relative(bounds: Bounds, origin: Bounds) -> Bounds:
-    return tuple((start - first, end - first) for (start, end), (first, _) in zip(bounds, origin, strict=True))
+def _within(outer: Bounds, bounds: Bounds) -> tuple[slice, ...]:
+    """Where `bounds` are in an array that holds `outer`."""
+    return tuple(slice(start - first, end - first) for (first, _), (start, end) in zip(outer, bounds, strict=True))
 
 
 def lazy_tensor(dataset: Any) -> LazyTensor | None:
@@ -157,57 +128,7 @@ def lazy_tensor(dataset: Any) -> LazyTensor | None:
     return tensor if tensor.ndim and tensor.nbytes > _MIN_LAZY_BYTES else None
 
 
-class LiveTensors:
-    """The lazy tensors of a file that are still referenced, to be loaded before it is closed."""
-
-    def __init__(self):
-        # By id, since a WeakSet would compare tensors, which reads them.
-        self._tensors: weakref.WeakValueDictionary[int, LazyTensor] = weakref.WeakValueDictionary()
-
-    def add(self, tensor: LazyTensor) -> None:
-        """Adds a tensor, without keeping it alive."""
-        self._tensors[id(tensor)] = tensor
-
-    def load(self) -> None:
-        for tensor in list(self._tensors.values()):
-            tensor.load()
-        self._tensors.clear()
-
-
 # ----------------------------------------------------------------------------------------------- a file in an archive
-
-
-class _Section(io.RawIOBase):
-    """Bytes of a file, as a file. `zipfile` before Python 3.12 seeks backwards by reading again from the start."""
-
-    def __init__(self, path: str, start: int, size: int):
-        super().__init__()
-        self._file = open(path, "rb")  # noqa: SIM115
-        self._start, self._size, self._at = start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def is_seekable(archive: zipfile.ZipFile, name: str) -> bool:
@@ -218,16 +139,28 @@ def is_seekable(archive: zipfile.ZipFile, name: str) -> bool:
     return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
 
 
-def open_member(archive: zipfile.ZipFile, name: str) -> io.RawIOBase:
-    """Opens a member of an archive, for which `is_seekable` holds, as a file with fast random access."""
-    info, path = archive.getinfo(name), archive.filename
-    assert path is not None
-    with open(path, "rb") as file:
-        file.seek(info.header_offset)
-        header = file.read(_HEADER.size)
-    *_, name_length, extra_length = _HEADER.unpack(header)
-    return _Section(path, info.header_offset + _HEADER.size + name_length + extra_length, info.file_size)
-
-
 # Local file header, which precedes a member's name. Source: PKWARE, ".ZIP File Format Specification", 4.3.7.
 _HEADER = struct.Struct("<4s5H3L2H")
+
+
+class OpenMember(io.BufferedReader):
+    """A member of an archive, for which `is_seekable` holds, as a file with fast random access.
+
+    `zipfile` before Python 3.12 seeks backwards by reading again from the start.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, name: str):
+        assert archive.filename is not None
+        super().__init__(io.FileIO(archive.filename))
+        info = archive.getinfo(name)
+        super().seek(info.header_offset)
+        *_, name_length, extra_length = _HEADER.unpack(self.read(_HEADER.size))
+        self._start, self._size = super().tell() + name_length + extra_length, info.file_size
+        self.seek(0)
+
+    def tell(self) -> int:
+        return super().tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: self._start, os.SEEK_CUR: super().tell(), os.SEEK_END: self._start + self._size}[whence]
+        return super().seek(origin + offset) - self._start
