@@ -5,5 +5,6 @@
 * `distribution_hooks.py`: what patches ask of a distribution.
 * `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.
 * `training_state.py`: moves the state of a running model between its variables and the steps.
+* `thread_value.py`: values that each thread has for itself.
 * `deferred_variables.py`: variables without values.
 """

@@ -9,11 +9,12 @@ import keras
 
 from keras_dist._keras.internals import drop_deferred_seed_generator, in_stateless_scope
 from keras_dist._keras.patch_registry import PatchGroup
+from keras_dist._keras.thread_value import ThreadValue
 
 DEFERRED = PatchGroup("deferred", "While a `deferred()` block is open in any thread. They act in threads where one is.")
 
 _lock = threading.RLock()
-_this_thread = threading.local()  # blocks: how many are open in this thread
+_blocks_of_thread = ThreadValue(0)  # how many are open in this thread
 _blocks = 0  # how many are open in all threads
 
 
@@ -41,7 +42,7 @@ class DeferredValue:
 
 def is_deferring() -> bool:
     """Returns whether variables that are created in this thread get no values."""
-    return getattr(_this_thread, "blocks", 0) > 0
+    return _blocks_of_thread.value > 0
 
 
 def deferred_initializer(variable: keras.Variable) -> Callable | None:
@@ -68,12 +69,11 @@ def deferring() -> Iterator[None]:
     with _lock:
         DEFERRED.install()
         _blocks += 1
-    _this_thread.blocks = getattr(_this_thread, "blocks", 0) + 1
     try:
-        yield
+        with _blocks_of_thread.set_to(_blocks_of_thread.value + 1):
+            yield
     finally:
-        _this_thread.blocks -= 1
-        if not _this_thread.blocks:
+        if not is_deferring():
             drop_deferred_seed_generator()
         with _lock:
             _blocks -= 1

@@ -63,22 +63,15 @@ class Patch:
         replacement, context = self.replacement, self.context
         if isinstance(replacement, type):
             return replacement
-        if context is None:
-
-            @functools.wraps(original)
-            def in_every_thread(*args, **kwargs):
-                return replacement(original, *args, **kwargs)
-
-            return in_every_thread
 
         @functools.wraps(original)
-        def in_context(*args, **kwargs):
+        def patched(*args, **kwargs):
+            if context is None:
+                return replacement(original, *args, **kwargs)
             value = context()
-            if value is None:
-                return original(*args, **kwargs)
-            return replacement(original, value, *args, **kwargs)
+            return original(*args, **kwargs) if value is None else replacement(original, value, *args, **kwargs)
 
-        return in_context
+        return patched
 
     def check_signature(self) -> None:
         """Raises ValueError where Keras's function is missing or takes other parameters."""

@@ -1,6 +1,7 @@
 """Moves the state of a running model: from its variables into steps, from step to step, and back."""
 
-from collections.abc import Callable, Sequence
+from collections import UserList
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,35 +11,19 @@ from keras_dist._keras.internals import STEPS, StatelessScope
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
 
 
-class _Leaves(Sequence):
+class _Leaves(UserList):
     """One part of a training state, for example the trainable variables, between two steps.
 
     The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: at every
     step it would search a list of arrays for layers and variables, array by array. It does not search other sequences.
     """
 
-    __slots__ = ("values",)
 
-    def __init__(self, values: list):
-        self.values = values
-
-    def __len__(self):
-        return len(self.values)
-
-    def __getitem__(self, index):
-        return self.values[index]
-
-    def __iter__(self):
-        return iter(self.values)
-
-
-jax.tree_util.register_pytree_node(
-    _Leaves, lambda leaves: (leaves.values, None), lambda _, values: _Leaves(list(values))
-)
+jax.tree_util.register_pytree_node(_Leaves, lambda leaves: (leaves.data, None), lambda _, values: _Leaves(values))
 
 
 def _as_list(part):
-    return part.values if type(part) is _Leaves else part
+    return part.data if type(part) is _Leaves else part
 
 
 def state_variables(model, step: str) -> list[list]:

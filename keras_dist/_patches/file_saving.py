@@ -46,7 +46,7 @@ def _on_process_0(callback: type, *names: str) -> None:
     """Patches methods of a callback to do nothing on other processes than process 0."""
 
     def method(original, distribution, self, *args, **kwargs):
-        if messaging.is_multi_process() and messaging.process_index() != 0:
+        if messaging.process_index() != 0:
             return None
         return original(self, *args, **kwargs)
 
@@ -59,8 +59,7 @@ def _led_by_process_0(callback: type, name: str, what: str) -> None:
 
     @INSTALLED.patch(callback, name, reason=_REASON, parameters=_parameters(name))
     def method(original, distribution, self, *args, **kwargs):
-        work = functools.partial(original, self, *args, **kwargs)
-        return run_on_process_zero(self.model, what, work) if messaging.is_multi_process() else work()
+        return run_on_process_zero(self.model, what, functools.partial(original, self, *args, **kwargs))
 
 
 def _parameters(name: str) -> tuple[str, ...]:
@@ -80,7 +79,7 @@ _led_by_process_0(keras.callbacks.TensorBoard, "on_epoch_end", "write what Tenso
 
 @INSTALLED.patch(keras.callbacks.TensorBoard, "set_model", reason=_REASON)
 def _set_model(original, distribution, self, model):
-    if messaging.is_multi_process() and messaging.process_index() != 0:
+    if messaging.process_index() != 0:
         self._model = model
     else:
         original(self, model)

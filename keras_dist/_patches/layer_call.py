@@ -1,7 +1,6 @@
 """Patches of calls of models and layers, and of the variables that they read."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,9 +11,8 @@ from jax.extend.core import set_current_trace, take_current_trace
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.variables import global_reads, process_zero
-
-_this_thread = threading.local()  # call: the innermost `stateless_call` that runs, if one does
 
 
 @INSTALLED.patch(
@@ -67,8 +65,7 @@ def _current_trace():
         return trace
 
 
-def _current_call() -> _StatelessCall | None:
-    return getattr(_this_thread, "call", None)
+_current_call: ThreadValue[_StatelessCall | None] = ThreadValue(None)  # the innermost one, if one runs
 
 
 @INSTALLED.patch(
@@ -78,14 +75,10 @@ def _current_call() -> _StatelessCall | None:
     every_thread=True,
 )
 def _stateless_call(original, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
-    before = _current_call()
-    _this_thread.call = _StatelessCall(self, [*trainable_variables, *non_trainable_variables])
-    try:
+    with _current_call.set_to(_StatelessCall(self, [*trainable_variables, *non_trainable_variables])):
         return original(
             self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
         )
-    finally:
-        _this_thread.call = before
 
 
 @INSTALLED.patch(
@@ -95,7 +88,7 @@ def _stateless_call(original, self, trainable_variables, non_trainable_variables
     every_thread=True,
 )
 def _read_variable(original, self, value):
-    call = _current_call()
+    call = _current_call.value
     if process_zero.is_leading():
         value = global_reads.local_value(self, value)
     distribution = None if call is None or not isinstance(value, Tracer) else active_distribution()
@@ -114,7 +107,7 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     if not isinstance(self, keras.Layer):
         return original(self, *args, **kwargs)
     args = distribution.distribute_inputs(f"{internals.current_path()}/input", args)
-    call_layer, call = partial(original, self, *args, **kwargs), _current_call()
+    call_layer, call = partial(original, self, *args, **kwargs), _current_call.value
     # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
     # weights are still there.
     if (

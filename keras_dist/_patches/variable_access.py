@@ -23,7 +23,7 @@ def _get_weights(original, self):
     weights = self.weights
     if not any(global_reads.is_held_by_others(internals.variable_value(variable)) for variable in weights):
         return original(self)
-    if global_reads.wants_own_shards():
+    if global_reads.own_shards_only.value:
         return [global_reads.HeldShards(variable.value) for variable in weights]
     with global_reads.agreed(f"get_weights() of {self.name!r}, {len(weights)} variables"):
         return original(self)
@@ -35,5 +35,5 @@ def _get_weights(original, self):
     reason="every process keeps a full copy of the best weights, instead of its shards",
 )
 def _keep_best_weights(original, distribution, self, epoch, logs=None):
-    with global_reads.own_shards_only():
+    with global_reads.own_shards_only.set_to(True):
         return original(self, epoch, logs)

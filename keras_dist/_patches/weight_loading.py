@@ -1,7 +1,6 @@
 """Patches that load values directly into the shards of variables, from memory and from files."""
 
 import sys
-import threading
 import weakref
 import zipfile
 
@@ -12,10 +11,11 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution
 from keras_dist._keras.deferred_variables import is_deferring
 from keras_dist._keras.internals import as_sharding, legacy_h5_format, saving_lib
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.variables import global_reads, host_to_device, lazy_hdf5
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
-_this_thread = threading.local()  # in_place: whether a model is loaded whose archive need not be read into memory
+_is_read_in_place = ThreadValue(False)  # whether a model is loaded whose archive need not be read into memory
 
 
 # ------------------------------------------------------------------------------------------------- values of variables
@@ -115,13 +115,10 @@ _ENTIRE_ARCHIVES = "an archive is read into memory, or extracted, completely"
 
 @INSTALLED.patch(saving_lib, "_load_model_from_fileobj", reason=_ENTIRE_ARCHIVES)
 def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, compile, safe_mode):
-    before = getattr(_this_thread, "in_place", False)
-    try:
-        with zipfile.ZipFile(fileobj, "r") as archive:
-            _this_thread.in_place = lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5)
+    with zipfile.ZipFile(fileobj, "r") as archive:
+        is_seekable = lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5)
+    with _is_read_in_place.set_to(is_seekable):
         return original(fileobj, custom_objects, compile, safe_mode)
-    finally:
-        _this_thread.in_place = before
 
 
 class _ReadInPlace(Exception):
@@ -130,7 +127,7 @@ class _ReadInPlace(Exception):
 
 @INSTALLED.patch(saving_lib, "is_memory_sufficient", reason=_ENTIRE_ARCHIVES)
 def _is_memory_sufficient(original, distribution, model):
-    if getattr(_this_thread, "in_place", False):
+    if _is_read_in_place.value:
         raise _ReadInPlace
     return original(model)
 

@@ -1,8 +1,6 @@
 """Reads of variables whose shards are on several processes: all processes read the same ones together."""
 
 import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,11 +10,13 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.variables import process_zero
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import is_fully_local
 
-_this_thread = threading.local()  # agreed: whether the reads of this block were compared; own_shards: see below
+_is_agreed = ThreadValue(False)  # whether the reads of this block were compared
+own_shards_only = ThreadValue(False)  # whether `get_weights` returns `HeldShards`, since its result is assigned again
 
 
 def is_held_by_others(value: Any) -> bool:
@@ -32,8 +32,8 @@ def read(variable: keras.Variable) -> np.ndarray:
     process reads another variable, and ProcessFailure if one failed or did not call it within the timeout.
     """
     if process_zero.is_leading():
-        return process_zero.borrow(variable)
-    if not getattr(_this_thread, "agreed", False):
+        process_zero.request_shards(variable)
+    elif not _is_agreed.value:
         _require_same_read(variable.path)
     value = gather(internals.variable_value(variable))
     assert value is not None
@@ -52,17 +52,11 @@ def _require_same_read(what: str) -> None:
     process_zero.require_same_call("reading of weights", what, rule)
 
 
-@contextlib.contextmanager
-def agreed(what: str) -> Iterator[None]:
+def agreed(what: str) -> contextlib.AbstractContextManager:
     """Compares once, for a block, what all processes read."""
     if not process_zero.is_leading():
         _require_same_read(what)
-    before = getattr(_this_thread, "agreed", False)
-    _this_thread.agreed = True
-    try:
-        yield
-    finally:
-        _this_thread.agreed = before
+    return _is_agreed.set_to(True)
 
 
 # ------------------------------------------------------------------------------------------- assigned again later
@@ -86,18 +80,3 @@ class HeldShards:
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(gather(self.restored()), dtype=dtype)
-
-
-@contextlib.contextmanager
-def own_shards_only() -> Iterator[None]:
-    """In a block, `get_weights` returns `HeldShards` for weights whose shards are on several processes."""
-    before, _this_thread.own_shards = wants_own_shards(), True
-    try:
-        yield
-    finally:
-        _this_thread.own_shards = before
-
-
-def wants_own_shards() -> bool:
-    """Whether `get_weights` returns `HeldShards`, since its result is only assigned again."""
-    return getattr(_this_thread, "own_shards", False)

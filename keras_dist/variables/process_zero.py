@@ -2,19 +2,19 @@
 
 import builtins
 import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_dist._keras import internals
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.multihost import messaging
 from keras_dist.variables.gather import gather
 from keras_dist.variables.variable_layouts import all_variables
 
-_this_thread = threading.local()  # leader: set while process 0 works for all in this thread
+# What process 0 does for all in this thread, and the indices by which the others know the variables of the model.
+_work: ThreadValue[tuple[str, dict[int, int]] | None] = ThreadValue(None)
 _TOPIC = "what process 0 reads"
 
 
@@ -33,16 +33,9 @@ def require_same_call(topic: str, message: Any, rule: str) -> None:
         )
 
 
-class _Leader:
-    """The work of process 0, and the indices by which the others know the variables of the model."""
-
-    def __init__(self, task: str, variables: list[keras.Variable]):
-        self.task, self.indices = task, {id(variable): index for index, variable in enumerate(variables)}
-
-
 def is_leading() -> bool:
     """Whether this process is doing work for all, in this thread."""
-    return getattr(_this_thread, "leader", None) is not None
+    return _work.value is not None
 
 
 def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) -> Any:
@@ -64,16 +57,14 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
     )
     if messaging.process_index() != 0:
         return _send_shards(variables, task)
-    _this_thread.leader = _Leader(task, variables)
-    try:
-        result = work()
-    except messaging.ProcessFailure:
-        raise
-    except BaseException as error:
-        messaging.exchange(_TOPIC, {"failed": [type(error).__name__, str(error)]})
-        raise
-    finally:
-        _this_thread.leader = None
+    with _work.set_to((task, {id(variable): index for index, variable in enumerate(variables)})):
+        try:
+            result = work()
+        except messaging.ProcessFailure:
+            raise
+        except BaseException as error:
+            messaging.exchange(_TOPIC, {"failed": [type(error).__name__, str(error)]})
+            raise
     messaging.exchange(_TOPIC, "done")
     return result
 
@@ -98,16 +89,13 @@ def _error_of_process_zero(failure: list[str], task: str) -> Exception:
     return RuntimeError(message)
 
 
-def borrow(variable: keras.Variable) -> np.ndarray:
-    """Returns the value of a variable whose shards are on several processes. For process 0 inside of its work."""
-    leader = _this_thread.leader
-    index = leader.indices.get(id(variable))
-    if index is None:
+def request_shards(variable: keras.Variable) -> None:
+    """Makes the other processes `gather` a variable whose shards they hold. For process 0 inside of its work."""
+    assert _work.value is not None
+    task, indices = _work.value
+    if id(variable) not in indices:
         raise ValueError(
-            f"Process 0 cannot read {variable.path!r} to {leader.task}: its shards are on several processes, and it is "
+            f"Process 0 cannot read {variable.path!r} to {task}: its shards are on several processes, and it is "
             "not a variable of the model. Make it an attribute of a layer of the model."
         )
-    messaging.exchange(_TOPIC, {"read": index})
-    value = gather(internals.variable_value(variable))
-    assert value is not None
-    return value
+    messaging.exchange(_TOPIC, {"read": indices[id(variable)]})

@@ -95,10 +95,8 @@ def _different_calls():
 
 
 def _unknown_variable():
-    with mock.patch.object(
-        process_zero._this_thread, "leader", process_zero._Leader("save gpt.keras", []), create=True
-    ):
-        process_zero.borrow(keras.Variable([1.0], name="scale"))
+    with process_zero._work.set_to(("save gpt.keras", {})):
+        process_zero.request_shards(keras.Variable([1.0], name="scale"))
 
 
 def _timeout():
