@@ -5,6 +5,7 @@ Reads what `compiled.as_text()` prints, and knows nothing about costs.
 
 import operator
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -103,10 +104,14 @@ class Computation:
 class Module:
     """A compiled module: computations by name, the entry computation, and the number of devices that run it."""
 
-    name: str
     devices: int
     entry: str
     computations: dict[str, Computation]
+
+    def called(self, caller: Instruction, key: str = "") -> Computation:
+        """Returns the computation that an instruction names in an attribute, by default the one that it calls."""
+        names = caller.names(key) if key else caller.names("calls") or caller.names("to_apply")
+        return self.computations[names[0]]
 
 
 def parse_module(text: str) -> Module:
@@ -121,7 +126,7 @@ def parse_module(text: str) -> Module:
     >>> module.devices, module.computations[module.entry].instructions["y"].op_name
     (8, 'jit(f)/add')
     """
-    name, devices, entry, computation = "", 1, "", None
+    devices, entry, computation = 1, "", None
     computations: dict[str, Computation] = {}
     for line in map(operator.itemgetter(0), re.finditer(r".+", text)):  # lazily: texts can have 100 MB
         if line.startswith((" ", "\t")):
@@ -131,21 +136,20 @@ def parse_module(text: str) -> Module:
                 if line.lstrip().startswith("ROOT "):
                     computation.root = instruction.name
         elif line.startswith("HloModule "):
-            name = re.split(r"[ ,]", line, maxsplit=2)[1]
             counts = dict(re.findall(r", (num_partitions|replica_count)=(\d+)", line))
             devices = int(counts.get("num_partitions", 1)) * int(counts.get("replica_count", 1))
         elif line.endswith("{"):
-            computation_name = re.split(r"[ ({]", line.removeprefix("ENTRY ").lstrip("%"), maxsplit=1)[0]
-            computation = computations[computation_name] = Computation(computation_name)
+            name = re.split(r"[ ({]", line.removeprefix("ENTRY ").lstrip("%"), maxsplit=1)[0]
+            computation = computations[name] = Computation(name)
             if line.startswith("ENTRY "):
-                entry = computation_name
+                entry = name
         elif line.startswith("}"):
             computation = None
     if not entry:
         raise ValueError(
             f"Found no ENTRY computation in the HLO module {text[:80]!r}. Pass the text of compiled.as_text()."
         )
-    return Module(name, devices, entry, computations)
+    return Module(devices, entry, computations)
 
 
 def _parse_instruction(line: str) -> Instruction | None:
@@ -158,11 +162,9 @@ def _parse_instruction(line: str) -> Instruction | None:
     if shape_end < 0 or opening < 0:
         return None
     opcode, closing = line[shape_end:opening].strip(), _closing(line, opening)
-    inside, literal, operands = line[opening + 1 : closing], "", ()
-    if opcode in ("constant", "parameter"):
-        literal = inside
-    else:
-        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    inside = line[opening + 1 : closing]
+    literal = inside if opcode in ("constant", "parameter") else ""
+    operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
     name = line[:equals].split()[-1].removeprefix("%")
     shape = line[start:shape_end]
     if opcode == "fusion-start":  # (operands, result, context): counted like a synchronous fusion; "-done" is free
@@ -170,39 +172,27 @@ def _parse_instruction(line: str) -> Instruction | None:
     return Instruction(name, shape, opcode, operands, literal, line[closing + 1 :])
 
 
-def _second_element(shape: str) -> str:
-    commas, depth = [], 0
-    for match in _BRACKET_OR_COMMA.finditer(shape):
-        depth += (match[0] in "([{") - (match[0] in ")]}")
-        if match[0] == "," and depth == 1:
-            commas.append(match.start())
-    return shape[commas[0] + 1 : commas[1] if len(commas) > 1 else -1].strip()
-
-
-_PARENTHESIS = re.compile(r"[()]")
 _BRACKET_OR_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 
 
-def _closing(line: str, opening: int) -> int:
+def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
+    """Yields the brackets and commas of a text outside of strings, each with the number of brackets open after it."""
     depth = 0
-    for match in _PARENTHESIS.finditer(line, opening):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    return len(line)
+    for match in _BRACKET_OR_COMMA.finditer(text, start):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        yield match, depth
+
+
+def _closing(line: str, opening: int) -> int:
+    return next((match.start() for match, depth in _tokens(line, opening) if depth == 0), len(line))
+
+
+def _second_element(shape: str) -> str:
+    commas = [match.start() for match, depth in _tokens(shape) if match[0] == "," and depth == 1]
+    return shape[commas[0] + 1 : commas[1] if len(commas) > 1 else -1].strip()
 
 
 def _end_of_value(text: str, start: int) -> int:
-    # Only `mesh[...], device_ids=(...) {...}` has a comma outside brackets.
-    in_mesh, depth = text.startswith("mesh[", start), 0
-    for match in _BRACKET_OR_COMMA.finditer(text, start):
-        token = match[0]
-        if token in "([{":
-            depth += 1
-        elif token in ")]}":
-            depth -= 1
-            if in_mesh and depth == 0 and token == "}":
-                return match.end()
-        elif token == "," and depth == 0 and not in_mesh:
-            return match.start()
-    return len(text)
+    if text.startswith("mesh[", start):  # `mesh[...], device_ids=(...) {...}` has a comma outside brackets
+        return next((match.end() for match, depth in _tokens(text, start) if match[0] == "}" and depth == 0), len(text))
+    return next((match.start() for match, depth in _tokens(text, start) if match[0] == "," and depth == 0), len(text))

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -36,35 +36,28 @@ def parse_groups(text: str, devices: int) -> Groups:
     if text.startswith("{"):
         return tuple(numbers(group) for group in re.findall(r"\{([\d, ]*)\}", text))
     if text.startswith("mesh["):
-        return _mesh_groups(text)
-    if "<=" in text:
-        sizes, order = _iota(text)
-        return _rows(order, sizes[-1])
-    raise ValueError(
-        f"Cannot parse the replica groups {text[:200]!r}. Known formats are '{{{{0,1}}}}', '[2,4]<=[8]' and "
-        "\"mesh['a'=2] {'a'}\"."
-    )
+        groups = _mesh_groups(text)
+    elif "<=" in text:
+        groups = _iota(text)
+    else:
+        raise ValueError(
+            f"Cannot parse the replica groups {text[:200]!r}. Known formats are '{{{{0,1}}}}', '[2,4]<=[8]' and "
+            "\"mesh['a'=2] {'a'}\"."
+        )
+    return tuple(map(tuple, groups.tolist()))
 
 
-def _rows(devices: list[int], length: int) -> Groups:
-    return tuple(tuple(devices[start : start + length]) for start in range(0, len(devices), length))
-
-
-def _iota(text: str) -> tuple[tuple[int, ...], list[int]]:
+def _iota(text: str) -> np.ndarray:
     """`[4,2]<=[2,4]T(1,0)` is `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`."""
     match = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not match:
         raise ValueError(f"Cannot parse the iota {text[:200]!r}. The known format is '[4,2]<=[2,4]T(1,0)'.")
-    source = numbers(match[2])
-    order = numbers(match[3]) if match[3] else tuple(range(len(source)))
-    return numbers(match[1]), _transposed_iota(source, order)
+    sizes, source = numbers(match[1]), numbers(match[2])
+    order = numbers(match[3]) if match[3] else range(len(source))
+    return np.arange(math.prod(source)).reshape(source).transpose(order).reshape(-1, sizes[-1])
 
 
-def _transposed_iota(sizes: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel().tolist()
-
-
-def _mesh_groups(text: str) -> Groups:
+def _mesh_groups(text: str) -> np.ndarray:
     """`mesh['a'=2,'b'=4], device_ids=(...) {'b':(1)2}`: groups along axes of a mesh, or along sub-axes.
 
     The sub-axis `'b':(2)2` has size 2 and another factor of size 2 outside it. An axis is split into one dim for each
@@ -72,33 +65,32 @@ def _mesh_groups(text: str) -> Groups:
     """
     mesh, _, named = text.rpartition("{")
     sizes = {axis: int(size) for axis, size in re.findall(r"'?([^',=\[\]]+)'?=(\d+)", mesh.split("]")[0])}
-    parts: list[tuple[str, int, int]] = []
-    for axis, outside, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|\})", named):
-        parts.append((axis, int(outside or 1), int(size or sizes[axis])))
+    parts = [
+        (axis, int(outside or 1), int(size or sizes[axis]))
+        for axis, outside, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|\})", named)
+    ]
     dims: list[tuple[str, int, int]] = []
     for axis, full in sizes.items():
         borders = sorted({1, full, *(b for a, out, size in parts if a == axis for b in (out, out * size))})
-        dims += [(axis, low, high // low) for low, high in itertools.pairwise(borders)] or [(axis, 1, 1)]
+        dims += [(axis, low, high // low) for low, high in itertools.pairwise(borders)]
     grouped = [
         number
         for axis, outside, size in parts
         for number, (dim_axis, low, dim_size) in enumerate(dims)
         if dim_axis == axis and outside <= low and low * dim_size <= outside * size
     ]
-    order = tuple(number for number in range(len(dims)) if number not in grouped) + tuple(grouped)
-    positions = _transposed_iota(tuple(size for *_, size in dims), order)
+    others = [number for number in range(len(dims)) if number not in grouped]
     device_ids = re.search(r"device_ids=\((.*)\)", mesh)
-    if device_ids:
-        ids = _device_ids(device_ids[1])
-        positions = [ids[position] for position in positions]
-    return _rows(positions, math.prod(size for *_, size in parts))
+    devices = _device_ids(device_ids[1]) if device_ids else np.arange(math.prod(sizes.values()))
+    length = math.prod(size for *_, size in parts)
+    return devices.reshape([size for *_, size in dims]).transpose(others + grouped).reshape(-1, length)
 
 
-def _device_ids(text: str) -> Sequence[int]:
+def _device_ids(text: str) -> np.ndarray:
     """`0,2,1,3`, `[4,2]<=[2,4]T(1,0)`, or `[2,4]T(1,0)`, which is short for the second."""
     if not text.startswith("["):
-        return numbers(text)
-    return _iota(text if "<=" in text else f"{text.partition('T')[0]}<={text}")[1]
+        return np.array(numbers(text))
+    return _iota(text if "<=" in text else f"{text.partition('T')[0]}<={text}")
 
 
 def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
@@ -121,15 +113,10 @@ def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] |
     sizes = tuple(axes.values())
     if not sizes or sorted(device for group in groups for device in group) != list(range(math.prod(sizes))):
         return None
-    shapes = set()
-    for group in groups:
-        shape = tuple(len(np.unique(coordinates)) for coordinates in np.unravel_index(group, sizes))
-        if math.prod(shape) != len(group):
-            return None
-        shapes.add(shape)
-    if len(shapes) > 1:
+    shape, *others = {tuple(len(np.unique(each)) for each in np.unravel_index(group, sizes)) for group in groups}
+    if others or any(len(group) != math.prod(shape) for group in groups):
         return None
-    return tuple(name for name, size in zip(axes, shapes.pop(), strict=True) if size > 1)
+    return tuple(name for name, size in zip(axes, shape, strict=True) if size > 1)
 
 
 def axes_of_pairs(pairs: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -1,24 +1,22 @@
 """Trip counts of the while loops in a compiled module."""
 
-import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module
 from keras_dist.planning.hlo.shapes import bits, leaves
 
 _PASSES_ON = frozenset({"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier"})
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A known integer `offset`, or an element of the tuple carried by a loop (a condition or body) plus `offset`."""
+class _Value(NamedTuple):
+    """A known integer `offset`, or an element of the tuple carried by a loop plus `offset`."""
 
     offset: int
-    loop: str | None = None
-    element: int = 0
+    element: int | None = None
 
 
 @dataclass
@@ -32,131 +30,108 @@ class Loops:
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns the number of iterations of a `while` instruction, None if it is unknown.
 
-        Uses the compiler's `known_trip_count` if there is one. Otherwise the condition, the initial value and the step
-        of the counter must be constants: literals, or values that are carried unchanged or passed through copies,
+        Uses the compiler's `known_trip_count` if there is one; libtpu writes none. Otherwise both sides of the
+        condition must change by constants: literals, or values that are carried unchanged or passed through copies,
         tuples, fusions and calls.
 
-        Example: condition `i < 10`, body `(i + 3, ...)`, initial tuple `(1, ...)`: the compared value is element 0 of
-        the carried tuple plus 0, the body returns element 0 plus 3, and the initial element 0 is 1. So `i` is 1, 4, 7,
-        and the loop runs 3 times.
+        Example: condition `i < 10`, body `(i + 3, ...)`, initial tuple `(1, ...)`: the left side is element 0 of the
+        carried tuple, which is first 1 and grows by 3, the right side is 10. So `i` is 1, 4, 7, and the loop runs 3
+        times.
         """
         known = re.search(r'known_trip_count"?:\{"n":"?(\d+)', loop.backend_config)
         if known:
             return int(known[1])
-        condition = self.module.computations[loop.names("condition")[0]]
-        body = self.module.computations[loop.names("body")[0]]
-        comparison = self._comparison(condition)
-        if comparison is None:
+        condition = self.module.called(loop, "condition")
+        compared_in, compare, _ = self._origin(condition, condition.root)
+        direction = compare.attribute("direction")
+        if direction is None:
             return None
-        compared_in, compare, left, right = comparison
-        for direction, counter, bound in ((compare, left, right), (_MIRRORED[compare], right, left)):
-            carried = self._value(compared_in, counter, condition.name)
-            limit = self._value(compared_in, bound, None)
-            if carried is None or carried.loop is None or limit is None:
-                continue
-            step, first = self._step(body, carried.element), self._first(computation, loop, carried.element)
-            if step and first is not None:
-                return _iterations(direction, first + carried.offset, step, limit.offset)
-        return None
+        sides = [self._value(compared_in, operand, condition.name) for operand in compare.operands]
+        left, right = (self._first_and_step(computation, loop, side) for side in sides)
+        if left is None or right is None:
+            return None
+        return _iterations(direction, left[0] - right[0], left[1] - right[1])
+
+    def _first_and_step(self, computation: Computation, loop: Instruction, value: _Value | None):
+        """What a value in a loop's condition is at first, and what each iteration adds; None if unknown."""
+        if value is None or value.element is None:
+            return value and (value.offset, 0)
+        body = self.module.called(loop, "body")
+        first = self._value(computation, loop.operands[0], None, value.element)
+        after = self._value(body, body.root, body.name, value.element)
+        if first is None or after is None or after.element != value.element:
+            return None
+        return first.offset + value.offset, after.offset
 
     @cached_property
     def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+        callers = defaultdict(list)
         for computation in self.module.computations.values():
             for instruction in computation.instructions.values():
                 if instruction.base_opcode in ("fusion", "call", "while", "async"):
                     for key in ("calls", "to_apply", "body", "condition"):
                         for name in instruction.names(key):
-                            callers.setdefault(name, []).append((computation, instruction))
+                            callers[name].append((computation, instruction))
         return callers
 
-    def _comparison(self, condition: Computation) -> tuple[Computation, str, str, str] | None:
-        """The computation in which a condition compares, the direction, and the names of the two operands."""
-        computation, instruction = condition, condition.instructions[condition.root]
-        while instruction.opcode in _PASSES_ON or instruction.opcode in ("fusion", "call"):
-            if instruction.opcode in _PASSES_ON:
-                instruction = computation.operand(instruction, 0)
+    def _origin(
+        self, computation: Computation, name: str, element: int | None = None, body: Computation | None = None
+    ) -> tuple[Computation, Instruction, int | None]:
+        """The computation and instruction that compute a value or an element of a tuple, and the element there.
+
+        Follows copies, tuples, what is called from one place, and what loops carry unchanged; not out of `body`.
+        """
+        while True:
+            instruction = computation.instructions[name]
+            opcode, callers = instruction.opcode, self._callers[computation.name]
+            if opcode == "get-tuple-element":
+                name, [element] = instruction.operands[0], instruction.integers("index")
+            elif opcode == "tuple" and element is not None:
+                name, element = instruction.operands[element], None
+            elif opcode in _PASSES_ON or (opcode == "while" and self._is_unchanged(instruction, element)):
+                name = instruction.operands[0]
+            elif opcode in ("fusion", "call"):
+                computation = self.module.called(instruction)
+                name = computation.root
+            elif opcode == "parameter" and len(callers) == 1 and computation is not body:
+                outer, caller = callers[0]
+                if caller.opcode == "while" and not self._is_unchanged(caller, element):
+                    return computation, instruction, element
+                computation, name = outer, caller.operands[int(instruction.literal)]
             else:
-                computation = self._called(instruction)
-                instruction = computation.instructions[computation.root]
-        direction = instruction.attribute("direction")
-        if instruction.opcode != "compare" or direction is None:
-            return None
-        left, right = instruction.operands
-        return computation, direction, left, right
+                return computation, instruction, element
 
-    def _called(self, instruction: Instruction) -> Computation:
-        return self.module.computations[(instruction.names("calls") or instruction.names("to_apply"))[0]]
-
-    def _step(self, body: Computation, element: int) -> int | None:
-        """What the body adds to an element of its carried tuple; None if it does anything else."""
-        value = self._value(body, body.root, body.name, element)
-        return value.offset if value and value.loop == body.name and value.element == element else None
-
-    def _first(self, computation: Computation, loop: Instruction, element: int) -> int | None:
-        value = self._value(computation, loop.operands[0], None, element)
-        return value.offset if value and value.loop is None else None
+    def _is_unchanged(self, loop: Instruction, element: int | None) -> bool:
+        """Whether each iteration of a loop passes on an element of the carried tuple."""
+        body = self.module.called(loop, "body")
+        origin, instruction, carried = self._origin(body, body.root, element, body)
+        return element is not None and carried == element and origin is body and instruction.opcode == "parameter"
 
     def _value(self, computation: Computation, name: str, loop: str | None, element: int | None = None):
         """The value of an instruction, or of one element of its tuple; None if unknown.
 
-        Within the condition or body named `loop`, carried elements are symbolic. Elsewhere a carried element is known
-        only if the loop does not change it.
+        Elements that the condition or body named `loop` carries and changes are symbolic.
         """
-        key = computation.name, name, loop, element
-        # Counters pass through a handful of instructions. Longer chains are not followed.
+        computation, instruction, element = self._origin(computation, name, element)
+        key = computation.name, instruction.name, loop, element
+        # Few sums lead to a counter. Longer chains are not followed.
         if key not in self._values and self._depth < 200:
-            # Unknown while it is being computed: a value that depends on itself is not constant.
-            self._values[key] = None
             self._depth += 1
-            self._values[key] = self._follow(computation, computation.instructions[name], loop, element)
+            self._values[key] = self._compute(computation, instruction, loop, element)
             self._depth -= 1
         return self._values.get(key)
 
-    def _follow(self, computation: Computation, instruction: Instruction, loop: str | None, element: int | None):
+    def _compute(self, computation: Computation, instruction: Instruction, loop: str | None, element: int | None):
         opcode = instruction.opcode
+        if opcode == "parameter" and computation.name == loop and element is not None:
+            return _Value(0, element)
         if opcode == "constant":
             number = re.fullmatch(r"[{}\s]*(-?\d+)[{}\s]*", instruction.literal)
             return _Value(_signed(int(number[1]), instruction)) if number else None
-        if opcode == "parameter":
-            return self._parameter(computation, instruction, loop, element)
-        if opcode == "get-tuple-element":
-            return self._value(computation, instruction.operands[0], loop, instruction.integers("index")[0])
-        if opcode == "tuple" and element is not None:
-            return self._value(computation, instruction.operands[element], loop)
-        if opcode in _PASSES_ON:
-            return self._value(computation, instruction.operands[0], loop, element)
-        if opcode in ("fusion", "call"):
-            called = self._called(instruction)
-            return self._value(called, called.root, loop, element)
-        if opcode == "while" and element is not None:
-            body = self.module.computations[instruction.names("body")[0]]
-            is_unchanged = self._step(body, element) == 0
-            return self._value(computation, instruction.operands[0], loop, element) if is_unchanged else None
         if opcode in ("add", "subtract"):
             left, right = (self._value(computation, operand, loop) for operand in instruction.operands)
-            if left and right and left.loop is not None and right.loop is not None:
-                # Both are carried; one of them may be unchanged by the loop, and so a known integer.
-                fixed = self._value(computation, instruction.operands[1], None)
-                if fixed is None:
-                    left = self._value(computation, instruction.operands[0], None)
-                right = fixed or right
             return _sum(left, right, -1 if opcode == "subtract" else 1)
         return None
-
-    def _parameter(self, computation: Computation, instruction: Instruction, loop: str | None, element: int | None):
-        if computation.name == loop:
-            return _Value(0, loop, element) if element is not None else None
-        callers = self._callers.get(computation.name, [])
-        if len(callers) != 1:
-            return None
-        outer, caller = callers[0]
-        if caller.opcode != "while":
-            return self._value(outer, caller.operands[int(instruction.literal)], loop, element)
-        body = self.module.computations[caller.names("body")[0]]
-        if element is None or self._step(body, element) != 0:
-            return None
-        return self._value(outer, caller.operands[0], loop, element)
 
 
 def _signed(number: int, instruction: Instruction) -> int:
@@ -167,23 +142,21 @@ def _signed(number: int, instruction: Instruction) -> int:
 
 
 def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
-    if left is None or right is None or (right.loop is not None and (left.loop is not None or sign < 0)):
+    if left is None or right is None or (right.element is not None and (left.element is not None or sign < 0)):
         return None
-    carried = left if left.loop is not None else right
-    return _Value(left.offset + sign * right.offset, carried.loop, carried.element)
+    return _Value(left.offset + sign * right.offset, right.element if left.element is None else left.element)
 
 
-def _iterations(direction: str, first: int, step: int, bound: int) -> int | None:
-    """Number of iterations of `for (i = first; i <direction> bound; i += step)`; None if it does not end."""
-    distance = bound - first
+def _iterations(direction: str, difference: int, step: int) -> int | None:
+    """Number of iterations while `difference <direction> 0`, which grows by `step`; None if the loop does not end."""
     if direction == "NE":
-        return distance // step if step and distance % step == 0 and distance // step >= 0 else None
+        return -difference // step if step and difference % step == 0 and -difference // step >= 0 else None
     if direction == "EQ":
-        return (1 if step else None) if distance == 0 else 0
+        return (1 if step else None) if difference == 0 else 0
     if direction in ("GT", "GE"):
-        distance, step = -distance, -step
+        difference, step = -difference, -step
     if direction in ("LE", "GE"):
-        distance += 1
-    if distance <= 0:
+        difference -= 1
+    if difference >= 0:
         return 0
-    return math.ceil(distance / step) if step > 0 else None
+    return -(difference // step) if step > 0 else None

@@ -37,4 +37,4 @@ class TestModules:
         text = module_of("ROOT %x = f32[] parameter(0)").replace(
             "num_partitions=8", "replica_count=2, num_partitions=4"
         )
-        assert read_module(text).devices == 8
+        assert parse_module(text).devices == 8
