@@ -87,29 +87,20 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
     labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
     if not labels:
         return 0
-    window = _window(instruction)
-    spatial = 1
-    for number, label in enumerate(sorted(set(labels[1]) - {"b", "f"})):
-        spatial *= _taps(
-            image.dims[labels[1].index(label)],
-            kernel.dims[labels[2].index(label)],
-            result.dims[labels[3].index(label)],
-            *(each[number] if number < len(each) else default for each, default in window),
-        )
-    batch, features = result.dims[labels[3].index("b")], result.dims[labels[3].index("f")]
+    window, spatial = instruction.attribute("window") or "", sorted(set(labels[1]) - {"b", "f"})
+    of_image, of_kernel, of_result = (
+        dict(zip(names, array.dims, strict=False))
+        for names, array in zip(labels.groups(), (image, kernel, result), strict=True)
+    )
+
+    def values(key: str, default: int) -> list[int]:
+        match = re.search(rf"\b{key}=(\S+?)[\s}}]", window)
+        return [int(part.split("_")[0]) for part in match[1].split("x")] if match else [default] * len(spatial)
+
+    sizes = ([dims[label] for label in spatial] for dims in (of_image, of_kernel, of_result))
+    options = values("stride", 1), values("pad", 0), values("lhs_dilate", 1), values("rhs_dilate", 1)
     # The kernel's input features are those of one group.
-    return batch * features * kernel.dims[labels[2].index("i")] * spatial
-
-
-def _window(instruction: Instruction) -> tuple[tuple[list[int], int], ...]:
-    """Stride, low padding, image dilation and kernel dilation, each as its values by dim and its default."""
-    text = instruction.attribute("window") or ""
-
-    def values(key: str) -> list[int]:
-        match = re.search(rf"\b{key}=(\S+?)[\s}}]", text)
-        return [int(part.split("_")[0]) for part in match[1].split("x")] if match else []
-
-    return (values("stride"), 1), (values("pad"), 0), (values("lhs_dilate"), 1), (values("rhs_dilate"), 1)
+    return of_result["b"] * of_result["f"] * of_kernel["i"] * math.prod(map(_taps, *sizes, *options))
 
 
 def _taps(
@@ -126,11 +117,8 @@ def _taps(
         high = min(result - 1, ((image - 1) * image_dilation - shift) // stride)
         if high < low or shift % common:
             continue
-        if period > 1:
-            first = (-shift // common) * pow(stride // common, -1, period) % period
-            pairs += (high - first) // period - (low - 1 - first) // period
-        else:
-            pairs += high - low + 1
+        first = (-shift // common) * pow(stride // common, -1, period) % period
+        pairs += (high - first) // period - (low - 1 - first) // period
     return pairs
 
 
@@ -170,7 +158,7 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
         arrays = (len(sizes) - 1) // 2
         return sum(sizes[arrays:]) + (sum(sizes[arrays + 1 :]) if size_of_result else 0)
     if opcode == "fusion":
-        fused = module.computations[instruction.names("calls")[0]]
+        fused = module.called(instruction)
         reads = (
             min(size, _read(module, fused, fused.parameters[number].name)) if number in fused.parameters else size
             for number, size in enumerate(sizes)
@@ -193,7 +181,7 @@ def written_arrays(module: Module, computation: Computation, instruction: Instru
     if instruction.opcode != "fusion":
         update = _update_in_place(module, computation, instruction)
         return [(array, update or array) for array in arrays]
-    fused = module.computations[instruction.names("calls")[0]]
+    fused = module.called(instruction)
     root = fused.instructions[fused.root]
     if root.target in (_ASYNC_START, _ASYNC_DONE):
         # The start of a fragmented collective also returns its operand; its end returns what is already written.
@@ -240,12 +228,12 @@ def _read(module: Module, fused: Computation, name: str) -> float:
         is_passed_through = (opcode == "tuple" and user.name == fused.root) or user.target == _ASYNC_DONE
         if is_passed_through or _is_later_fragment(fused, user) or (opcode == "dynamic-update-slice" and is_first):
             continue
-        if opcode == "bitcast" or (opcode == "fusion" and _is_bitcast(module, user)):
+        if opcode == "bitcast" or (opcode == "fusion" and _is_bitcast(module.called(user))):
             total += _read(module, fused, user.name)
         elif opcode == "get-tuple-element" or (opcode in _SLICES and is_first):
             total += sum(leaf.stored_bytes for leaf in leaves(user.shape))
         elif opcode == "fusion":
-            inner = module.computations[user.names("calls")[0]]
+            inner = module.called(user)
             parameters = [inner.parameters[n] for n, operand in enumerate(user.operands) if operand == name]
             total += sum(_read(module, inner, parameter.name) for parameter in parameters)
         else:
@@ -253,8 +241,7 @@ def _read(module: Module, fused: Computation, name: str) -> float:
     return total
 
 
-def _is_bitcast(module: Module, fusion: Instruction) -> bool:
-    fused = module.computations[fusion.names("calls")[0]]
+def _is_bitcast(fused: Computation) -> bool:
     return all(each.opcode in ("parameter", "bitcast") for each in fused.instructions.values())
 
 
@@ -263,7 +250,7 @@ def _update_in_place(module: Module, computation: Computation, instruction: Inst
     while instruction.opcode == "bitcast":
         instruction = computation.operand(instruction, 0)
     if instruction.opcode == "fusion":
-        fused = module.computations[instruction.names("calls")[0]]
+        fused = module.called(instruction)
         return _update_in_place(module, fused, fused.instructions[fused.root])
     if instruction.opcode != "dynamic-update-slice":
         return None

@@ -34,10 +34,6 @@ class Slices:
     partitions: tuple[tuple[int, ...], ...]
     positions_by_id: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def devices(self) -> int:
-        return sum(map(len, self.partitions))
-
     def in_mesh(self, groups: Groups) -> Groups:
         """Converts groups of partitions to groups of positions in the flattened mesh, for all slices.
 

@@ -71,7 +71,6 @@ class ModuleCosts:
     memory_bytes: float
     unknown_loops: int
     largest_values: tuple[LargeValue, ...]
-    devices: int
     opaque_calls: tuple[str, ...]
 
     @property
@@ -107,7 +106,6 @@ def read_module(
         memory_bytes=costs.memory_bytes,
         unknown_loops=costs.unknown_loops,
         largest_values=tuple(heapq.nlargest(10, reader.large_values, key=lambda value: value.bytes)),
-        devices=slices.devices,
         opaque_calls=tuple(sorted(reader.opaque_calls)),
     )
 
@@ -166,21 +164,24 @@ class _Reader:
             costs.memory_bytes += memory_bytes(self._module, computation, instruction)
         if is_collective(instruction):
             if self._is_counted(computation, instruction):
-                self._add_collective(costs, computation, instruction, in_fusion, op_name)
+                found = read_collective(self._module, computation, instruction, in_fusion, self._axes, self._slices)
+                key = f"{computation.name}/{instruction.name}"
+                self.collectives[key] = replace(found, op_name=found.op_name or op_name)
+                costs.counts[key] = 1
+                costs.wire_bytes += found.wire_bytes
         elif opcode == "while":
             trips = self._loops.trip_count(computation, instruction)
             costs.unknown_loops += trips is None
             for key in ("condition", "body"):
-                costs.add(self.costs(instruction.names(key)[0]), 1 if trips is None else trips)
+                costs.add(self.costs(self._module.called(instruction, key).name), 1 if trips is None else trips)
         elif opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [self.costs(name) for key in keys for name in instruction.names(key)]
             costs.add(max(branches, key=lambda each: (each.wire_bytes, sum(each.flops.values()), each.memory_bytes)))
         elif opcode == "fusion":
-            costs.add(self.costs(instruction.names("calls")[0], True, instruction.op_name))
+            costs.add(self.costs(self._module.called(instruction).name, True, instruction.op_name))
         elif opcode in ("call", "async"):
-            for name in instruction.names("calls") or instruction.names("to_apply"):
-                costs.add(self.costs(name, in_fusion, instruction.op_name))
+            costs.add(self.costs(self._module.called(instruction).name, in_fusion, instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
             work = flops(computation, instruction)
             if work:
@@ -188,16 +189,6 @@ class _Reader:
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
             if is_opaque(instruction):
                 self.opaque_calls.add(instruction.target)
-
-    def _add_collective(
-        self, costs: _Costs, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str
-    ) -> None:
-        collective = read_collective(self._module, computation, instruction, in_fusion, self._axes, self._slices)
-        collective = replace(collective, op_name=collective.op_name or op_name)
-        key = f"{computation.name}/{instruction.name}"
-        self.collectives[key] = collective
-        costs.counts[key] = costs.counts.get(key, 0) + 1
-        costs.wire_bytes += collective.wire_bytes
 
     def _is_counted(self, computation: Computation, instruction: Instruction) -> bool:
         """False for all but the first of the fusions that TPUs spread one asynchronous collective over."""

@@ -105,7 +105,7 @@ class TestSeveralSlices:
         assert (found.bytes, found.group_size, found.dtype) == (size(n), 2 if kind.endswith("permute") else n, "f32")
         assert found.wire_bytes == pytest.approx(size(n) * per_byte(n))
         assert found_groups(found) == groups_along(mesh, kind, axis)
-        assert (costs.devices, costs.opaque_calls) == (mesh.size, ())
+        assert costs.opaque_calls == ()
 
     @pytest.mark.parametrize("slices", SLICES)
     @pytest.mark.parametrize("kind", ALONG_AXIS)
