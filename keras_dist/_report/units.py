@@ -32,10 +32,10 @@ def seconds_text(seconds: float | None) -> str:
     """Formats a time in s, ms or us.
 
     >>> seconds_text(0.01234), seconds_text(90), seconds_text(0.0), seconds_text(None)
-    ('12.3 ms', '90 s', '0 s', 'not known')
+    ('12.3 ms', '90 s', '0 s', 'unknown')
     """
     if seconds is None:
-        return "not known"
+        return "unknown"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds == 0 or seconds >= 0.9995 * size:
             return f"{_digits(seconds / size)} {unit}"

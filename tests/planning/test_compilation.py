@@ -55,5 +55,5 @@ def test_program_that_the_compiler_does_not_finish(message, needed, monkeypatch)
     assert planned.roofline.seconds is None
     assert any(message in note for note in planned.notes)
     assert message.split(".")[0][:40] in " ".join(str(planned).split())
-    assert "not known" in str(planned)
-    assert "not known" in str(kd.compare(planned))
+    assert "unknown" in str(planned)
+    assert "unknown" in str(kd.compare(planned))

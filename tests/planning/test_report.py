@@ -128,7 +128,7 @@ def test_bound_has_its_resource_the_sum_and_the_utilization():
     lines = " ".join(section(str(example_plan()), "Lower bound on step time"))
     assert "At least 6 ms, bound by compute; 10.5 ms if nothing overlaps." in lines
     assert "Model FLOP utilization at most 42.5% (8 TFLOP over all" in lines
-    assert "not known" not in lines
+    assert "unknown" not in lines
 
 
 def test_memory_bound_is_labelled_hbm():
@@ -137,8 +137,8 @@ def test_memory_bound_is_labelled_hbm():
 
 def test_unknown_times():
     text = str(example_plan(roofline=Roofline(None, 0.003, 0.0, None), model_flops_utilization=None))
-    assert row(text, "Lower bound on step time", "compute") == ["1.25", "TFLOP", "not", "known"]
-    assert row(text, "Lower bound on step time", "DCN") == ["not", "known"]
+    assert row(text, "Lower bound on step time", "compute") == ["1.25", "TFLOP", "unknown"]
+    assert row(text, "Lower bound on step time", "DCN") == ["unknown"]
     assert "At least 3 ms, bound by HBM; 3 ms if nothing overlaps. Unknown times are left out." in text
     assert "Bottleneck unknown." in str(example_plan(roofline=Roofline(None, None, None, None)))
 
@@ -355,7 +355,7 @@ def test_comparison_of_a_plan_with_unknown_figures():
     )
     text = str(compare(cpu=unknown))
     assert "capacity unknown" in text
-    assert re.search(r"not known\s+-\s+12.5 s", text)
+    assert re.search(r"unknown\s+-\s+12.5 s", text)
 
 
 def test_comparison_does_not_exceed_the_report_width():
