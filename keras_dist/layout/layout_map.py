@@ -11,7 +11,7 @@ import jax
 import keras
 
 from keras_dist.layout.rule_matching import Regexes, applies_to, find_shadowing_rule, path_variants
-from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout
+from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, with_map_mesh
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
 
@@ -188,7 +188,7 @@ class LayoutMap(keras.distribution.LayoutMap):
                 "first match wins. Move it before that rule, or remove one of the two."
             )
         try:
-            self._layout_map[key] = as_tensor_layout(layout).with_map_mesh(self._device_mesh)
+            self._layout_map[key] = with_map_mesh(as_tensor_layout(layout), self._device_mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
         self._regexes[key] = regex

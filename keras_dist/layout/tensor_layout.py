@@ -42,7 +42,8 @@ class TensorLayout(keras.distribution.TensorLayout):
         self._axes: Axes = _standardize_axes(axes)
         self._device_mesh: DeviceMesh | None = None if device_mesh is None else as_device_mesh(device_mesh)
         self._has_mesh_of_map = False
-        self._validate_axes()
+        if self._device_mesh is not None:
+            self._validate_axes()
 
     @property
     def axes(self) -> Axes:
@@ -61,9 +62,7 @@ class TensorLayout(keras.distribution.TensorLayout):
                 f"Cannot override device mesh value. The layout {self.axes} already has {self._device_mesh} and cannot "
                 f"be moved to {device_mesh}. Create another TensorLayout for another mesh."
             )
-        device_mesh = as_device_mesh(device_mesh)
-        _check_axis_names(self._axes, device_mesh)
-        self._device_mesh = device_mesh
+        self._device_mesh = TensorLayout(self._axes, device_mesh).device_mesh
 
     @property
     def backend_layout(self) -> jax.sharding.NamedSharding:
@@ -77,38 +76,16 @@ class TensorLayout(keras.distribution.TensorLayout):
                 f"Cannot create sharding when device mesh is not set for TensorLayout {self.axes}. Pass device_mesh, "
                 "or assign the layout to a key of a LayoutMap."
             )
-        sharding, mesh = getattr(self, "_backend_layout", None), self._device_mesh.backend_mesh
-        if sharding is None or sharding.mesh is not mesh:
-            spec = jax.sharding.PartitionSpec(*self._axes)
-            sharding = self._backend_layout = jax.sharding.NamedSharding(mesh, spec)
-        return sharding
-
-    def with_map_mesh(self, device_mesh: DeviceMesh | None) -> "TensorLayout":
-        """Returns this layout for use in a `LayoutMap` with the given mesh.
-
-        A layout without a mesh is given the map's mesh, as in Keras. A layout that got its mesh from another map is
-        copied. A layout that was created with a mesh keeps it.
-
-        Args:
-            device_mesh: mesh of the map, or None.
-
-        Returns:
-            This layout or a copy.
-
-        Raises:
-            ValueError: the map's mesh does not have the layout's axes.
-        """
-        has_own_mesh = self._device_mesh is not None and not self._has_mesh_of_map
-        if device_mesh is None or has_own_mesh or self._device_mesh == device_mesh:
-            return self
-        layout = self if self._device_mesh is None else TensorLayout(self._axes)
-        layout.device_mesh = device_mesh
-        layout._has_mesh_of_map = True
-        return layout
+        return jax.sharding.NamedSharding(self._device_mesh.backend_mesh, jax.sharding.PartitionSpec(*self._axes))
 
     def _validate_axes(self):  # overrides Keras's
-        if self._device_mesh is not None:
-            _check_axis_names(self._axes, self._device_mesh)
+        known = list(self._device_mesh.axis_names)
+        unknown = [name for name in axis_names(self._axes) if name not in known]
+        if unknown:
+            raise ValueError(
+                f"Invalid axis names for Layout {self._axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "
+                f"{known}, or None."
+            )
 
     def __eq__(self, other):
         if not isinstance(other, keras.distribution.TensorLayout):
@@ -122,9 +99,6 @@ class TensorLayout(keras.distribution.TensorLayout):
     def __hash__(self):
         return hash(self._axes)  # without the mesh, which may be set later
 
-    def __getstate__(self):
-        return {key: value for key, value in vars(self).items() if key != "_backend_layout"}
-
 
 def as_tensor_layout(value) -> TensorLayout:
     """Converts axes, or a layout of Keras, to a `TensorLayout`, which has a mesh only if `value` has one."""
@@ -136,6 +110,21 @@ def as_tensor_layout(value) -> TensorLayout:
             "Write, for example, (None, 'model')."
         )
     return value if isinstance(value, TensorLayout) else TensorLayout(value.axes, value.device_mesh)
+
+
+def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> TensorLayout:
+    """Returns a layout for use in a `LayoutMap` with the given mesh.
+
+    A layout without a mesh is given the map's mesh, as in Keras. A layout that got its mesh from another map is copied.
+    A layout that was created with a mesh keeps it.
+    """
+    has_own_mesh = layout.device_mesh is not None and not layout._has_mesh_of_map
+    if device_mesh is None or has_own_mesh or layout.device_mesh == device_mesh:
+        return layout
+    given = layout if layout.device_mesh is None else TensorLayout(layout.axes)
+    given.device_mesh = device_mesh
+    given._has_mesh_of_map = True
+    return given
 
 
 def as_layout_on_mesh(value, distribution) -> TensorLayout:
@@ -262,12 +251,3 @@ def _standardize_axes(axes: Iterable) -> Axes:
             "Remove it from the other dims."
         )
     return tuple(entries)
-
-
-def _check_axis_names(axes: Axes, device_mesh: DeviceMesh) -> None:
-    unknown = [name for name in axis_names(axes) if name not in device_mesh.axis_sizes]
-    if unknown:
-        raise ValueError(
-            f"Invalid axis names for Layout {axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "
-            f"{list(device_mesh.axis_sizes)}, or None."
-        )
