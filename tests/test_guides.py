@@ -16,11 +16,11 @@ def test_the_guide_to_meshes():
     assert "data:3 x model:4 = 12, but only 8 are available" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "->" in line]
     assert len(rows) == 8
-    order = ["no link", "1 hop", *(f"{hops} hops" for hops in range(2, 32)), "DCN"]
+    order = ["no link", "1 hop", *(f"{hops} hops" for hops in range(2, 32)), "network"]
     for row in rows:  # the innermost axis has never a longer link than in the listed order
         before, after = row.rpartition(": ")[2].split(" -> ")
         assert order.index(after) <= order.index(before), row
-    assert "dcn=fsdp           data: 2 hops, fsdp: DCN, model: 2 hops" in done.stdout
+    assert "dcn=fsdp           data: 2 hops, fsdp: network, model: 2 hops" in done.stdout
     assert "data=7 fsdp=15  tpu:200252 (12,15,0) host 126 slice 1" in done.stdout
 
 

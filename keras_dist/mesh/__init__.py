@@ -1,9 +1,7 @@
 """Devices, their topology, and meshes of them.
 
 * `axes.py`: parses the names and sizes of mesh axes, in every form.
-* `axis_types.py`: parses the types of mesh axes.
 * `devices.py`: the devices of the program, attached or simulated.
-* `cpu_threads.py`: the number of threads for simulated devices.
 * `mock_devices.py`: mock devices, for meshes of clusters that are not attached.
 * `tpu_generations.py`: the device kinds, slices and tori of TPU generations.
 * `topology.py`: the links between devices, and the order of devices in a mesh.

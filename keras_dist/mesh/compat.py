@@ -25,7 +25,6 @@ class _OnClassOrInstance:
 
     def __init__(self, function: Callable):
         self.function = function
-        self.__doc__ = function.__doc__
 
     def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
         return types.MethodType(self.function, object.__new__(owner) if instance is None else instance)
@@ -203,7 +202,7 @@ def create_mesh(
         devices,
         axes,
         dcn_mesh_dims,
-        sort_granules=should_sort_granules_by_key,
+        sort_groups=should_sort_granules_by_key,
         allow_split_physical_axes=allow_split_physical_axes,
     )
     return DeviceMesh(axes, devices=arranged, axis_types=axis_types).backend_mesh
@@ -296,8 +295,7 @@ def cpu_context() -> Iterator[Mesh]:
     (2, 2)
     """
     mesh = create_cpu_mesh()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(force_cpu())
+    with force_cpu(), contextlib.ExitStack() as stack:
         # Deprecated, but jax.set_mesh would also place every new array on the mesh.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

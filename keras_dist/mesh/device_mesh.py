@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 from keras_dist.mesh.axes import Axes, parse_axes, solve_axes, spell_axes
-from keras_dist.mesh.axis_types import parse_axis_types
 from keras_dist.mesh.devices import (
     as_device_array,
     available_devices,
@@ -84,7 +83,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         is_list = isinstance(shape, list) and not isinstance(shape[0], (list, tuple))
         self._shape = list(axes.values()) if is_list else tuple(axes.values())
         self._axis_names = tuple(axes) if isinstance(axis_names, tuple) else list(axes)
-        self._axis_types = parse_axis_types(axis_types, len(axes))
+        self._axis_types = _parse_axis_types(axis_types, len(axes))
         self._devices = array.reshape(tuple(axes.values()))
         self._devices.flags.writeable = False
 
@@ -112,9 +111,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
                 f"from_jax_mesh takes a jax.sharding.Mesh, not {mesh!r} of type {type(mesh).__name__}. "
                 "To create a mesh from axes, call keras_dist.create_device_mesh(axes)."
             )
-        converted = cls(mesh.devices.shape, mesh.axis_names, mesh.devices, mesh.axis_types)
-        converted._backend_mesh = mesh
-        return converted
+        return cls(mesh.devices.shape, mesh.axis_names, mesh.devices, mesh.axis_types)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -257,17 +254,11 @@ class DeviceMesh(keras.distribution.DeviceMesh):
     def __deepcopy__(self, memo):
         return self
 
-    def __getstate__(self):
-        # JAX's mesh and its devices belong to this process; a copy elsewhere uses its devices of the same names.
-        state = {key: value for key, value in vars(self).items() if key != "_backend_mesh"}
-        if isinstance(self._devices.flat[0], jax.Device):
-            names = list(map(device_name, self._devices.ravel().tolist()))
-            state["_devices"] = np.array(names).reshape(self._devices.shape)
-        return state
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._devices.flags.writeable = False
+    def __reduce__(self):
+        # JAX's devices belong to this process; a copy elsewhere uses its devices of the same names.
+        devices = self._devices.ravel().tolist()
+        devices = list(map(device_name, devices)) if isinstance(devices[0], jax.Device) else devices
+        return type(self), (self._shape, self._axis_names, devices, self._axis_types)
 
 
 def create_device_mesh(
@@ -351,6 +342,22 @@ def as_auto_mesh(mesh) -> DeviceMesh:
             f"Keras's layers need mesh axes of type Auto, but got {mesh}. Create the mesh without axis_types."
         )
     return mesh
+
+
+def _parse_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
+    """Converts None (`Auto`), one type or its name, or a list of these, to one `AxisType` for each of `count` axes."""
+    by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
+    types = "auto" if axis_types is None else axis_types
+    types = [types] if isinstance(types, (AxisType, str)) else types
+    invalid, fix = f"Invalid axis_types {axis_types!r} for {count} axes", f"Use {', '.join(by_name)}."
+    if not isinstance(types, (list, tuple)) or not all(isinstance(each, (AxisType, str)) for each in types):
+        raise TypeError(f"{invalid}: an axis type is a jax.sharding.AxisType or its name. {fix}")
+    if len(types) not in (1, count):
+        raise ValueError(f"{invalid}: expected one type, or one per axis.")
+    names = [each.strip().lower() if isinstance(each, str) else each.name.lower() for each in types]
+    if any(name not in by_name for name in names):
+        raise ValueError(f"{invalid}: unknown name. {fix}")
+    return tuple(by_name[name] for name in names) * (count if len(names) == 1 else 1)
 
 
 def _arrange(devices: list, axes: dict[str, int], dcn: Any = None) -> np.ndarray:

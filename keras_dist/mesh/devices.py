@@ -11,7 +11,6 @@ from jax._src import xla_bridge  # public JAX has no way to ask whether backends
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
-from keras_dist.mesh.cpu_threads import cpu_thread_count
 
 Device = Any  # a jax.Device, which type checkers treat as a variable
 
@@ -105,6 +104,15 @@ def simulate_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
 
 
+def cpu_thread_count(devices: int) -> int:
+    """Returns the `NPROC`, from which XLA's CPU client sizes its thread pool, for the simulated devices of one process.
+
+    Each device that waits in a collective holds a thread. With fewer threads than devices need, the collective aborts
+    after 40 seconds. XLA reads the variable once, when it creates the client.
+    """
+    return min(max(16, 2 * devices), 256)
+
+
 @contextlib.contextmanager
 def force_cpu() -> Iterator[Device]:
     """Makes the first CPU of this process JAX's default device for a block of code.
@@ -160,10 +168,10 @@ def as_device_array(devices: Any) -> np.ndarray:
 
 def to_jax_devices(devices: Sequence) -> list[Device]:
     """Converts names such as `"cpu:3"` to `jax.Device` objects, and keeps those that are objects already."""
-    platforms = {device.partition(":")[0] for device in devices if isinstance(device, str)}
     by_name: dict[str, Device] = {}
-    for platform in platforms:
-        by_name |= _devices_by_name(platform)
+    for platform in {device.partition(":")[0] for device in devices if isinstance(device, str)}:
+        attached = platform_devices(platform)
+        by_name |= {platform: attached[0]} | {f"{platform}:{device.id}": device for device in attached}
     try:
         return [by_name[device] if isinstance(device, str) else device for device in devices]
     except KeyError as error:
@@ -207,18 +215,6 @@ def is_attached(device: Device) -> bool:
     """Returns whether a device can hold arrays, which mock devices and those of compilation targets cannot."""
     client = getattr(device, "client", None)
     return client is not None and type(client).__name__ != "CompileOnlyPyClient"
-
-
-_tables: dict[str, tuple[Any, dict[str, Device]]] = {}
-
-
-def _devices_by_name(platform: str) -> dict[str, Device]:
-    devices = platform_devices(platform)
-    client, table = _tables.get(platform, (None, {}))
-    if client is not devices[0].client:  # the first call, or the backends were cleared
-        table = {f"{platform}:{device.id}": device for device in devices} | {platform: devices[0]}
-        _tables[platform] = (devices[0].client, table)
-    return table
 
 
 def platform_devices(platform: str) -> list[Device]:

@@ -1,7 +1,6 @@
 """Tables of a mesh for the terminal and the notebook: the device at each position."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,64 +13,56 @@ _MAX_COLUMNS, _MAX_ROWS = 16, 32
 _EDGE = 4  # rows and columns that are shown at each end of a larger mesh
 
 
-class _Cell(NamedTuple):
-    text: str
-    group: int | None = None  # the index of the slice, or of the host if there is one slice
-
-
 def mesh_text(devices: np.ndarray, axis_names: Sequence[str]) -> str:
     """Returns a table as text: columns along the innermost axis, rows along the others; of many, the first and last."""
-    title, table = _title_and_table(devices, axis_names)
-    widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.text.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    title, table, _ = _title_and_table(devices, axis_names)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
     return "\n".join([title, *(line.rstrip() for line in lines)])
 
 
 def mesh_html(devices: np.ndarray, axis_names: Sequence[str]) -> str:
     """Returns the table of `mesh_text` as HTML, with one background color per slice or host."""
-    title, (head, *rows) = _title_and_table(devices, axis_names)
-    groups = sorted({cell.group for row in rows for cell in row if cell.group is not None})
-
-    def color(cell: _Cell) -> str | None:
-        if cell.group is None:
-            return None
-        return f"hsla({360 * groups.index(cell.group) // len(groups)}, 60%, 60%, 0.35)"
-
-    texts = [[cell.text for cell in row] for row in rows]
-    table = Table([cell.text for cell in head], texts, colors=[list(map(color, row)) for row in rows])
-    return render_html([(title, [table])])
+    title, (head, *rows), groups = _title_and_table(devices, axis_names)
+    numbers = sorted({number for row in groups for number in row if number is not None})
+    colors = {number: f"hsla({360 * i // len(numbers)}, 60%, 60%, 0.35)" for i, number in enumerate(numbers)}
+    return render_html([(title, [Table(head, rows, colors=[list(map(colors.get, row)) for row in groups])])])
 
 
-def _title_and_table(devices: np.ndarray, axis_names: Sequence[str]) -> tuple[str, list[list[_Cell]]]:
-    """Returns a title and the rows of a table, of which the first is the heading."""
+def _title_and_table(
+    devices: np.ndarray, axis_names: Sequence[str]
+) -> tuple[str, list[list[str]], list[list[int | None]]]:
+    """Returns a title, the rows of a table, the heading first, and the slice or host of each cell below the heading."""
     flat = devices.ravel().tolist()
     hosts, slices = len({device.process_index for device in flat}), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
     title = f"{spell_axes(dict(zip(axis_names, devices.shape, strict=True)))}, {len(flat)} {flat[0].device_kind} device"
     title += "s" * (len(flat) > 1) + f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
 
-    def cell(device: Device) -> _Cell:
+    def group(device: Device | None) -> int | None:
+        return None if device is None else slice_of(device) if slices > 1 else device.process_index
+
+    def text(device: Device | None) -> str:
+        if device is None:
+            return "..."
         coordinates = coordinates_of(device)
         parts = [device_name(device)]
         if coordinates is not None:
             parts.append(f"({','.join(map(str, coordinates))})" + (f"/{device.core_on_chip}" if has_cores else ""))
         parts += [f"host {device.process_index}"] * (hosts > 1) + [f"slice {slice_of(device)}"] * (slices > 1)
-        return _Cell(" ".join(parts), slice_of(device) if slices > 1 else device.process_index)
+        return " ".join(parts)
 
-    def label(row: int) -> _Cell:
-        position = np.unravel_index(row, devices.shape[:-1]) if devices.ndim > 1 else ()
-        return _Cell(" ".join(f"{name}={i}" for name, i in zip(axis_names[:-1], position, strict=True)))
-
-    omitted = _Cell("...")
     grid = devices.reshape(-1, devices.shape[-1])
     columns, rows = visible_indices(grid.shape[1], _MAX_COLUMNS), visible_indices(grid.shape[0], _MAX_ROWS)
-    table = [[_Cell(""), *(omitted if i is None else _Cell(f"{axis_names[-1]}={i}") for i in columns)]]
+    table = [["", *("..." if i is None else f"{axis_names[-1]}={i}" for i in columns)]]
+    groups = []
     for row in rows:
-        if row is None:
-            table.append([omitted] * (1 + len(columns)))
-        else:
-            table.append([label(row), *(omitted if i is None else cell(grid[row, i]) for i in columns)])
-    return title, table
+        position = () if row is None else np.unravel_index(row, devices.shape[:-1])
+        label = " ".join(f"{name}={i}" for name, i in zip(axis_names, position, strict=False))
+        shown = [None if row is None or i is None else grid[row, i] for i in columns]
+        table.append(["..." if row is None else label, *map(text, shown)])
+        groups.append([None, *map(group, shown)])
+    return title, table, groups
 
 
 def visible_indices(count: int, most: int) -> list[int | None]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_dist.mesh.axes import known_product, parse_dcn, spread_axes
-from keras_dist.mesh.devices import Device
+from keras_dist.mesh.devices import Device, as_device_array
 from keras_dist.mesh.tpu_generations import tpu_generation_of
 
 # A level of the network: the name of the groups of devices that it joins, and a function from a device to its group.
@@ -30,7 +30,7 @@ class Link(NamedTuple):
 
     def __str__(self):
         if self.dcn:
-            return "DCN"
+            return "network"
         return "no link" if self.hops == 0 else "1 hop" if self.hops == 1 else f"{self.hops} hops"
 
 
@@ -39,7 +39,7 @@ def arrange_devices(
     axes: Mapping[str, int],
     dcn: Any = None,
     *,
-    sort_granules: bool = True,
+    sort_groups: bool = True,
     allow_split_physical_axes: bool = True,
 ) -> np.ndarray:
     """Arranges devices in an array of the shape of a mesh, ordered by the links between them.
@@ -61,10 +61,10 @@ def arrange_devices(
     The order within an axis does not change XLA's reductions and gathers, which depend only on the set of devices. It
     shortens communication between neighbors (collective matmuls, pipelines, ring attention).
 
-    `sort_granules` orders slices and hosts by their index instead of by the order of `devices`. Without
+    `sort_groups` orders slices and hosts by their index instead of by the order of `devices`. Without
     `allow_split_physical_axes`, an axis of the torus that would have to serve several axes of the mesh is a ValueError.
     """
-    return _arrange(list(devices), axes, dcn, _levels(devices, axes, dcn), sort_granules, allow_split_physical_axes)
+    return _arrange(list(devices), axes, dcn, _levels(devices, axes, dcn), sort_groups, allow_split_physical_axes)
 
 
 def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
@@ -75,13 +75,9 @@ def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
     torus = None if coordinates_of(flat[0]) is None else Torus(flat, networks)
     links = []
     for axis in range(devices.ndim):
-        here, there = networks[index], networks[np.roll(index, -1, axis)]
-        if (here != there).any():
-            links.append(Link(True, 0))
-        elif torus is not None:
-            links.append(Link(False, torus.longest_hop(index, axis)))
-        else:
-            links.append(Link(False, int(devices.shape[axis] > 1)))
+        crosses_network = bool((networks[index] != networks[np.roll(index, -1, axis)]).any())
+        hops = int(devices.shape[axis] > 1) if torus is None else torus.longest_hop(index, axis)
+        links.append(Link(crosses_network, 0 if crosses_network else hops))
     return tuple(links)
 
 
@@ -94,24 +90,19 @@ def networks_of(devices: Sequence[Device]) -> np.ndarray:
     if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
         return slices
     processes = np.array(list(map(_process_of, devices)))
-    are_hosts = len(np.unique(processes)) < len(devices) or not _has_slices(devices[0])
+    are_hosts = len(np.unique(processes)) < len(devices) or getattr(devices[0], "slice_index", None) is None
     return processes if are_hosts else slices
 
 
 def slice_of(device: Device) -> int:
     """Returns the index of a device's slice: TPU chips joined by ICI, or GPUs joined by NVLink; 0 if unknown."""
-    return device.slice_index if _has_slices(device) else 0
-
-
-def _has_slices(device: Device) -> bool:
-    return getattr(device, "slice_index", None) is not None
+    return getattr(device, "slice_index", None) or 0
 
 
 def coordinates_of(device: Device) -> tuple[int, ...] | None:
     """Returns the position of a device's chip on the torus of its slice, None for devices without a torus."""
-    if device.platform != "tpu":  # GPUs of a compilation target have coordinates, too
-        return None
-    coordinates = getattr(device, "coords", None)
+    # GPUs of a compilation target have coordinates, too.
+    coordinates = getattr(device, "coords", None) if device.platform == "tpu" else None
     return None if coordinates is None else tuple(coordinates)
 
 
@@ -119,9 +110,8 @@ class Torus:
     """The positions of TPU devices on the tori of their slices."""
 
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
-        self.coordinates = np.empty((len(devices), 4), int)  # x, y, z and core of each device
-        self.coordinates[:, :3] = [device.coords for device in devices]
-        self.coordinates[:, 3] = [device.core_on_chip for device in devices]
+        # x, y, z and core of each device
+        self.coordinates = np.array([(*device.coords, device.core_on_chip) for device in devices])
         self.rings = np.zeros_like(self.coordinates)  # as `_rings` returns them
         for number in np.unique(slices):
             here = slices == number
@@ -156,16 +146,13 @@ def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> lis
     """Returns the levels of the network, from the slowest inwards; `dcn` refers to the first."""
     by_slice: Level = ("slices", slice_of)
     by_process: Level = ("processes", _process_of)
-    slices, processes = list(map(slice_of, devices)), list(map(_process_of, devices))
     on_torus = coordinates_of(devices[0]) is not None
     inside: list[Level] = [] if on_torus else [by_process]
-    if len(set(slices)) > 1:
-        return [by_slice, *(inside if len(set(zip(slices, processes, strict=True))) > len(set(slices)) else [])]
-    count = len(set(processes))
-    if count == 1:
-        return [by_slice]
-    if not on_torus and (len(devices) > count or not _has_slices(devices[0])):
-        return [by_process]  # processes of several devices are hosts
+    count = len(set(map(_process_of, devices)))
+    if count == 1 or len(set(map(slice_of, devices))) > 1:
+        return [by_slice, *inside]
+    if len(np.unique(networks_of(devices))) > 1:
+        return [by_process]  # processes are hosts
     # Processes of one slice: dcn refers to them if its degrees or axes can hold exactly their number, else to slices.
     requested = parse_dcn(dcn, axes)
     if isinstance(requested, dict):
@@ -188,7 +175,7 @@ def _arrange(
 ) -> np.ndarray:
     """Arranges devices level by level: first the groups of a level, then the devices of each group."""
     if not levels:
-        return _arrange_granule(devices, axes, allow_split)
+        return _arrange_innermost(devices, axes, allow_split)
     (group_name, group_of), *inner_levels = levels
     by_index: dict[int, list[Device]] = defaultdict(list)
     for device in devices:
@@ -200,7 +187,7 @@ def _arrange(
                 f"dcn={dcn!r} needs {group_name} of equal size, but they have {list(map(len, groups))} devices. Pass "
                 f"equally many devices of each, or omit dcn."
             )
-        return _object_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
+        return as_device_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
     degrees = spread_axes(axes, len(groups), dcn, group_name)
     inner = {name: size // degrees[name] for name, size in axes.items()}
     blocks = np.stack([_arrange(group, inner, None, inner_levels, sort, allow_split) for group in groups])
@@ -209,12 +196,12 @@ def _arrange(
     return blocks.transpose(np.arange(blocks.ndim).reshape(2, -1).T.ravel()).reshape(tuple(axes.values()))
 
 
-def _arrange_granule(devices: list[Device], axes: Mapping[str, int], allow_split: bool) -> np.ndarray:
+def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_split: bool) -> np.ndarray:
     """Arranges the devices of one slice of TPUs, or of one host."""
     if coordinates_of(devices[0]) is None:
         if devices[0].platform == "gpu":  # JAX orders GPUs by process
             devices = sorted(devices, key=lambda device: device.id)
-        return _object_array(devices).reshape(tuple(axes.values()))
+        return as_device_array(devices).reshape(tuple(axes.values()))
     torus = Torus(devices, np.zeros(len(devices), int))
     shape = [size for size in axes.values() if size > 1] or [1]
     # mesh_utils assumes JAX's order for some slices: by host, then by z, y, x and core.
@@ -225,7 +212,7 @@ def _arrange_granule(devices: list[Device], axes: Mapping[str, int], allow_split
         index = _with_short_rings(index, torus)
     if index is None or torus.longest_hop(as_listed, -1) < torus.longest_hop(index, -1):
         index = _with_short_rings(as_listed, torus)
-    return _object_array(devices)[index].reshape(tuple(axes.values()))
+    return as_device_array(devices)[index].reshape(tuple(axes.values()))
 
 
 def _index_by_mesh_utils(
@@ -263,15 +250,13 @@ def _with_short_rings(index: np.ndarray, torus: Torus) -> np.ndarray:
 def _ring_along(index: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
     """Returns the order in which an axis runs around the box of its chips; the given order if they are not a box."""
     along = torus.coordinates[np.moveaxis(index, axis, 0).reshape(index.shape[axis], -1)[:, 0]]
-    values = [np.unique(column) for column in along.T]
+    values, ranks = zip(*(np.unique(column, return_inverse=True) for column in along.T), strict=True)
     sizes = tuple(map(len, values))
-    at = np.arange(len(along))
     if math.prod(sizes) != len(along):
-        return at
+        return np.arange(len(along))
     closed = [is_closed(column, ring) for column, ring in zip(values, torus.rings[index.flat[0]], strict=True)]
-    ranks = tuple(np.searchsorted(column, places) for column, places in zip(values, along.T, strict=True))
-    at[np.ravel_multi_index(ranks, sizes)] = np.arange(len(along))
-    return at[_ring_order(sizes, closed)]
+    row_major = np.argsort(np.ravel_multi_index(ranks, sizes))
+    return row_major[_ring_order(sizes, closed)]
 
 
 def is_closed(values: np.ndarray, ring: int) -> bool:
@@ -318,7 +303,3 @@ def _turn_odd_rows(rows: np.ndarray) -> np.ndarray:
     turned = rows.copy()
     turned[..., 1::2, :] = rows[..., 1::2, ::-1]
     return turned
-
-
-def _object_array(devices: Sequence[Device]) -> np.ndarray:
-    return np.fromiter(devices, object, len(devices))

@@ -105,7 +105,7 @@ def _joint_environment(processes: int) -> dict[str, str]:
 
 
 def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
-    from keras_dist.mesh.cpu_threads import cpu_thread_count  # the launcher itself needs nothing of this package
+    from keras_dist.mesh.devices import cpu_thread_count  # the launcher itself needs nothing of this package
 
     return {
         "JAX_PLATFORMS": "cpu",

@@ -19,9 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from keras_dist.mesh.cpu_threads import cpu_thread_count
 from keras_dist.mesh.device_mesh import DeviceMesh
-from keras_dist.mesh.devices import Device, platform_devices
+from keras_dist.mesh.devices import Device, cpu_thread_count, platform_devices
 from keras_dist.mesh.topology import slice_of
 from keras_dist.mesh.tpu_generations import TPU_GENERATIONS, tpu_generation_of
 from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware

@@ -221,7 +221,7 @@ def test_processes_of_several_gpus_are_hosts_for_dcn():
 def test_hosts_within_slices_are_sorted_unless_disabled():
     gpus = [dataclasses.replace(gpu, slice_index=gpu.process_index // 2) for gpu in kd.mock_gpus(4, 2)][::-1]
     assert [gpu.process_index for gpu in arranged(gpus, (8,))] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [gpu.process_index for gpu in arranged(gpus, (8,), sort_granules=False)] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert [gpu.process_index for gpu in arranged(gpus, (8,), sort_groups=False)] == [3, 3, 2, 2, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("number", [None, 0])
@@ -239,7 +239,7 @@ def test_processes_of_cpus_stay_together_on_the_inner_axes(number):
     assert [[cpu.process_index for cpu in row] for row in arranged(cpus, (2, 4))] == [[0] * 4, [1] * 4]
     for dcn in ("axis1", {"axis1": 2}, {"axis1": -1}, (1, 2), (1, -1)):
         assert [[cpu.process_index for cpu in row] for row in arranged(cpus, (2, 4), dcn)] == [[0, 0, 1, 1]] * 2
-    assert [cpu.process_index for cpu in arranged(cpus, (8,), sort_granules=False)] == [1] * 4 + [0] * 4
+    assert [cpu.process_index for cpu in arranged(cpus, (8,), sort_groups=False)] == [1] * 4 + [0] * 4
 
 
 def test_hosts_of_one_tpu_slice_matter_only_if_the_degrees_of_dcn_match_their_number():
@@ -328,4 +328,4 @@ def test_boxes_with_only_odd_sides_need_steps_of_two():
 def test_links_compare_and_read_well():
     links = [Link(True, 0), Link(False, 3), Link(False, 1), Link(False, 0)]
     assert sorted(links, reverse=True) == links
-    assert [str(link) for link in links] == ["DCN", "3 hops", "1 hop", "no link"]
+    assert [str(link) for link in links] == ["network", "3 hops", "1 hop", "no link"]
