@@ -42,8 +42,7 @@ class TensorLayout(keras.distribution.TensorLayout):
         self._axes: Axes = _standardize_axes(axes)
         self._device_mesh: DeviceMesh | None = None if device_mesh is None else as_device_mesh(device_mesh)
         self._has_mesh_of_map = False
-        if self._device_mesh is not None:
-            self._validate_axes()
+        self._validate_axes()
 
     @property
     def axes(self) -> Axes:
@@ -79,6 +78,8 @@ class TensorLayout(keras.distribution.TensorLayout):
         return jax.sharding.NamedSharding(self._device_mesh.backend_mesh, jax.sharding.PartitionSpec(*self._axes))
 
     def _validate_axes(self):  # overrides Keras's
+        if self._device_mesh is None:
+            return
         known = list(self._device_mesh.axis_names)
         unknown = [name for name in axis_names(self._axes) if name not in known]
         if unknown:

@@ -26,7 +26,8 @@ def mesh_html(devices: np.ndarray, axis_names: Sequence[str]) -> str:
     title, (head, *rows), groups = _title_and_table(devices, axis_names)
     numbers = sorted({number for row in groups for number in row if number is not None})
     colors = {number: f"hsla({360 * i // len(numbers)}, 60%, 60%, 0.35)" for i, number in enumerate(numbers)}
-    return render_html([(title, [Table(head, rows, colors=[list(map(colors.get, row)) for row in groups])])])
+    table = Table(head, rows, colors=[[None if number is None else colors[number] for number in row] for row in groups])
+    return render_html([(title, [table])])
 
 
 def _title_and_table(
