@@ -1,5 +1,6 @@
 """Compiles a step and reads its memory, traffic and costs from the compiled program."""
 
+import functools
 import re
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_
 from keras_dist.planning.hardware import Hardware
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, read_module
+from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 
@@ -52,7 +54,7 @@ class Traffic:
     crosses_network: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Compilation:
     """Memory in bytes, traffic and costs of a compiled step on one device; `model_flops` are of all devices together.
 
@@ -61,16 +63,16 @@ class Compilation:
     """
 
     argument_bytes: float
-    outputs: float
+    outputs: float = 0
     temporaries: float
-    program: float
-    traffic: tuple[Traffic, ...]
-    collectives: tuple[Collective, ...]
-    flops: float
+    program: float = 0
+    traffic: tuple[Traffic, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    flops: float = 0
     model_flops: float
-    memory_traffic: float
+    memory_traffic: float = 0
     roofline: Roofline
-    largest_values: tuple[LargeValue, ...]
+    largest_values: tuple[LargeValue, ...] = ()
     refusal: str | None
     notes: tuple[str, ...]
     seconds: float
@@ -144,16 +146,9 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
         total = float(number) * 2.0 ** (10 * " KMGT".index(unit))
     return Compilation(
         argument_bytes=held,
-        outputs=0,
         temporaries=max(0.0, total - held),
-        program=0,
-        traffic=(),
-        collectives=(),
-        flops=0,
         model_flops=model_flops or 0.0,
-        memory_traffic=0,
         roofline=Roofline.unknown(step.distribution.device_mesh.backend_mesh.devices.flat[0].platform),
-        largest_values=(),
         refusal=refusal,
         notes=("The compiler stopped when memory did not suffice, so collectives, FLOP and time are unknown.",),
         seconds=seconds,
@@ -174,20 +169,19 @@ def _notes(costs: Any, model_flops: float | None) -> tuple[str, ...]:
 
 
 def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Traffic, ...]:
+    @functools.cache
+    def crosses_network(groups: Groups) -> bool:
+        # Unknown groups count as one of all devices, as in roofline.
+        return any(np.ptp(networks[list(group)]) > 0 for group in groups or [range(len(networks))])
+
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(4))
-    crossing: dict[Any, bool] = {}
     for each in collectives:
         if each.group_size > 1:
-            if each.groups not in crossing:
-                groups = each.groups or [
-                    range(len(networks))
-                ]  # unknown groups count as one of all devices, as in roofline
-                crossing[each.groups] = any(np.ptp(networks[list(group)]) > 0 for group in groups)
             figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
-            sums[each.kind, each.axes, crossing[each.groups]] += figures
+            sums[each.kind, each.axes, crosses_network(each.groups)] += figures
     return _most_sent_first(
-        Traffic(*key[:2], **dict(zip(_TRAFFIC, map(float, figures), strict=True)), crosses_network=key[2])
-        for key, figures in sums.items()
+        Traffic(kind, axes, *figures.tolist(), crosses_network=crosses)
+        for (kind, axes, crosses), figures in sums.items()
     )
 
 
@@ -214,14 +208,12 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         first = before.get((each.kind, each.axes, each.crosses_network))
         sums = {name: extrapolate(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
         traffic.append(replace(each, **sums))
-    refusal = deep.refusal or shallow.refusal
-    return Compilation(
+    return replace(
+        deep,
         **figures,
         traffic=_most_sent_first(traffic),
-        collectives=deep.collectives,
         roofline=replace(deep.roofline, **seconds),
-        largest_values=deep.largest_values,
-        refusal=refusal,
+        refusal=deep.refusal or shallow.refusal,
         notes=(
             f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
             "exact.",

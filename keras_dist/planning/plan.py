@@ -2,8 +2,7 @@
 
 import dataclasses
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.compilation import Compilation, compile_step, extrapolated
+from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
 from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.hardware import Hardware, hardware
 from keras_dist.planning.report import Memory, Plan
@@ -79,21 +78,18 @@ def plan(
     with show_progress(progress) as report:
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
-                return _plan(_exact_fields(prepared), compile_step(prepared, _hardware(prepared), report), None)
-        state_bytes: dict[int, int] = {}
+                return _plan(_exact_fields(prepared), compile_step(prepared, _hardware(prepared), report), distribution)
+        exact: dict[int, dict[str, Any]] = {}
         compilations: dict[int, Compilation] = {}
-        fields: dict[str, Any] = {}
         for blocks in (depth, *compile_depths):
             report(f"Building {blocks} blocks")
             with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
-                state_bytes[blocks] = sum(bytes_on_a_device(spec) for part in prepared.state_specs() for spec in part)
-                if blocks == depth:
-                    fields = _exact_fields(prepared)
-                    continue
-                if len(state_bytes) == 3:
-                    _require_equal_blocks(state_bytes)
-                compilations[blocks] = compile_step(prepared, _hardware(prepared), report)
-        return _plan(fields, extrapolated(compilations, depth), depth)
+                exact[blocks] = _exact_fields(prepared)
+                if len(exact) == 3:
+                    _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
+                if blocks != depth:
+                    compilations[blocks] = compile_step(prepared, _hardware(prepared), report)
+        return _plan(exact[depth], extrapolated(compilations, depth), distribution, depth)
 
 
 def _device(step: Step) -> Any:
@@ -108,16 +104,13 @@ def _hardware(step: Step) -> Hardware | None:
 
 def _exact_fields(step: Step) -> dict[str, Any]:
     """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
-    chip, variables, names = _hardware(step), _variables(step), step.distribution.batch_dim_name
+    chip, variables = _hardware(step), _variables(step)
     state = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
     return {
         "model": step.model.name,
         "step": step.name,
         "target": _device(step).device_kind if chip is None else chip.name,
-        "mesh": step.distribution.device_mesh,
-        "distribution": repr(step.distribution),
         "batch": jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
-        "batch_axes": axis_tuple(names),
         "variables": variables,
         "memory": Memory(
             **state,
@@ -133,48 +126,44 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     variables = [variable for part in step.variables for variable in part]
     owners = optimizer_state_owners(step.model, variables)
     placed = []
-    for variable in variables:
-        layout, shape = step.layouts[id(variable)], tuple(variable.shape)
-        dtype = internals.stored_dtype(variable)
-        sharding = internals.as_sharding(layout)
-        rule = step.distribution.rule(owners.get(id(variable), variable).path)
-        axes = layout.axes if isinstance(layout, TensorLayout) else tuple(sharding.spec)
-        shard_shape = tuple(sharding.shard_shape(shape))
+    for variable, spec in zip(variables, jax.tree.leaves(step.state_specs()), strict=True):
+        layout, rule = step.layouts[id(variable)], step.distribution.rule(owners.get(id(variable), variable).path)
         placed.append(
             PlacedVariable(
                 path=variable.path,
                 part="weights" if id(variable) in weights else "optimizer" if id(variable) in optimizer else "other",
-                shape=shape,
-                dtype=dtype,
+                shape=spec.shape,
+                dtype=str(spec.dtype),
                 rule=None if rule is None or layout != rule.layout else rule.pattern,
-                axes=tuple(axes),
-                shard_shape=shard_shape,
-                bytes=math.prod(shard_shape) * jax.numpy.dtype(dtype).itemsize,
+                axes=tuple(layout.axes if isinstance(layout, TensorLayout) else spec.sharding.spec),
+                shard_shape=spec.sharding.shard_shape(spec.shape),
+                bytes=bytes_on_a_device(spec),
             )
         )
     return tuple(placed)
 
 
-def _plan(fields: Mapping[str, Any], compiled: Compilation, depth: int | None) -> Plan:
-    memory: Memory = fields["memory"]
+def _plan(fields: dict[str, Any], compiled: Compilation, distribution: Distribution, depth: int | None = None) -> Plan:
+    held: Memory = fields.pop("memory")
     memory = dataclasses.replace(
-        memory,
-        padding=max(0, round(compiled.argument_bytes) - memory.total),
+        held,
+        padding=max(0, round(compiled.argument_bytes) - held.total),
         outputs=round(compiled.outputs),
         temporaries=round(compiled.temporaries),
         program=round(compiled.program),
     )
     fits = False if compiled.refusal else None if memory.capacity is None else memory.total <= memory.capacity
-    mesh, roofline = fields["mesh"], compiled.roofline
-    utilization = None
+    mesh, roofline, utilization = distribution.device_mesh, compiled.roofline, None
     if roofline.seconds and compiled.flops and roofline.compute_seconds is not None:
         required = compiled.model_flops / mesh.devices.size / compiled.flops
         utilization = required * roofline.compute_seconds / roofline.seconds
-    notes = (
-        (f"The compiler reports: {compiled.refusal}",) if compiled.refusal else _notes_on_idle_axes(fields, compiled)
-    )
+    notes = _notes_on_idle_axes(distribution, fields["variables"], compiled.traffic)
+    if compiled.refusal:
+        notes = (f"The compiler reports: {compiled.refusal}",)
     return Plan(
-        **{name: value for name, value in fields.items() if name not in ("memory", "batch_axes")},
+        **fields,
+        mesh=mesh,
+        distribution=repr(distribution),
         memory=memory,
         fits=fits,
         traffic=compiled.traffic,
@@ -191,14 +180,16 @@ def _plan(fields: Mapping[str, Any], compiled: Compilation, depth: int | None) -
     )
 
 
-def _notes_on_idle_axes(fields: Mapping[str, Any], compiled: Compilation) -> tuple[str, ...]:
+def _notes_on_idle_axes(
+    distribution: Distribution, variables: Iterable[PlacedVariable], traffic: Iterable[Traffic]
+) -> tuple[str, ...]:
     """Notes on mesh axes over which neither variables nor the batch are sharded, and no collective runs."""
-    used = {axis for variable in fields["variables"] for axis in axis_names(variable.axes)}
-    used |= {axis for each in compiled.traffic for axis in each.axes or ()} | set(fields["batch_axes"])
+    used = {axis for variable in variables for axis in axis_names(variable.axes)}
+    used |= {axis for each in traffic for axis in each.axes or ()} | set(axis_tuple(distribution.batch_dim_name))
     return tuple(
         f"Mesh axis '{axis}' (size {size}) is unused: its {size} devices hold the same values and repeat the same "
         "work. Shard weights over it with layout map rules, or add it to the batch axes."
-        for axis, size in fields["mesh"].axis_sizes.items()
+        for axis, size in distribution.device_mesh.axis_sizes.items()
         if size > 1 and axis not in used
     )
 

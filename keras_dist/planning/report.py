@@ -145,9 +145,8 @@ class Plan(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        mesh = fields.pop("mesh")
-        data = {name: to_plain_data(value) for name, value in fields.items()}
+        data = to_plain_data(self)
+        mesh = data.pop("mesh")
         data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
         data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
         derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
