@@ -103,7 +103,7 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
 _GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
     **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
-    "sort": lambda params, _: [params["dimension"]],
+    **dict.fromkeys(("concatenate", "sort"), lambda params, _: [params["dimension"]]),
     "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
 }
 
@@ -126,12 +126,13 @@ class _Equation:
         name = self.equation.primitive.name
         if hasattr(self, f"visit_{name}"):
             return getattr(self, f"visit_{name}")()
-        if name in _GATHERED_DIMS:
-            return self._tensors(self._elementwise(_GATHERED_DIMS[name](self.params, len(self.shapes[0]))))
         inner = next((self.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in self.params), None)
         if inner is not None:
             return _read_jaxpr(self.graph, getattr(inner, "jaxpr", inner), self.inputs, self.repeats)
-        return self._tensors(self._elementwise() if self._is_elementwise() else self._gather_all())
+        rank = max(map(len, self.shapes), default=0)
+        if name in _GATHERED_DIMS:
+            return self._tensors(self._elementwise(_GATHERED_DIMS[name](self.params, rank)))
+        return self._tensors(self._elementwise(() if self._is_elementwise() else range(rank)))
 
     def _tensors(self, outputs: Sequence[Dims]) -> list[_Tensor]:
         has_gradient = any(tensor.has_gradient for tensor in self.inputs)
@@ -177,12 +178,6 @@ class _Equation:
             outputs.append(output)
         return outputs
 
-    def _gather_all(self) -> list[Dims]:
-        for number, dims in enumerate(self.dims):
-            for node in dims:
-                self._gather(node, number)
-        return [self.graph.new_dims(shape) for shape in self.out_shapes]
-
     def visit_reduce_window(self) -> list[_Tensor]:
         window = [dim for dim, size in enumerate(self.params["window_dimensions"]) if size > 1]
         outputs = self._elementwise(gathered=window)
@@ -192,10 +187,10 @@ class _Equation:
 
     visit_reduce_window_max = visit_reduce_window_min = visit_reduce_window_sum = visit_reduce_window
 
-    def _unchanged(self) -> list[_Tensor]:
+    def visit_rev(self) -> list[_Tensor]:
         return self.inputs
 
-    visit_convert_element_type = visit_rev = _unchanged
+    visit_convert_element_type = visit_rev
 
     def visit_name(self) -> list[_Tensor]:
         origin = self.inputs[0].origin or self.equation.invars[0]
@@ -205,10 +200,6 @@ class _Equation:
     def visit_transpose(self) -> list[_Tensor]:
         dims = tuple(self.dims[0][dim] for dim in self.params["permutation"])
         return [self.inputs[0]._replace(dims=dims)]
-
-    def visit_squeeze(self) -> list[_Tensor]:
-        squeezed = self.params["dimensions"]
-        return self._tensors([tuple(node for dim, node in enumerate(self.dims[0]) if dim not in squeezed)])
 
     def visit_broadcast_in_dim(self) -> list[_Tensor]:
         output = list(self.graph.new_dims(self.out_shapes[0]))
@@ -235,18 +226,12 @@ class _Equation:
                 self._gather(node)
         return [self.inputs[0]._replace(dims=tuple(output))]
 
+    visit_squeeze = visit_reshape
+
     def visit_slice(self) -> list[_Tensor]:
         """A dim that keeps its size keeps its node; the others are gathered."""
-        outputs = []
-        for shape in self.out_shapes:
-            output = list(self.graph.new_dims(shape))
-            for dim, node in enumerate(self.dims[0]):
-                if self.shapes[0][dim] == shape[dim]:
-                    output[dim] = node
-                else:
-                    self._gather(node)
-            outputs.append(tuple(output))
-        return self._tensors(outputs)
+        changed = [dim for dim, size in enumerate(self.shapes[0]) if size != self.out_shapes[0][dim]]
+        return self._tensors(self._elementwise(changed))
 
     visit_dynamic_slice = visit_pad = visit_split = visit_top_k = visit_slice
 
@@ -255,16 +240,6 @@ class _Equation:
             if self.shapes[0][dim] == self.shapes[1][dim]:
                 self.graph.unite(node, updated)
         return self._tensors([self.dims[0]])
-
-    def visit_concatenate(self) -> list[_Tensor]:
-        output = self.graph.new_dims(self.out_shapes[0])
-        for number, dims in enumerate(self.dims):
-            for dim, node in enumerate(dims):
-                if dim == self.params["dimension"]:
-                    self._gather(node, number)
-                else:
-                    self.graph.unite(node, output[dim])
-        return self._tensors([output])
 
     def visit_stack(self) -> list[_Tensor]:
         output, axis = self.graph.new_dims(self.out_shapes[0]), self.params["axis"]
