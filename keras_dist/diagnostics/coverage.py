@@ -1,5 +1,6 @@
 """`Coverage`: which rule shards which variable of a model, and the memory per device. Data, and how it prints."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -122,23 +123,13 @@ class Coverage(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the coverage as numbers, strings, lists and dicts, which JSON can encode."""
-        names = ("bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies")
-        return {
-            "model": self.model,
-            "mesh": self.mesh.axis_sizes,
-            "devices": self.mesh.devices.size,
-            "distribution": self.distribution,
-            **{name: getattr(self, name) for name in names},
-            "idle_axes": list(self.idle_axes),
-            "notes": list(self.notes),
-            "findings": to_plain_data(self.findings),
-            "rules": {rule.pattern: to_plain_data(rule.layout.axes) for rule in self.rules},
-            "first_match_wins": self.first_match_wins,
-            "unused": to_plain_data(self.unused),
-            "variables": to_plain_data(self.variables),
-            "layers": list(self.layers),
-            "device_bytes": dict(self.device_bytes),
+        figures = {
+            name: getattr(self, name) for name in ("bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies")
         }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mesh = {"mesh": self.mesh.axis_sizes, "devices": self.mesh.devices.size}
+        rules = {rule.pattern: rule.layout.axes for rule in self.rules}
+        return to_plain_data(figures | fields | mesh | {"rules": rules})
 
     def __repr__(self) -> str:
         return f"<Coverage of {self.model!r}: {len(self.variables)} variables, {len(self.findings)} findings>"

@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -115,16 +114,17 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
     weights = {id(variable) for variable in model.weights}
     optimizer = getattr(model, "optimizer", None)
     optimizer_state = {id(variable) for variable in getattr(optimizer, "variables", ())}
-    shard_shapes, bytes_on, rows = _ShardShapes(distribution.device_mesh), Counter(), []
+    bytes_on, rows = Counter(), []
     for variable in variables:
-        key, shape, itemsize = id(variable), tuple(variable.shape), _itemsize(internals.stored_dtype(variable))
+        key, shape, dtype = id(variable), tuple(variable.shape), internals.stored_dtype(variable)
         layout, rule, why = decisions[key]
-        axes, shard_shape, devices = shard_shapes.of(layout, shape)
+        itemsize = jax.numpy.dtype(dtype).itemsize
+        axes, shard_shape, devices = _place(layout, shape, distribution.device_mesh)
         row = CoveredVariable(
             path=variable.path,
             part="weights" if key in weights else "optimizer" if key in optimizer_state else "other",
             shape=shape,
-            dtype=internals.stored_dtype(variable),
+            dtype=dtype,
             trainable=variable.trainable,
             whole_bytes=math.prod(shape) * itemsize,
             rule=rule,
@@ -156,11 +156,6 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         notes=_notes(model, optimizer),
     )
     return dataclasses.replace(coverage, findings=find_mistakes(coverage))
-
-
-@lru_cache
-def _itemsize(dtype: str) -> int:
-    return jax.numpy.dtype(dtype).itemsize
 
 
 def _notes(model: keras.Layer, optimizer: Any) -> tuple[str, ...]:
@@ -196,10 +191,7 @@ def _update_decision(weight: keras.Variable, decision: _Decision, distribution: 
     if layout != decision.layout:
         return _Decision(layout, decision.rule, f"same as {weight.path!r}, further sharded by {kind}")
     if isinstance(distribution, DataParallel) and distribution._shard_optimizer_state:
-        batch_axes = distribution._placer.batch_axes
-        return decision._replace(
-            why=_why_replicated(weight, layout, distribution, batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold")
-        )
+        return decision._replace(why=_why_not_sharded(weight, layout, distribution))
     return decision
 
 
@@ -232,58 +224,43 @@ def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision
     if any(layout.axes):
         return _Decision(layout, None, f"sharded by {kind}")
     if isinstance(distribution, FullyShardedDataParallel):
-        shard_axes, threshold = distribution._shard_axes, distribution._min_shard_bytes
-        return _Decision(layout, None, _why_replicated(variable, layout, distribution, shard_axes, threshold))
+        return _Decision(layout, None, _why_not_sharded(variable, layout, distribution))
     has_rules = bool(getattr(distribution, "_layout_map", None))
     return _Decision(layout, None, "no rule matches" if has_rules else f"replicated by {kind}")
 
 
-def _why_replicated(
-    variable: keras.Variable,
-    layout: Any,
-    distribution: Distribution,
-    shard_axes: Iterable[str],
-    threshold: int,
-    threshold_name: str = "min_shard_bytes",
-) -> str:
-    """Returns why a distribution that shards large variables leaves one as it is."""
+def _why_not_sharded(variable: keras.Variable, layout: Any, distribution: Distribution) -> str:
+    """Returns why FSDP, or ZeRO-1 for the state of a variable, shards no dim beyond those of a layout."""
+    if isinstance(distribution, FullyShardedDataParallel):
+        shard_axes, threshold, name = distribution._shard_axes, distribution._min_shard_bytes, "min_shard_bytes"
+    else:
+        shard_axes, threshold, name = distribution._placer.batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold"
     sizes = distribution.device_mesh.axis_sizes
     shards = math.prod(sizes[name] for name in axis_names(layout.axes))
-    size = math.prod(variable.shape) * _itemsize(internals.stored_dtype(variable)) // shards
-    if size <= threshold:
-        return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
+    itemsize = jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
+    if math.prod(variable.shape) * itemsize // shards <= threshold:
+        return f"replicated: at most {bytes_text(threshold)} ({name})"
     return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in shard_axes)}"
 
 
-class _Placed(NamedTuple):
-    axes: Axes
-    shard_shape: tuple[int, ...]
-    devices: frozenset | None  # None: all devices of the mesh
+def _place(
+    layout: Any, shape: tuple[int, ...], mesh: DeviceMesh
+) -> tuple[Axes, tuple[int, ...], frozenset[jax.Device] | None]:
+    """Returns the axes, the shard shape and the devices of a tensor: None for all devices of `mesh`.
 
-
-class _ShardShapes:
-    """Computes shard shapes, once for all tensors with the same shape and layout; `mesh` is for layouts without one."""
-
-    def __init__(self, mesh: DeviceMesh):
-        self._mesh = mesh
-        self._placed: dict[Any, _Placed] = {}
-
-    def of(self, layout: Any, shape: tuple[int, ...]) -> _Placed:
-        """Returns axes, shard shape and devices of a tensor; without a layout it counts as replicated."""
-        if isinstance(layout, jax.sharding.NamedSharding) and isinstance(layout.mesh, jax.sharding.Mesh):
-            layout = TensorLayout(tuple(layout.spec), layout.mesh)
-        if not isinstance(layout, keras.distribution.TensorLayout):
-            return _Placed((None,) * len(shape), shape, None if layout is None else frozenset(layout.device_set))
-        mesh = layout.device_mesh
-        mesh = self._mesh if mesh is None or mesh is self._mesh or self._mesh == mesh else as_device_mesh(mesh)
-        key = layout.axes, shape, id(mesh)
-        if key not in self._placed:
-            axes = (*layout.axes, *[None] * (len(shape) - len(layout.axes)))
-            counts = [math.prod(mesh.axis_sizes[name] for name in axis_tuple(entry)) for entry in axes]
-            shard_shape = tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
-            devices = None if mesh is self._mesh else frozenset(mesh.backend_mesh.devices.flat)
-            self._placed[key] = _Placed(axes, shard_shape, devices)
-        return self._placed[key]
+    A tensor without a layout counts as replicated, a layout without a mesh is on `mesh`.
+    """
+    if isinstance(layout, jax.sharding.NamedSharding) and isinstance(layout.mesh, jax.sharding.Mesh):
+        layout = TensorLayout(tuple(layout.spec), layout.mesh)
+    if not isinstance(layout, keras.distribution.TensorLayout):
+        return (None,) * len(shape), shape, None if layout is None else frozenset(layout.device_set)
+    devices = None
+    if layout.device_mesh is not None and mesh != layout.device_mesh:
+        mesh = as_device_mesh(layout.device_mesh)
+        devices = frozenset(mesh.backend_mesh.devices.flat)
+    axes = (*layout.axes, *[None] * (len(shape) - len(layout.axes)))
+    counts = [math.prod(mesh.axis_sizes[name] for name in axis_tuple(entry)) for entry in axes]
+    return axes, tuple(-(-size // count) for size, count in zip(shape, counts, strict=True)), devices
 
 
 def _unused_rules(

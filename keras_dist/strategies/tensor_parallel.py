@@ -187,7 +187,8 @@ def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
     for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
-        weights.append(_Weight(v.path, tuple(v.shape), _bytes(v), dims, is_operand, is_head))
+        size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head))
     inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
     batch = graph.find(inputs[0])[0] if inputs else None
     batch_axes = tuple(name for name in mesh.axis_names if name != axis)
@@ -212,10 +213,6 @@ def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
         if not conflicts.get(node, set()) & chosen:
             chosen.add(node)
     return chosen
-
-
-def _bytes(variable: keras.Variable) -> int:
-    return math.prod(variable.shape) * jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
 
 
 def _warn_of_large_replicas(solution: _Solution, rules: Mapping[str, Axes]) -> None:
