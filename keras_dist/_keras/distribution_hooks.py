@@ -67,14 +67,6 @@ class DistributionHooks(Protocol):
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         ...
 
-    def optimizer_state_layout(self, variable: keras.Variable) -> Any:
-        """Returns the layout of the optimizer state of a variable."""
-        ...
-
-    def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
-        """Raises ValueError where variables that a step uses are not placed as this distribution places them."""
-        ...
-
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""
         ...

@@ -25,6 +25,7 @@ from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.variables.redistribute import place_new_seed_generators
+from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
 
 
 @INSTALLED.patch(
@@ -92,11 +93,12 @@ def _check_layout_map(distribution: DistributionHooks, model: keras.Model) -> No
 )
 def _add_variable_from_reference(original, distribution, self, reference_variable, name=None, initializer="zeros"):
     if isinstance(reference_variable, keras.Variable):
+        layout = layout_under(reference_variable, distribution)
         reference_variable = types.SimpleNamespace(
             path=reference_variable.path,
             shape=reference_variable.shape,
             dtype=reference_variable.dtype,
-            _layout=distribution.optimizer_state_layout(reference_variable),
+            _layout=optimizer_state_layout(reference_variable, layout, distribution),
         )
     return original(self, reference_variable, name, initializer)
 
@@ -127,7 +129,8 @@ def _patch_make_function(step: str) -> None:
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in internals.seed_generator_states(self)}
-            distribution.check_placement(self, [variable for variable in variables if id(variable) not in seeds])
+            placed = [variable for variable in variables if id(variable) not in seeds]
+            check_placement(self, placed, distribution)
             place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)

@@ -1,8 +1,8 @@
 """`Distribution`, the base class of all distributions."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -22,14 +22,7 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_err
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.resharding import to_compute_layout
-from keras_dist.variables.variable_layouts import (
-    VariableSpec,
-    check_placement,
-    describe_variable,
-    is_on_mesh,
-    layout_under,
-    optimizer_state_layout,
-)
+from keras_dist.variables.variable_layouts import VariableSpec, describe_variable, is_on_mesh, layout_under
 
 BatchDimName = str | Sequence[str] | None
 
@@ -174,11 +167,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """
         return None
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> AbstractContextManager[None]:
         """Makes this distribution the active one in this thread for a block of code."""
-        with installed_in_this_thread(self):
-            yield
+        return installed_in_this_thread(self)
 
     def distribute_batch(self, batch: Any) -> Any:
         """Places a host batch on the mesh, as `fit` does, for custom training loops.
@@ -221,10 +212,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """
         return None
 
-    # `DistributionHooks`, which patches call.
+    # Methods of `DistributionHooks`, which has their docstrings.
 
     def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
-        """Returns the outputs of a layer, constrained to a layout."""
         path = internals.current_path()
         inputs = self.get_tensor_layout(f"{path}/input") if path else None
         return distribute_tensors(
@@ -232,14 +222,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         )
 
     def distribute_inputs(self, path: str, inputs: Any) -> Any:
-        """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
         layout = self.get_tensor_layout(path)
         if not layout or not jax.tree.leaves(inputs):
             return inputs
         return distribute_tensors(inputs, layout, self._placer.batch_axes, role="input")
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        """Returns the traced value of a variable in the layout in which layers compute with it."""
         spec = VariableSpec.of(variable)
         stored = layout_under(variable, self)
         if stored != self.get_variable_layout(spec):
@@ -248,15 +236,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return to_compute_layout(value, stored, used, update, self._placer.batch_axes)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
-        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         return False
 
-    def optimizer_state_layout(self, variable: keras.Variable) -> Any:
-        """Returns the layout of the optimizer state of a variable."""
-        return optimizer_state_layout(variable, layout_under(variable, self), self)
-
     def distribute_call(self, model: keras.Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns the arguments of an eager `model(...)` with its arrays sharded like a batch."""
         weights = model.weights if model.built else []
         if not weights or not is_on_mesh(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
             return args, kwargs
@@ -276,11 +258,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         steps_per_epoch: int | None,
         position_of: Callable[[Iterator], Any] | None,
     ) -> InputPipeline:
-        """Returns an `InputPipeline` of global batches, made from this process's host batches."""
         return InputPipeline(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, position_of)
 
     def place_single_batch(self, batch: Any) -> tuple[Any, list[LocalRows | None]]:
-        """Returns what `distribute_batch` does, and which rows of the global batch this process passed."""
         if not self.is_multi_process:
             return self._placer.place(batch), [None]
         is_global_batch = self.auto_shard_dataset
@@ -297,14 +277,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return assemble(self._placer.place_local(batch, rows)), [local_rows(rows)]
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:
-        """Returns the rows of a prediction that this process passed, as arrays that it can read."""
         outputs = self._placer.replicate(outputs)
         if not rows or None in rows:
             return outputs
         return select_local_rows(jax.tree.map(np.asarray, outputs), rows)
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
-        """Raises ValueError where processes are about to run a step of different models."""
         if self.is_multi_process:
             settings = ("jit_compile", "run_eagerly", "steps_per_execution")
             facts = {name: getattr(model, name) for name in settings} | {
@@ -314,12 +292,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             }
             require_same_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
 
-    def check_placement(self, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
-        """Raises ValueError where variables that a step uses are not placed as this distribution places them."""
-        check_placement(model, variables, self)
-
     def layout_rules(self) -> list[tuple[str, tuple]] | None:
-        """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
         return None
 
 

@@ -94,7 +94,6 @@ class FullyShardedDataParallel(ModelParallel):
         return self._layout_by_rule(variable)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
-        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         if not self.reshard_after_forward:
             return False
         specs = map(VariableSpec.of, internals.direct_variables(layer))
