@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", required=True, help="global number of rows, or a function that returns a batch")
     plan.add_argument(
         "--layout",
-        help="function of the mesh that returns a distribution, or a LayoutMap if the batch is sharded over the first "
-        "axis (default: weights are replicated and the batch is sharded over the first axis)",
+        help="function that takes the mesh and returns a distribution, or a LayoutMap (the batch is then sharded over "
+        "the first axis). Default: weights are replicated, and the batch is sharded over the first axis",
     )
     plan.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
     plan.add_argument(

@@ -80,9 +80,9 @@ class Patch:
         if found != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(
-                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. The patch is "
-                f"for this: {self.reason}. Install a Keras version that keras_dist's pyproject.toml allows, or a newer "
-                "keras_dist."
+                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. Without "
+                f"keras_dist's patch: {self.reason}. Install a Keras version that keras_dist's pyproject.toml "
+                "allows, or a newer keras_dist."
             )
 
 

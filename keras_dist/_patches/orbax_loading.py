@@ -15,7 +15,9 @@ def _load_weights(original, distribution, model, filepath, skip_mismatch=False, 
     if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
         return original(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
     if kwargs:
-        raise ValueError(f"load_weights takes no {', '.join(map(repr, kwargs))} for an Orbax checkpoint: {path}.")
+        raise ValueError(
+            f"load_weights takes no {', '.join(map(repr, kwargs))} for an Orbax checkpoint: {path}. Leave it out."
+        )
     return restore.restore(model, _step(path), skip_mismatch)
 
 

@@ -25,7 +25,7 @@ def orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            "Orbax is not installed, and checkpoints need it: pip install 'keras-dist[checkpoint]'"
+            'Orbax is not installed, and checkpoints need it. Run: pip install "keras-dist[checkpoint]".'
         ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -99,8 +99,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         """Restores the newest complete checkpoint, if there is one."""
         if active_distribution() is None:
             raise ValueError(
-                "TrainingCheckpoint needs a distribution of keras_dist, but none is installed in this thread. Call "
-                "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, on one device too."
+                "TrainingCheckpoint needs a distribution of keras_dist, but none is active in this thread. Call "
+                "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, even with one "
+                "device."
             )
         model: Any = self.model
         self._close()  # the checkpointer of a fit that ended with an exception
@@ -230,8 +231,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             before = file.name.removesuffix(".json").rpartition("-")[2]
             warnings.warn(
                 f"{self.directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
-                "Grain iterators cannot be restored. The batches of the epoch that are done are read again and "
-                "dropped, and rows may come in another order.",
+                "Grain iterators cannot be restored. The finished batches of this epoch are read again and dropped, "
+                f"and rows may come in another order. To restore the states, start {before} processes.",
                 stacklevel=2,
             )
         return progress

@@ -72,7 +72,7 @@ def explain(model_or_builder: Any, distribution: Distribution | None = None) -> 
         distribution = internals.current_distribution()
         if distribution is None:
             raise ValueError(
-                "explain needs a distribution, and none is installed. Pass one, or call "
+                "explain needs a distribution, and none is active. Pass one, or call "
                 "keras_dist.set_distribution(...) first."
             )
     if not isinstance(distribution, Distribution):

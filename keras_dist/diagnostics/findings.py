@@ -223,9 +223,9 @@ def _idle_axes(coverage: Coverage) -> Iterator[Finding]:
         empty = "" if coverage.rules or kind == "DataParallel" else "The layout map is empty: "
         yield Finding(
             "idle axis",
-            f"{empty}{'m' if empty else 'M'}esh axis {axis!r} (size {size}) shards nothing, so {size} devices each do "
-            f"the same work. Shard weights over it with layout map rules ({_DERIVE_RULES} derives them), or give its "
-            "devices to the batch axis.",
+            f"{empty}{'m' if empty else 'M'}esh axis {axis!r} (size {size}) shards nothing, so the {size} devices "
+            f"along it do the same work. Shard weights over it with layout map rules ({_DERIVE_RULES} derives them), "
+            "or give its devices to the batch axis.",
             0,
             (),
             None,

@@ -33,7 +33,10 @@ def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
     )
     if strict:
         raise ValueError(text)
-    text += " strict=True makes this an error; to silence it, ignore keras_dist.LayoutMapWarning."
+    text += (
+        " To make this an error, pass strict=True to the distribution. To silence it, call "
+        "warnings.simplefilter('ignore', keras_dist.LayoutMapWarning)."
+    )
     warnings.warn(text, LayoutMapWarning, stacklevel=_frames_to_user_code())
 
 

@@ -56,7 +56,7 @@ class TensorPicture:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("figure() needs matplotlib. Run: pip install keras-dist[plot]") from error
+            raise ImportError('figure() needs matplotlib. Run: pip install "keras-dist[plot]".') from error
         rows, columns = self._rows_and_columns()
         colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
         figure = Figure(figsize=(8, 6), layout="constrained")
@@ -175,7 +175,7 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
     if given is None:
         raise ValueError(
             f"Variable {getattr(tensor, 'path', tensor)!r} has no value and no layout. Create it while a distribution "
-            "is installed, or pass a shape and a layout."
+            "is active, or pass a shape and a layout."
         )
     return shape, internals.as_sharding(given)
 

@@ -111,7 +111,7 @@ def parse_dcn(dcn: Any, axes: Mapping[str, int]) -> list[str] | dict[str, int]:
             requested = _parse(entries, None if _have_names(entries) else list(axes))
         unknown = [name for name in requested if not isinstance(name, str) or name not in axes]
         if unknown:
-            raise ValueError(f"the mesh has no axis {_repr(unknown[0])}. Use some of {list(axes)}.")
+            raise ValueError(f"the mesh has no axis {_repr(unknown[0])}. Use its axes {list(axes)}.")
         if len(set(requested)) != len(requested):
             raise ValueError("an axis is named twice. Name each axis once.")
     return requested

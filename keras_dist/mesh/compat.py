@@ -275,7 +275,7 @@ def calculate_host_mesh_shape(
             "to use those of this program."
         )
     axes = parse_axes(global_mesh_shape, default_names(global_mesh_shape))
-    axes = solve_axes(axes, per_process * processes, f"on {processes} processes of {per_process}")
+    axes = solve_axes(axes, per_process * processes, f"available on {processes} processes of {per_process} devices")
     degrees = spread_axes(axes, processes, group_name="processes")
     return tuple(size // degrees[name] for name, size in axes.items())
 

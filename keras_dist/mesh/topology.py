@@ -185,7 +185,7 @@ def _arrange(
         if dcn is not None:
             raise ValueError(
                 f"dcn={dcn!r} needs {group_name} of equal size, but they have {list(map(len, groups))} devices. Pass "
-                f"equally many devices of each, or omit dcn."
+                f"the same number of devices of each, or omit dcn."
             )
         return as_device_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
     degrees = spread_axes(axes, len(groups), dcn, group_name)

@@ -136,7 +136,7 @@ class _BoundedLibrary:
                     raise ConnectionError(
                         f"Process {process} could not connect to process 0 at {address!r} within {self._timeout:g} "
                         f"seconds: {error}. Check that process 0 runs on that host and has not failed, and that no "
-                        "firewall blocks the port; if process 0 starts later, raise initialize(timeout=...)."
+                        "firewall blocks the port; if process 0 starts later, increase initialize(timeout=...)."
                     ) from None
             time.sleep(_RETRY_INTERVAL)
 
@@ -155,8 +155,8 @@ class _BoundedLibrary:
             count = "" if self._processes is None else f"{self._processes} "
             return (
                 f"Process {process} waited {self._timeout:g} seconds at {address}, but not all {count}processes joined."
-                " Check that num_processes is the number of processes started, that each has its own process_id, and "
-                "the output of the missing ones; if they only start later, raise initialize(timeout=...)."
+                " Check the output of the missing processes, that num_processes is the number of processes started, "
+                "and that each has its own process_id; if they only start later, increase initialize(timeout=...)."
             )
         return f"Process {process} could not join the others at {address}. JAX reports: {reason}"
 
@@ -198,5 +198,5 @@ def _require_free_port(bind_address: str) -> None:
     except OSError as error:
         raise ValueError(
             f"Process 0 cannot listen at port {port}: {error}. Another program, or an earlier run of this one, may "
-            "use it: end that, or choose another port in job_addresses."
+            "use it: end that program, or choose another port in job_addresses."
         ) from None

@@ -93,6 +93,7 @@ def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:
         if "must be defined" not in str(error) and "should be defined" not in str(error):
             raise
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        given = given.replace("coordinator_address=", "job_addresses=")  # JAX's name for it
         raise ValueError(
             f"initialize() found no cluster (Slurm, Open MPI, Kubernetes or Cloud TPU), and {given}. Pass "
             "job_addresses, num_processes and process_id, set the KERAS_DISTRIBUTION_* variables, or start the program "

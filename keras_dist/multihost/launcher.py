@@ -75,7 +75,7 @@ def launch(
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
-            raise ValueError(f"{name}={number} is less than 1.")
+            raise ValueError(f"{name}={number} is less than 1. Pass at least 1.")
     show = show or print_first_process
     common = dict(os.environ if environment is None else environment) | _joint_environment(processes)
     if devices_per_process is not None:

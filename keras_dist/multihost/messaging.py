@@ -96,7 +96,10 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
 def _client() -> Any:
     client = coordination.client()
     if client is None:
-        raise ConnectionError("This process has left the other processes.")
+        raise ConnectionError(
+            "This process has left the other processes: jax.distributed.shutdown() was called, or the program is "
+            "ending. Remove that call, and make all Keras calls before the program ends."
+        )
     return client
 
 
@@ -115,7 +118,7 @@ def _wait_for(key: str, topic: str, source: str, is_cancelled: Callable[[], bool
                 raise
         raise_known_failure()
         if is_cancelled():
-            raise ProcessFailure(f"The exchange of {topic!r} was cancelled.")
+            raise ProcessFailure(f"The exchange of {topic!r} was cancelled, because its result is no longer needed.")
         ended = ended_processes()
         if ended:
             message = _look_up(key)  # may have been sent just before the process ended
@@ -141,7 +144,7 @@ def _timeout_message(key: str, topic: str, source: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{stem}/from/")}) if stem else []
     return (
         f"Process {process_index()} waited {_timeout:g} seconds at {topic!r} for {describe(missing) or source}. Check "
-        "what that process is doing; if it only needs longer, raise initialize(timeout=...)."
+        "what that process is doing; if it only needs longer, increase initialize(timeout=...)."
     )
 
 

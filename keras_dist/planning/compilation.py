@@ -27,7 +27,8 @@ _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 _TRITON_NOTE = (
     "Compiled without Triton matrix multiplications (xla_gpu_enable_triton_gemm=False) because XLA, without a GPU to "
-    "measure on, found no tile sizes for one of them. With the GPUs, memory traffic and temporaries may be lower."
+    "measure on, found no tile sizes for one of them. On a machine with the GPUs, memory traffic and "
+    "temporaries may be lower."
 )
 
 
@@ -129,7 +130,7 @@ def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error).splitlines()[0]
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise RuntimeError(f"The compiler failed with an error of its own: {refusal[:400]}") from error
+            raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
     try:
         return lowered.compile(compiler_options={**options, **_COMPILE_WITHOUT_FITTING}), refusal, notes
     except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50

@@ -184,7 +184,10 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
         )
     x, y, z = [*shape, 1, 1][:3]
     if generation.is_2d and z > 1:
-        raise ValueError(f"Slices of {entry.name} have two sides, but target {name!r} has three.")
+        raise ValueError(
+            f"Slices of {entry.name} have two sides, but target {name!r} has three. Write, for example, "
+            f"'{entry.name}:4x4'."
+        )
     largest, side = generation.largest_slice, generation.longest_side
     if math.prod(shape) > largest or (generation.is_2d and max(x, y) > side):
         limit = f"{side}x{side}" if generation.is_2d else f"{largest}"
@@ -293,8 +296,8 @@ def require_one_target(mesh: DeviceMesh) -> None:
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1 or len({getattr(device, "client", None) for device in devices}) > 1:
         raise ValueError(
-            f"Cannot compile for {mesh}: its devices ({', '.join(kinds)}) belong to several targets. Make the mesh of "
-            "one keras_dist.target."
+            f"Cannot compile for {mesh}: its devices ({', '.join(kinds)}) belong to several targets. Create the mesh "
+            "with the devices of one keras_dist.target(...)."
         )
     if devices[0].platform == "tpu" and len(set(map(slice_of, devices))) > 1:
         _require_regular_slices(mesh)

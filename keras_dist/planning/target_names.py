@@ -48,7 +48,7 @@ def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
         raise ValueError(f"Cannot read the name of target {name!r}. {advice}")
     chip, shape = match[1], tuple(map(int, match[2].split("x")))
     if chip not in hardware:
-        known = f"Use one of {', '.join(hardware)}, or keras_dist.hardware.register(...) yours."
+        known = f"Use one of {', '.join(hardware)}, or add yours with keras_dist.hardware.register(...)."
         raise ValueError(f"Unknown hardware {chip!r} in target {name!r}. {_suggestion(name) or known}")
     entry = hardware[chip]
     return entry, _slice_shape(name, entry, shape[0]) if entry.platform == "tpu" and len(shape) == 1 else shape

@@ -101,10 +101,10 @@ def check_placement(model: keras.Model, variables: Iterable[keras.Variable], dis
     if problems:
         variable, problem = problems[0]
         raise ValueError(
-            f"{model.name!r} was not built under {distribution}, or that has changed since: {len(problems)} of "
-            f"{len(variables)} variables are placed differently. The first, '{variable.path}', {problem}. Call "
-            "keras_dist.redistribute(model) to move the model, or set the distribution before you create the model and "
-            "its optimizer."
+            f"{model.name!r} was not built under {distribution}, or the distribution has changed since: "
+            f"{len(problems)} of {len(variables)} variables are placed differently. The first, '{variable.path}', "
+            f"{problem}. Call keras_dist.redistribute(model) to move the model, or set the distribution before you "
+            "create the model and its optimizer."
         )
 
 

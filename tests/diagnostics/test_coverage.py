@@ -215,7 +215,7 @@ def build_without_distribution():
 
 
 def test_invalid_arguments_raise():
-    with pytest.raises(ValueError, match="none is installed"):
+    with pytest.raises(ValueError, match="none is active"):
         kd.explain(blocks)
     with pytest.raises(TypeError, match="distribution='data:8'"):
         kd.explain(blocks, "data:8")

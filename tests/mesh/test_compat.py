@@ -234,7 +234,7 @@ def test_the_part_of_a_mesh_on_this_host():
     assert kd.calculate_host_mesh_shape((2, 4)) == (2, 4)
     for form in ("2,4", {"a": 2, "b": 4}, "a:2,b:4"):
         assert kd.calculate_host_mesh_shape(form, 4, 2) == (1, 4)
-    with pytest.raises(ValueError, match="axis 0:2 x axis 1:2 = 4, but 8 are on 2 processes of 4"):
+    with pytest.raises(ValueError, match="axis 0:2 x axis 1:2 = 4, but 8 are available on 2 processes of 4 devices"):
         kd.calculate_host_mesh_shape((2, 2), 4, 2)
     with pytest.raises(ValueError, match="total_devices=0 and num_processes=2"):
         kd.calculate_host_mesh_shape((2, 2), 0, 2)
