@@ -57,10 +57,10 @@ def build():
 
 
 def train(directory: str, losses_file: str, killed_after: int | None) -> None:
-    """Trains on scikit-learn's digits, records the loss after each batch, and kills its own process if asked to.
+    """Trains on scikit-learn's digits, records the loss after each batch, and kills its own process if it must.
 
     Args:
-        directory: of the checkpoints.
+        directory: where the checkpoints are saved.
         losses_file: where the losses are recorded, as lines of JSON.
         killed_after: number of batches after which the process is killed, None for never.
     """
@@ -123,7 +123,7 @@ def main() -> None:
 
     # --- 3. On another mesh, with another strategy or another number of processes.
     #
-    # The restarted program may install another distribution: each device reads the shards that it will hold. `fit` with
+    # The restarted program may set another distribution: each device reads the shards that it will hold. `fit` with
     # the callback does this, and so does `model.load_weights`, for a model that is not trained further. On another mesh
     # the losses differ in the last digits, because sums are computed in another order.
     print("--- 3. other distributions")
@@ -144,7 +144,7 @@ def main() -> None:
     #
     # Keras's own callback, `keras.callbacks.OrbaxCheckpoint`, writes the same format: use it for the best model by a
     # metric, or to load a model with its configuration by `keras.saving.load_model(directory)`. While a distribution of
-    # keras_dist is installed, both kinds of checkpoints are matched with the variables of the model by path, also if
+    # keras_dist is active, both kinds of checkpoints are matched with the variables of the model by path, also if
     # Keras has numbered the layers differently or the model was rebuilt from its configuration. A mismatch raises an
     # error, and no variable changes:
     print("--- 4. another model")
@@ -163,7 +163,7 @@ def main() -> None:
     #   training resumed.
     # - What a `PyDataset` keeps in its own attributes, such as an order that it shuffles in `on_epoch_end`.
     # - The seed of a shuffle in `tf.data` or PyTorch: set the same one in each run. These sources are read from their
-    #   beginning, and the batches that are done are dropped. Arrays, `PyDataset` and Grain are not read twice.
+    #   beginning, and the finished batches are dropped. Arrays, `PyDataset` and Grain are not read twice.
 
 
 def tensor_parallel() -> kd.Distribution:

@@ -2,7 +2,7 @@
 
 For readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices are simulated,
 so the guide runs anywhere. Its last part lists the messages about layout maps with their fixes: search this file for
-the words of yours. Each message is produced by an actual mistake, and each fix is tried.
+the text of your message. Each message is produced by an actual mistake, and each fix is tried.
 
 Run: python guides/layout_maps.py
 """

@@ -25,8 +25,9 @@ BATCH, EPOCHS = 100, 3  # 1,437 rows: the last batch of an epoch has 37, which n
 #
 # It joins the processes. Under Slurm, Open MPI, Kubernetes and on Cloud TPU it detects how many there are and which
 # one this is. Elsewhere pass arguments, or set the environment variables KERAS_DISTRIBUTION_JOB_ADDRESSES,
-# _NUM_PROCESSES and _PROCESS_ID. It also gives all processes one random seed. `timeout` is for how many seconds they
-# wait for one another; choose it longer than the longest time that one of them is busy alone, as in a callback.
+# _NUM_PROCESSES and _PROCESS_ID. It also gives all processes one random seed. `timeout` is the number of seconds
+# that they wait for one another; choose it longer than the longest time that one of them is busy alone, as in a
+# callback.
 #
 # Every process runs the same program to its end, and makes the same Keras calls in the same order. Code for one of
 # them (`if kd.process_id() == 0:`) may print, or write its own files. It must not train, evaluate, predict, save, or

@@ -2,7 +2,8 @@
 
 No hardware is attached and no weight is allocated: the real train step is compiled for each cluster, and the compiled
 program is read. Each plan compiles models of 2 and 4 blocks and extrapolates to 24. Clusters whose compiler is not
-installed are skipped. If none is, eight CPU devices are simulated; their memory and traffic are known, but no times.
+installed are skipped. Without any compiler, eight CPU devices are simulated; their memory and traffic are known, but
+no times.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py [target ...]
 """
