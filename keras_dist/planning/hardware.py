@@ -352,9 +352,9 @@ _AMPERE_PEAKS = {"float32": 156e12, "bfloat16": 312e12, "int8": 624e12}
 _HOPPER_PEAKS = {"float32": 494.7e12, "bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12}
 _BLACKWELL_PEAKS = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}
 
-# Name, device kind, bytes, HBM bytes/s, peak dense FLOP/s (float32 as TF32), bytes/s of an NVLink in one direction,
-# NVLinks, network bytes/s, compiler target.
-_GPUS = (
+# In the order of the fields of `Hardware`: name, device kind, bytes, HBM bytes/s, peak dense FLOP/s (float32 as TF32),
+# bytes/s of an NVLink in one direction, NVLinks, network bytes/s, compiler target.
+_GPUS: tuple[tuple[Any, ...], ...] = (
     ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 2039e9, _AMPERE_PEAKS, 25e9, 12, 200e9 / 8, _AMPERE),
     ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
     ("h200", "NVIDIA H200", int(139.80 * 2**30), 4800e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
@@ -371,22 +371,11 @@ _GPU_SOURCES = {
 
 
 def _gpus() -> Iterator[Hardware]:
-    for name, kind, memory, bandwidth, peaks, link, links, network, compiler_target in _GPUS:
+    for name, kind, *figures, compiler_target in _GPUS:
         of_memory, of_bandwidth, of_peaks, of_network, of_target = _GPU_SOURCES[name]
-        sources = (of_memory, of_bandwidth, of_peaks, _GPU_BOOK, _GPU_BOOK, of_network, of_target)
-        yield Hardware(
-            name=name,
-            platform="gpu",
-            device_kind=kind,
-            memory_bytes=memory,
-            memory_bytes_per_second=bandwidth,
-            flops_per_second=peaks,
-            link_bytes_per_second=link,
-            links=links,
-            network_bytes_per_second=network,
-            compiler_target=compiler_target,
-            sources=dict(zip(_FIGURES, sources, strict=True)),
-        )
+        values = (of_memory, of_bandwidth, of_peaks, _GPU_BOOK, _GPU_BOOK, of_network, of_target)
+        sources: dict[str, str] = dict(zip(_FIGURES, values, strict=True))
+        yield Hardware(name, "gpu", kind, *figures, sources=sources, compiler_target=compiler_target)
 
 
 hardware = HardwareRegistry([*_tpus(), *_gpus(), Hardware("cpu", "cpu", "cpu")])

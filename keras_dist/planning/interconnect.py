@@ -1,6 +1,7 @@
 """How long a collective occupies the links within slices or hosts, and the network between them."""
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -36,9 +37,8 @@ class Interconnect:
         self._size = len(flat)
         self._networks = networks_of(flat)
         is_torus = coordinates_of(flat[0]) is not None
-        self._links = (
-            _TorusLinks(Torus(flat, self._networks), self._networks) if is_torus else _SwitchLinks(hardware.links)
-        )
+        self._torus = _TorusLinks(Torus(flat, self._networks), self._networks) if is_torus else None
+        self._links = max(hardware.links, 1)
         self._seconds_per_link_byte = inverse(hardware.link_bytes_per_second)
         self._seconds_per_network_byte = inverse(hardware.network_bytes_per_second)
         self.seconds_per_byte = functools.cache(self._seconds_per_byte)
@@ -52,14 +52,12 @@ class Interconnect:
         split = [self._by_network(array) for array in arrays]
         inside = [part for parts in split for part in parts if len(part) > 1]
         members = min((len(part) for parts in split if len(parts) > 1 for part in parts), default=0)
+        link_bytes, network_bytes = self._link_bytes(kind, inside), 1 / max(members, 1)
         if kind.endswith("all-to-all"):
             # Each device sends the same amount to each of the others, and all of that together is its wire bytes.
             others = max(map(len, arrays)) - 1
-            link_bytes = self._links.exchange(inside) / others
+            link_bytes /= others
             network_bytes = (others + 1 - members) / others
-        else:
-            link_bytes = self._links.permute(inside) if kind == "collective-permute" else self._links.ring(inside)
-            network_bytes = 1 / max(members, 1)
         link_seconds = seconds_for(link_bytes, self._seconds_per_link_byte)
         if not members:
             return False, link_seconds
@@ -68,36 +66,29 @@ class Interconnect:
             return True, None
         return True, max(link_seconds, network_seconds)
 
+    def _link_bytes(self, kind: str, groups: list[np.ndarray]) -> float:
+        """Bytes that the busiest link of a slice or host carries in one direction, if each device sends one byte.
+
+        In an all-to-all it sends one byte to each of the others.
+        """
+        if self._torus is None:  # a GPU sends over all of its links at once
+            sent = [len(group) - 1 if kind.endswith("all-to-all") else 1 for group in groups]
+            return max(sent, default=0) / self._links
+        if kind.endswith("all-to-all"):
+            return self._torus.exchange(groups)
+        return self._torus.permute(groups) if kind == "collective-permute" else self._torus.ring(groups)
+
     def _by_network(self, group: np.ndarray) -> list[np.ndarray]:
         """The members of a group in each slice or host."""
         networks = self._networks[group]
         return [group[networks == number] for number in np.unique(networks)]
 
 
-class _SwitchLinks:
-    """GPUs of a host: a switch connects every GPU to every other, and a GPU sends over all of its links at once.
+class _TorusLinks:
+    """Links of TPUs in slices: each chip has some to its neighbours along the dims of a torus.
 
     Each method returns the bytes that the busiest link carries in one direction.
     """
-
-    def __init__(self, links: int):
-        self._links = max(links, 1)
-
-    def ring(self, groups: list[np.ndarray]) -> float:
-        """Each device sends one byte to the next of its group."""
-        return 1 / self._links if groups else 0.0
-
-    def exchange(self, groups: list[np.ndarray]) -> float:
-        """Each device sends one byte to each of the others of its group."""
-        return max((len(group) - 1 for group in groups), default=0) / self._links
-
-    def permute(self, pairs: list[np.ndarray]) -> float:
-        """The first device of each pair sends one byte to the second."""
-        return self.ring(pairs)
-
-
-class _TorusLinks:
-    """As `_SwitchLinks`, for TPUs of slices: each chip has links to its neighbours along the dims of a torus."""
 
     def __init__(self, torus: Torus, slices: np.ndarray):
         self._chips = torus.coordinates[:, :3]
@@ -175,17 +166,15 @@ class _TorusLinks:
         return [max(count.values(), default=1) for count in counts]
 
 
-def _shortest_paths(start: int, end: int, ring: int) -> list[tuple[int, list[int]]]:
+def _shortest_paths(start: int, end: int, ring: int) -> list[tuple[int, list[float]]]:
     """The shortest paths along one dim, each as its direction and the places that it leaves."""
-    if not ring:
-        step = 1 if start < end else -1
-        return [(step, list(range(start, end, step)))]
-    lengths = {1: (end - start) % ring, -1: (start - end) % ring}
-    shortest = min(lengths.values())
+    length = ring or math.inf  # a line is a ring that does not close
+    hops = {1: (end - start) % length, -1: (start - end) % length}
+    shortest = min(hops.values())
     return [
-        (step, [(start + step * done) % ring for done in range(length)])
-        for step, length in lengths.items()
-        if length == shortest
+        (step, [(start + step * done) % length for done in range(int(shortest))])
+        for step, count in hops.items()
+        if count == shortest
     ]
 
 

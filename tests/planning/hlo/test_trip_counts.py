@@ -37,19 +37,17 @@ class TestTripCounts:
 }}
 """
 
-    def count(
-        self,
-        first=0,
-        step=1,
-        limit=10,
-        operation="add(%i, %one)",
-        kept="%k",
-        comparison="compare(%j, %limit), direction=LT",
-        carried=10,
-        note="",
-        start="%zero",
-    ):
-        computations = self.BODY.format(step=step, operation=operation, kept=kept, limit=limit, comparison=comparison)
+    def computations(self, **options):
+        defaults = {
+            "step": 1,
+            "limit": 10,
+            "operation": "add(%i, %one)",
+            "kept": "%k",
+            "comparison": "compare(%j, %limit), direction=LT",
+        }
+        return self.BODY.format(**defaults | options)
+
+    def count(self, first=0, carried=10, note="", start="%zero", **options):
         costs = read_module(
             module_of(
                 f"%zero.0 = s32[] constant({first})",
@@ -60,7 +58,7 @@ class TestTripCounts:
                 f"%tuple = (s32[], f32[256]{{0}}, s32[]) tuple({start}, %x, %size)",
                 "%loop = (s32[], f32[256]{0}, s32[]) while(%tuple), condition=%condition, body=%body" + note,
                 "ROOT %y = f32[256]{0} get-tuple-element(%loop), index=1",
-                computations=computations,
+                computations=self.computations(**options),
             )
         )
         if costs.unknown_loops:
@@ -127,11 +125,8 @@ class TestTripCounts:
         assert self.count(**options) is None
 
     def test_computation_with_two_callers_has_unknown_parameters(self):
-        computations = self.BODY.format(
-            step=1,
+        computations = self.computations(
             operation="fusion(%i, %one), kind=kLoop, calls=%step",
-            kept="%k",
-            limit=10,
             comparison="fusion(%j, %limit), kind=kLoop, calls=%less",
         )
         costs = read_module(
@@ -157,24 +152,16 @@ class TestTripCounts:
                 "%x = f32[256]{0} parameter(1)",
                 "%tuple = (s32[], f32[256]{0}, s32[]) tuple(%s2999, %x, %s150)",
                 "ROOT %loop = (s32[], f32[256]{0}, s32[]) while(%tuple), condition=%condition, body=%body",
-                computations=self.BODY.format(
-                    step=1,
-                    operation="add(%i, %k)",
-                    kept="%k",
-                    limit=0,
-                    comparison="compare(%j, %carried), direction=LT",
+                computations=self.computations(
+                    operation="add(%i, %k)", comparison="compare(%j, %carried), direction=LT"
                 ),
             )
         )
         assert costs.unknown_loops == 1
 
     def test_unsigned_counters_that_count_down(self):
-        computations = self.BODY.format(
-            step=4294967295,
-            operation="add(%i, %one)",
-            kept="%k",
-            limit=0,
-            comparison="compare(%j, %limit), direction=NE",
+        computations = self.computations(
+            step=4294967295, limit=0, comparison="compare(%j, %limit), direction=NE"
         ).replace("s32[]", "u32[]")
         costs = read_module(
             module_of(
