@@ -58,6 +58,12 @@ def names_in_examples(doctest_namespace):
 
 
 @pytest.fixture
+def mesh():
+    """Two axes over 8 devices."""
+    return kd.DeviceMesh((2, 4), ["data", "model"])
+
+
+@pytest.fixture
 def full_compilation():
     """Compiles as a user does, for tests of what the compiler makes of a step."""
     before = jax.config.read("jax_disable_most_optimizations")

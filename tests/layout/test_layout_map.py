@@ -1,7 +1,5 @@
 """A `LayoutMap` is a dict of rules: lookups by path, changes by key."""
 
-import copy
-import pickle
 import re
 
 import keras
@@ -9,12 +7,6 @@ import pytest
 
 import keras_dist as kd
 from keras_dist.layout.layout_map import as_layout_map
-
-
-@pytest.fixture
-def mesh():
-    """Two axes over 8 devices."""
-    return kd.DeviceMesh((2, 4), ["data", "model"])
 
 
 @pytest.fixture
@@ -108,15 +100,6 @@ def test_it_is_a_dict_of_its_keys(layout_map):
     assert len(layout_map) == 4
     layout_map.clear()
     assert not layout_map
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_copy_is_equal_and_independent(layout_map, clone):
-    other = clone(layout_map)
-    assert other == layout_map
-    other["head/kernel"] = ("model",)
-    assert "head/kernel" not in layout_map
-    assert other["dense_2/kernel"].backend_layout == layout_map["dense_2/kernel"].backend_layout
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,6 @@ import keras_dist as kd
 from keras_dist.layout.tensor_layout import as_tensor_layout, layout_error, nearest_fitting_axes
 
 
-@pytest.fixture
-def mesh():
-    """Two axes over 8 devices."""
-    return kd.DeviceMesh((2, 4), ["data", "model"])
-
-
 @pytest.mark.parametrize(
     ("axes", "spec", "normalized"),
     [

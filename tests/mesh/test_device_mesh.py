@@ -91,6 +91,7 @@ def test_it_may_use_some_of_the_devices():
         ((2, 2), None, r"data:2 x model:2 = 4, but 8 are available.*devices=4\)"),
         ((-1, 3), None, r"data:-1 x model:3 needs a multiple of 3 devices, but 8 are available"),
         ((2, 2), ["cpu:0"], "= 4, but only 1 is given"),
+        ((2, 2), [], "none are given"),
         ((2, 2), ["cpu:0", "cpu:1", "cpu:1", "cpu:2"], "'cpu:1' twice"),
         ((2, 1), ["cpu:1", jax.devices()[1]], "'cpu:1' twice"),
         ((0, 2), None, "axis 'data' has size 0"),

@@ -154,11 +154,6 @@ def test_any_shape_contains_each_device_once(case, random):
         left //= math.gcd(size, left)
 
 
-def test_eight_cores_of_v3_form_a_ring():
-    mesh = kd.create_device_mesh("data:8", kd.mock_tpus("v3:2x2"))
-    assert [device.id for device in mesh.devices] == [0, 1, 2, 3, 6, 7, 4, 5]
-
-
 @pytest.mark.parametrize(
     ("shape", "dcn", "crossing"),
     [

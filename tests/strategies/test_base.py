@@ -9,12 +9,6 @@ import keras_dist as kd
 
 
 @pytest.fixture
-def mesh():
-    """Two axes over 8 devices."""
-    return kd.DeviceMesh((2, 4), ["data", "model"])
-
-
-@pytest.fixture
 def layout_map(mesh):
     """Kernels are sharded over their last dim."""
     layout_map = kd.LayoutMap(mesh)
