@@ -17,7 +17,6 @@ from keras_dist._keras.active_distribution import distribution_of
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
-from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, layout_error
@@ -109,7 +108,7 @@ class _Decision(NamedTuple):
 
 
 def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
-    variables, layout_map = list(all_variables(model)), getattr(distribution, "_layout_map", None)
+    variables, layout_map = list(all_variables(model)), getattr(distribution, "_layout_map", LayoutMap(None))
     decisions = _decisions(model, variables, distribution)
     weights = {id(variable) for variable in model.weights}
     optimizer = getattr(model, "optimizer", None)
@@ -148,9 +147,9 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         distribution=repr(distribution),
         variables=tuple(rows),
         layers=tuple(layers),
-        rules=() if layout_map is None else tuple(Rule(key, layout_map[key]) for key in layout_map),
-        first_match_wins=layout_map is not None and layout_map._first_match_wins,
-        unused={} if layout_map is None else _unused_rules(layout_map, rows, layers),
+        rules=tuple(Rule(*item) for item in layout_map.items()),
+        first_match_wins=layout_map._first_match_wins,
+        unused=_unused_rules(layout_map, rows, layers),
         device_bytes=device_bytes,
         idle_axes=_idle_axes(distribution, layout_map, rows),
         notes=_notes(model, optimizer),
@@ -175,13 +174,9 @@ def _decisions(
     """Returns the layout of each variable, by `id`. Optimizer state has the layout of its weight's update."""
     owners = optimizer_state_owners(model, variables)
     decisions = {id(v): _decision(v, distribution) for v in variables if id(v) not in owners}
-    of_updates: dict[int, _Decision] = {}
-    for state, owner in owners.items():
-        key = id(owner)
-        if key not in of_updates:
-            of_updates[key] = _update_decision(owner, decisions[key], distribution)
-        decisions[state] = of_updates[key]
-    return decisions
+    weights = {id(owner): owner for owner in owners.values()}
+    updates = {key: _update_decision(weight, decisions[key], distribution) for key, weight in weights.items()}
+    return decisions | {state: updates[id(owner)] for state, owner in owners.items()}
 
 
 def _update_decision(weight: keras.Variable, decision: _Decision, distribution: Distribution) -> _Decision:
@@ -196,11 +191,9 @@ def _update_decision(weight: keras.Variable, decision: _Decision, distribution: 
 
 
 def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision:
-    rule, base_rule, several, kind = None, None, False, type(distribution).__name__
-    base = base_weight_of(variable.path)
+    rule, base, several, kind = None, None, False, type(distribution).__name__
     try:
-        rule = distribution.rule(variable.path)
-        base_rule = None if base is None else distribution.rule(base.path)
+        rule, base = distribution._rule_and_base(variable.path)
     except ValueError:
         several = True
     pattern = None if rule is None else rule.pattern
@@ -210,15 +203,15 @@ def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision
         current = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
     except ValueError as error:
         sizes = distribution.device_mesh.axis_sizes
-        problem = None if rule is None else layout_error(rule.layout.axes, variable.shape, sizes)
+        problem = None if rule is None or base is not None else layout_error(rule.layout.axes, variable.shape, sizes)
         why = f"rule {pattern!r} does not fit: {problem.partition('. ')[0]}" if problem else str(error)
         return _Decision(None, pattern, SEVERAL_RULES if several else why)
     if author is None and layout is internals.variable_layout(variable):
         return _Decision(layout, None, "created with its own layout")
     if layout != current:
         return _Decision(layout, pattern, "layout from before the rules changed; call redistribute(model)")
-    if base and base_rule and rule in (None, base_rule):
-        return _Decision(layout, base_rule.pattern, f"same as {base.path!r}")
+    if base is not None:
+        return _Decision(layout, pattern, f"same as {base.path!r}")
     if rule is not None:
         return _Decision(layout, pattern, f"rule {pattern!r}" + (f" and {kind}" if layout != rule.layout else ""))
     if any(layout.axes):
@@ -232,15 +225,15 @@ def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision
 def _why_not_sharded(variable: keras.Variable, layout: Any, distribution: Distribution) -> str:
     """Returns why FSDP, or ZeRO-1 for the state of a variable, shards no dim beyond those of a layout."""
     if isinstance(distribution, FullyShardedDataParallel):
-        shard_axes, threshold, name = distribution._shard_axes, distribution._min_shard_bytes, "min_shard_bytes"
+        axes, threshold, threshold_name = distribution._shard_axes, distribution._min_shard_bytes, "min_shard_bytes"
     else:
-        shard_axes, threshold, name = distribution._placer.batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold"
+        axes, threshold, threshold_name = distribution._placer.batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold"
     sizes = distribution.device_mesh.axis_sizes
     shards = math.prod(sizes[name] for name in axis_names(layout.axes))
     itemsize = jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
     if math.prod(variable.shape) * itemsize // shards <= threshold:
-        return f"replicated: at most {bytes_text(threshold)} ({name})"
-    return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in shard_axes)}"
+        return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
+    return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in axes)}"
 
 
 def _place(
@@ -288,12 +281,12 @@ def _unused_rules(
 
 
 def _idle_axes(
-    distribution: Distribution, layout_map: LayoutMap | None, variables: Iterable[CoveredVariable]
+    distribution: Distribution, layout_map: LayoutMap, variables: Iterable[CoveredVariable]
 ) -> tuple[str, ...]:
     """Returns the mesh axes that shard nothing; none for a distribution whose layouts cannot be known in advance."""
     if not type(distribution).__module__.startswith("keras_dist"):
         return ()
     used = set(distribution._placer.batch_axes)
-    all_axes = [*(v.axes for v in variables), *(layout.axes for layout in (layout_map or {}).values())]
+    all_axes = [*(v.axes for v in variables), *(layout.axes for layout in layout_map.values())]
     used.update(name for axes in all_axes for name in axis_names(axes))
     return tuple(name for name, size in distribution.device_mesh.axis_sizes.items() if size > 1 and name not in used)

@@ -64,11 +64,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                 regexes[found[0]] = regex_for(coverage, group) if group else path_regex(found)
             better = regexes[found[0]]
         if better is None:
-            yield (
-                pattern,
-                (),
-                "No path resembles it: print(keras_dist.explain(model)) lists the paths.",
-            )
+            yield pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths."
             continue
         group, wanted = paths.variables(found), axes[pattern]
         if group and not is_activation:

@@ -82,25 +82,24 @@ def _candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[
     [(64, 4096), (64, 3)]
     """
 
-    def filled(size: int, special: int | None = None, elements: int = 0) -> list[tuple[int, ...]]:
-        def size_of(number: int, dim: int) -> int:
-            return axis_size if dim == 0 else elements if (number, dim) == (special, 1) else size
-
+    def filled(shapes: Sequence[Shape], size: int) -> list[tuple[int, ...]]:
         return [
-            tuple(size_of(number, dim) if known is None else known for dim, known in enumerate(shape))
-            for number, shape in enumerate(shapes)
+            tuple((size if dim else axis_size) if known is None else known for dim, known in enumerate(shape))
+            for shape in shapes
         ]
 
     if not any(None in shape[1:] for shape in shapes):
-        yield filled(0)
+        yield filled(shapes, 0)
         return
     multiples = [2**power * axis_size for power in reversed(range(max(1, (_LENGTH // axis_size).bit_length())))]
-    yield from map(filled, multiples)
-    special = [number for number, shape in enumerate(shapes) if len(shape) >= 4 and shape[1] is None]
+    yield from (filled(shapes, size) for size in multiples)
     for size in [*multiples, *(2**power for power in range(8, -1, -1))]:
         for elements in (1, 0):
-            yield from (filled(size, number, elements) for number in special)
-    yield from map(filled, _LONG_LENGTHS)
+            for number, shape in enumerate(shapes):
+                if len(shape) >= 4 and shape[1] is None:
+                    special = shape[0], elements, *shape[2:]
+                    yield filled([*shapes[:number], special, *shapes[number + 1 :]], size)
+    yield from (filled(shapes, size) for size in _LONG_LENGTHS)
 
 
 class _LayerNames(Distribution):
