@@ -1,5 +1,7 @@
 """`visualize`: which device holds which shard of a tensor, as text, as HTML and as a figure."""
 
+import io
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,8 @@ class TensorPicture:
     def figure(self) -> Any:
         """Returns a `matplotlib.figure.Figure`: a rectangle per shard, colored by the devices that hold it.
 
+        A notebook shows it.
+
         Raises:
             ImportError: matplotlib is not installed.
         """
@@ -57,9 +61,16 @@ class TensorPicture:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError('figure() needs matplotlib. Run: pip install "keras-dist[plot]".') from error
+
+        class ShardFigure(Figure):
+            def _repr_png_(self) -> bytes:  # a notebook shows others only after pyplot has loaded its inline backend
+                file = io.BytesIO()
+                self.savefig(file, format="png")
+                return file.getvalue()
+
         rows, columns = self._rows_and_columns()
         colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
-        figure = Figure(figsize=(8, 6), layout="constrained")
+        figure = ShardFigure(figsize=(8, 6), layout="constrained")
         axes = figure.subplots()
         grid = [[self._ids(i, j) for j in range(len(columns))] for i in range(len(rows))]
         edges = [[*(part[0] for part in parts), parts[-1][1]] for parts in (columns, rows)]
@@ -199,13 +210,9 @@ def _layout_text(sharding: Any) -> str:
 
 def _ids_text(ids: Sequence[int]) -> str:
     """Returns ascending ids as ranges: `0-3,8`."""
-    ranges: list[list[int]] = []
-    for number in ids:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
+    by_offset = itertools.groupby(enumerate(ids), lambda pair: pair[1] - pair[0])  # equal for consecutive ids
+    runs = [[number for _, number in run] for _, run in by_offset]
+    texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     if len(texts) > _MOST_RANGES:
         texts = [*texts[: _MOST_RANGES - 2], "..", texts[-1]]
     return ",".join(texts)
