@@ -135,7 +135,7 @@ def test_a_figure_of_thousands_of_shards_has_no_texts():
 
 def test_a_figure_needs_matplotlib(mesh, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install keras-dist\[plot\]"):
+    with pytest.raises(ImportError, match=r'pip install "keras-dist\[plot\]"'):
         kd.visualize((8,), kd.TensorLayout(("a",), mesh)).figure()
 
 
