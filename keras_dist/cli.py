@@ -78,7 +78,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
 
 def _mesh(options: argparse.Namespace) -> tuple[str, int]:
     if options.target is None and options.slices != 1:
-        raise ValueError(f"--slices {options.slices} needs --target.")
+        raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
     devices = options.devices if options.target is None else _target(options.target, options.slices)
     axes = parse_axes(options.axes)
     needed = known_product(axes)

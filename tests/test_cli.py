@@ -269,7 +269,7 @@ def test_mesh_of_more_devices_than_there_are_suggests_a_target(capsys):
 
 def test_slices_without_a_target_are_refused(capsys):
     assert main(["mesh", "data:8", "--slices", "2"]) == 2
-    assert error_of(capsys) == "--slices 2 needs --target."
+    assert error_of(capsys).startswith("--slices 2 needs --target.")
 
 
 @pytest.mark.compiler

@@ -56,5 +56,5 @@ def _step(path: str) -> str:
         return path
     newest = restore.newest(path)
     if newest is None:
-        raise ValueError(f"{path} contains no complete checkpoint.")
+        raise ValueError(f"{path} contains no complete checkpoint. Check the path, or save one first.")
     return newest
