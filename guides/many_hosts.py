@@ -111,8 +111,9 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-# --- 6. Failures. If a process dies, raises an error, stops or ends early, the others end as well, within the timeout,
-# with a message that names it. The exit status is not 0, so that the cluster can start the processes again:
+# --- 6. Failures. If a process dies, raises an error, stops or ends early, the others end as well, at most 10 seconds
+# after the timeout, with a message that names it (JAX's message if process 0 is killed). The exit status is not 0, so
+# that the cluster can start the processes again:
 #
 # - Slurm: `sbatch guides/many_hosts.slurm`. `srun --kill-on-bad-exit` ends the others, and the job requeues itself
 #   (`scontrol requeue`).

@@ -39,7 +39,8 @@ def initialize(
     second call does nothing.
 
     From then on each process watches the others. If one raises an exception, dies, or does not take part in what all
-    do together, the others end within the timeout, with a message that names it. All processes get one random seed.
+    do together, the others end at most 10 seconds after the timeout, with a message that names it. All processes get
+    one random seed.
 
     Args:
         job_addresses: `"host:port"` of process 0, or the addresses of all processes joined by commas, process
