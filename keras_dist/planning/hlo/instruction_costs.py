@@ -178,7 +178,7 @@ def written_arrays(module: Module, computation: Computation, instruction: Instru
     that it will write.
     """
     arrays = _results(instruction)
-    if instruction.opcode != "fusion":
+    if instruction.base_opcode != "fusion":
         update = _update_in_place(module, computation, instruction)
         return [(array, update or array) for array in arrays]
     fused = module.called(instruction)

@@ -166,16 +166,13 @@ def _parse_instruction(line: str) -> Instruction | None:
     literal = inside if opcode in ("constant", "parameter") else ""
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
     name = line[:equals].split()[-1].removeprefix("%")
-    shape = line[start:shape_end]
-    if opcode == "fusion-start":  # (operands, result, context): counted like a synchronous fusion; "-done" is free
-        opcode, shape = "fusion", _second_element(shape)
-    return Instruction(name, shape, opcode, operands, literal, line[closing + 1 :])
+    return Instruction(name, line[start:shape_end], opcode, operands, literal, line[closing + 1 :])
 
 
 _BRACKET_OR_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 
 
-def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
+def _tokens(text: str, start: int) -> Iterator[tuple[re.Match[str], int]]:
     """Yields the brackets and commas of a text outside of strings, each with the number of brackets open after it."""
     depth = 0
     for match in _BRACKET_OR_COMMA.finditer(text, start):
@@ -185,11 +182,6 @@ def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
 
 def _closing(line: str, opening: int) -> int:
     return next((match.start() for match, depth in _tokens(line, opening) if depth == 0), len(line))
-
-
-def _second_element(shape: str) -> str:
-    commas = [match.start() for match, depth in _tokens(shape) if match[0] == "," and depth == 1]
-    return shape[commas[0] + 1 : commas[1] if len(commas) > 1 else -1].strip()
 
 
 def _end_of_value(text: str, start: int) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,8 +24,6 @@ class Loops:
     """Computes trip counts of a module's while loops."""
 
     module: Module
-    _depth: int = field(default=0, init=False)
-    _values: dict[tuple, _Value | None] = field(default_factory=dict, init=False)
 
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns the number of iterations of a `while` instruction, None if it is unknown.
@@ -54,8 +52,10 @@ class Loops:
 
     def _first_and_step(self, computation: Computation, loop: Instruction, value: _Value | None):
         """What a value in a loop's condition is at first, and what each iteration adds; None if unknown."""
-        if value is None or value.element is None:
-            return value and (value.offset, 0)
+        if value is None:
+            return None
+        if value.element is None:
+            return value.offset, 0
         body = self.module.called(loop, "body")
         first = self._value(computation, loop.operands[0], None, value.element)
         after = self._value(body, body.root, body.name, value.element)
@@ -112,39 +112,33 @@ class Loops:
 
         Elements that the condition or body named `loop` carries and changes are symbolic.
         """
-        computation, instruction, element = self._origin(computation, name, element)
-        key = computation.name, instruction.name, loop, element
-        # Few sums lead to a counter. Longer chains are not followed.
-        if key not in self._values and self._depth < 200:
-            self._depth += 1
-            self._values[key] = self._compute(computation, instruction, loop, element)
-            self._depth -= 1
-        return self._values.get(key)
+        offset = 0
+        while True:
+            computation, instruction, element = self._origin(computation, name, element)
+            if instruction.opcode == "parameter" and computation.name == loop and element is not None:
+                return _Value(offset, element)
+            known = _integer(instruction)
+            if known is not None:
+                return _Value(offset + known)
+            if instruction.opcode not in ("add", "subtract"):
+                return None
+            name, term = instruction.operands
+            known = _integer(self._origin(computation, term)[1])
+            if known is None and instruction.opcode == "add":
+                name, term = term, name
+                known = _integer(self._origin(computation, term)[1])
+            if known is None:
+                return None
+            offset += known if instruction.opcode == "add" else -known
 
-    def _compute(self, computation: Computation, instruction: Instruction, loop: str | None, element: int | None):
-        opcode = instruction.opcode
-        if opcode == "parameter" and computation.name == loop and element is not None:
-            return _Value(0, element)
-        if opcode == "constant":
-            number = re.fullmatch(r"[{}\s]*(-?\d+)[{}\s]*", instruction.literal)
-            return _Value(_signed(int(number[1]), instruction)) if number else None
-        if opcode in ("add", "subtract"):
-            left, right = (self._value(computation, operand, loop) for operand in instruction.operands)
-            return _sum(left, right, -1 if opcode == "subtract" else 1)
+
+def _integer(instruction: Instruction) -> int | None:
+    """The value of an integer constant. A large unsigned one is negative: adding 2^32 - 1 to a uint32 subtracts 1."""
+    number = re.fullmatch(r"[{}\s]*(-?\d+)[{}\s]*", instruction.literal) if instruction.opcode == "constant" else None
+    if number is None:
         return None
-
-
-def _signed(number: int, instruction: Instruction) -> int:
-    """Reads a large unsigned number as negative: adding 2^32 - 1 to a uint32 counter subtracts 1."""
-    dtype = next(leaves(instruction.shape)).dtype
-    width = bits(dtype)
-    return number - (1 << width) if dtype.startswith("u") and width and number >= 1 << (width - 1) else number
-
-
-def _sum(left: _Value | None, right: _Value | None, sign: int) -> _Value | None:
-    if left is None or right is None or (right.element is not None and (left.element is not None or sign < 0)):
-        return None
-    return _Value(left.offset + sign * right.offset, right.element if left.element is None else left.element)
+    value, dtype = int(number[1]), next(leaves(instruction.shape)).dtype
+    return value - 2 ** bits(dtype) if dtype.startswith("u") and value >= 2 ** (bits(dtype) - 1) else value
 
 
 def _iterations(direction: str, difference: int, step: int) -> int | None:
