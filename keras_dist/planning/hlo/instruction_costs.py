@@ -4,7 +4,7 @@ import math
 import re
 
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module
-from keras_dist.planning.hlo.shapes import MAIN_MEMORY, Array, bits, leaves, numbers
+from keras_dist.planning.hlo.shapes import Array, bits, leaves, numbers
 
 # Instructions without memory traffic of their own: aliases, and callers of computations that are counted themselves.
 _FREE = frozenset({
@@ -40,9 +40,10 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
         return (left.dtype, float(estimate[1])) if estimate and left else None
     if not is_dot and not is_convolution:
         return None
-    left, right, result = _array(computation, instruction, 0), _array(computation, instruction, 1), _result(instruction)
+    left, right = (_array(computation, instruction, index) for index in (0, 1))
     if left is None or right is None:
         return None
+    result = next(leaves(instruction.shape))  # a library call returns its scratch space too
     if is_dot:
         multiply_adds = result.elements * _contracted(instruction, left, target)
     elif target.startswith("__cudnn$convBackwardInput"):
@@ -65,11 +66,6 @@ def _array(computation: Computation, instruction: Instruction, index: int) -> Ar
     if index >= len(instruction.operands):
         return None
     return next(leaves(computation.operand(instruction, index).shape), None)
-
-
-def _result(instruction: Instruction) -> Array:
-    # The first array; a library call returns its scratch space too.
-    return next(leaves(instruction.shape))
 
 
 def _contracted(instruction: Instruction, left: Array, target: str) -> int:
@@ -138,15 +134,15 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     if opcode in ("send", "recv"):
         # The results are the array that is sent or received, scalars and tokens.
         array = next(leaves(instruction.shape))
-        return array.stored_bytes if is_in_memory(array) else 0
+        return array.stored_bytes if array.is_in_memory else 0
     if opcode in _FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
         return 0
     operands = [computation.operand(instruction, number).shape for number in range(len(instruction.operands))]
-    sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.space == MAIN_MEMORY) for shape in operands]
+    sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.is_in_memory) for shape in operands]
     size_of_result = sum(
         written.stored_bytes
         for array, written in written_arrays(module, computation, instruction)
-        if is_in_memory(array)
+        if array.is_in_memory
     )
     if opcode in _SLICES:
         read = sum(leaf.stored_bytes for leaf in _results(instruction)) if sizes and sizes[0] else 0
@@ -165,10 +161,6 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
         )
         return size_of_result + sum(reads)
     return size_of_result + sum(sizes)
-
-
-def is_in_memory(array: Array) -> bool:
-    return array.space == MAIN_MEMORY
 
 
 def written_arrays(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[Array, Array]]:

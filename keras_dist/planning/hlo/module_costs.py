@@ -23,7 +23,6 @@ from keras_dist.planning.hlo.collectives import Collective, is_collective, read_
 from keras_dist.planning.hlo.instruction_costs import (
     chain,
     flops,
-    is_in_memory,
     is_opaque,
     memory_bytes,
     starts_chain,
@@ -208,7 +207,7 @@ class _Reader:
             if instruction.opcode in _NO_NEW_VALUE or is_done or instruction.name in results:
                 continue
             for array, written in written_arrays(self._module, computation, instruction):
-                if is_in_memory(array) and array.dims and written is array:
+                if array.is_in_memory and array.dims and written is array:
                     yield LargeValue(array.stored_bytes, str(array), instruction.op_name, instruction.name)
 
 

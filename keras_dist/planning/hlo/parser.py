@@ -152,21 +152,19 @@ def parse_module(text: str) -> Module:
     return Module(devices, entry, computations)
 
 
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\(")
+
+
 def _parse_instruction(line: str) -> Instruction | None:
-    equals = line.find(" = ")
-    if equals < 0:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         return None
-    start = equals + 3
-    shape_end = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
-    opening = line.find("(", shape_end)
-    if shape_end < 0 or opening < 0:
-        return None
-    opcode, closing = line[shape_end:opening].strip(), _closing(line, opening)
-    inside = line[opening + 1 : closing]
+    name, shape, opcode = match.groups()
+    closing = _closing(line, match.end() - 1)
+    inside = line[match.end() : closing]
     literal = inside if opcode in ("constant", "parameter") else ""
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
-    name = line[:equals].split()[-1].removeprefix("%")
-    return Instruction(name, line[start:shape_end], opcode, operands, literal, line[closing + 1 :])
+    return Instruction(name, shape, opcode, operands, literal, line[closing + 1 :])
 
 
 _BRACKET_OR_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 # A layout names the memory space if it is not main memory: S(1) is VMEM of a TPU, S(2), S(4) and S(6) are semaphores
 # and scalar memory, S(5) is host memory.
-MAIN_MEMORY = 0
+_MAIN_MEMORY = 0
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Array:
     dims: tuple[int, ...]
     space: int
     stored_elements: int
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.space == _MAIN_MEMORY
 
     @property
     def elements(self) -> int:
@@ -101,7 +105,7 @@ def _array(dtype: str, dims: tuple[int, ...], layout: str) -> Array:
         # The last number of the first tile belongs to the minor dim. Further tiles only reorder elements within it.
         for dim, size in zip(numbers(order), reversed(numbers(tile[1])), strict=False):
             stored[dim] = -(-dims[dim] // size) * size
-    return Array(dtype, dims, int(space[1]) if space else MAIN_MEMORY, math.prod(stored))
+    return Array(dtype, dims, int(space[1]) if space else _MAIN_MEMORY, math.prod(stored))
 
 
 def numbers(text: str) -> tuple[int, ...]:
