@@ -21,7 +21,7 @@ import jax
 import keras
 
 import keras_dist as kd
-from keras_dist._report.as_json import to_plain_data
+from keras_dist._report.report import to_plain_data
 from keras_dist._report.tables import Table
 from keras_dist._report.units import bytes_text
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes

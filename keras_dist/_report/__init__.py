@@ -1,9 +1,8 @@
 """Prints figures as text, HTML and JSON. Imports nothing else of this package.
 
-* `report.py`: the base class of reports.
+* `report.py`: the base class of reports, and their conversion to numbers, strings, lists and dicts.
 * `tables.py`: tables and bar charts, as text and as HTML for notebooks.
 * `units.py`: formats bytes, counts, seconds and percentages.
-* `as_json.py`: converts reports to numbers, strings, lists and dicts.
 * `variable_groups.py`: groups the variables of equal blocks into one row.
 * `progress.py`: shows the progress of long operations.
 """

@@ -1,7 +1,8 @@
-"""`Report`: the base class of everything that prints as a report."""
+"""`Report`: the base class of everything that prints as a report, and its conversion to plain data."""
 
+import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keras_dist._report.tables import Section, render_html, render_text
@@ -30,3 +31,18 @@ class Report:
 
     def _repr_html_(self) -> str:
         return render_html(self._sections())
+
+
+def to_plain_data(value: Any) -> Any:
+    """Converts dataclasses, mappings and sequences to dicts and lists, recursively.
+
+    >>> to_plain_data({"shape": (2, 3)})
+    {'shape': [2, 3]}
+    """
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_data(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain_data(each) for each in value]
+    return value

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist._report.as_json import to_plain_data
-from keras_dist._report.report import Report
+from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Lines, Section, Table
 from keras_dist._report.units import bytes_text, count_text, percent_text
 from keras_dist._report.variable_groups import VARIABLE_COLUMNS, PlacedVariable, variable_rows

@@ -112,10 +112,10 @@ class Torus:
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
         # x, y, z and core of each device
         self.coordinates = np.array([(*device.coords, device.core_on_chip) for device in devices])
-        self.rings = np.zeros_like(self.coordinates)  # as `_rings` returns them
+        self.rings = np.zeros_like(self.coordinates)  # as `_rings` returns them, and 0 for the core
         for number in np.unique(slices):
             here = slices == number
-            self.rings[here] = _rings(devices[0].device_kind, self.coordinates[here])
+            self.rings[here, :3] = _rings(devices[0].device_kind, self.coordinates[here, :3])
 
     def longest_hop(self, index: np.ndarray, axis: int) -> int:
         """Returns the largest number of hops between neighbors along one axis of an array of device indices."""
@@ -126,16 +126,14 @@ class Torus:
         return int(np.where(rings, np.minimum(steps, rings - steps), steps).sum(axis=1).max())
 
 
-def _rings(device_kind: str, coordinates: np.ndarray) -> np.ndarray:
-    """Returns the length of each dim's ring, 0 for a dim with two ends; the slice is assumed to be the bounding box."""
-    lengths = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
-    chips = lengths[:-1]
+def _rings(device_kind: str, chips: np.ndarray) -> np.ndarray:
+    """Returns the length of each dim's ring, 0 for a dim with two ends; the slice is the bounding box of its chips."""
+    sides = np.ptp(chips, axis=0) + 1
     generation = tpu_generation_of(device_kind)
     if generation is not None and generation.is_2d:
-        closes = chips == generation.longest_side
-    else:  # 3D tori consist of cubes of 4 x 4 x 4 chips; all sides form rings if each is a multiple of 4
-        closes = np.full(len(chips), (chips % 4 == 0).all())
-    return np.append(np.where(closes, chips, 0), 0)
+        return np.where(sides == generation.longest_side, sides, 0)
+    # 3D tori consist of cubes of 4 x 4 x 4 chips; all sides form rings if each is a multiple of 4.
+    return np.where((sides % 4 == 0).all(), sides, 0)
 
 
 def _process_of(device: Device) -> int:

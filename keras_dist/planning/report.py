@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keras_dist._report.as_json import to_plain_data
-from keras_dist._report.report import Report
+from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
 from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
 from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
