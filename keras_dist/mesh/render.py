@@ -7,7 +7,7 @@ import numpy as np
 from keras_dist._report.tables import Table, render_html
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device, device_name
-from keras_dist.mesh.topology import coordinates_of, slice_of
+from keras_dist.mesh.topology import coordinates_of, process_of, slice_of
 
 _MAX_COLUMNS, _MAX_ROWS = 16, 32
 _EDGE = 4  # rows and columns that are shown at each end of a larger mesh
@@ -35,13 +35,12 @@ def _title_and_table(
 ) -> tuple[str, list[list[str]], list[list[int | None]]]:
     """Returns a title, the rows of a table, the heading first, and the slice or host of each cell below the heading."""
     flat = devices.ravel().tolist()
-    hosts, slices = len({device.process_index for device in flat}), len(set(map(slice_of, flat)))
+    hosts, slices = len(set(map(process_of, flat))), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
     title = f"{spell_axes(dict(zip(axis_names, devices.shape, strict=True)))}, {len(flat)} {flat[0].device_kind} device"
     title += "s" * (len(flat) > 1) + f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
 
-    def group(device: Device | None) -> int | None:
-        return None if device is None else slice_of(device) if slices > 1 else device.process_index
+    group_of = slice_of if slices > 1 else process_of
 
     def text(device: Device | None) -> str:
         if device is None:
@@ -62,7 +61,7 @@ def _title_and_table(
         label = " ".join(f"{name}={i}" for name, i in zip(axis_names, position, strict=False))
         shown = [None if row is None or i is None else grid[row, i] for i in columns]
         table.append(["..." if row is None else label, *map(text, shown)])
-        groups.append([None, *map(group, shown)])
+        groups.append([None, *(None if device is None else group_of(device) for device in shown)])
     return title, table, groups
 
 

@@ -89,7 +89,7 @@ def networks_of(devices: Sequence[Device]) -> np.ndarray:
     slices = np.array(list(map(slice_of, devices)))
     if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
         return slices
-    processes = np.array(list(map(_process_of, devices)))
+    processes = np.array(list(map(process_of, devices)))
     are_hosts = len(np.unique(processes)) < len(devices) or getattr(devices[0], "slice_index", None) is None
     return processes if are_hosts else slices
 
@@ -97,6 +97,10 @@ def networks_of(devices: Sequence[Device]) -> np.ndarray:
 def slice_of(device: Device) -> int:
     """Returns the index of a device's slice: TPU chips joined by ICI, or GPUs joined by NVLink; 0 if unknown."""
     return getattr(device, "slice_index", None) or 0
+
+
+def process_of(device: Device) -> int:
+    return device.process_index
 
 
 def coordinates_of(device: Device) -> tuple[int, ...] | None:
@@ -136,17 +140,13 @@ def _rings(device_kind: str, chips: np.ndarray) -> np.ndarray:
     return np.where((sides % 4 == 0).all(), sides, 0)
 
 
-def _process_of(device: Device) -> int:
-    return device.process_index
-
-
 def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> list[Level]:
     """Returns the levels of the network, from the slowest inwards; `dcn` refers to the first."""
     by_slice: Level = ("slices", slice_of)
-    by_process: Level = ("processes", _process_of)
+    by_process: Level = ("processes", process_of)
     on_torus = coordinates_of(devices[0]) is not None
     inside: list[Level] = [] if on_torus else [by_process]
-    count = len(set(map(_process_of, devices)))
+    count = len(set(map(process_of, devices)))
     if count == 1 or len(set(map(slice_of, devices))) > 1:
         return [by_slice, *inside]
     if len(np.unique(networks_of(devices))) > 1:
@@ -204,7 +204,7 @@ def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_spl
     shape = [size for size in axes.values() if size > 1] or [1]
     # mesh_utils assumes JAX's order for some slices: by host, then by z, y, x and core.
     x, y, z, core = torus.coordinates.T
-    as_listed = np.lexsort((core, x, y, z, np.array(list(map(_process_of, devices))))).reshape(shape)
+    as_listed = np.lexsort((core, x, y, z, np.array(list(map(process_of, devices))))).reshape(shape)
     index = _index_by_mesh_utils(devices, as_listed, torus.coordinates, allow_split)
     if index is not None:
         index = _with_short_rings(index, torus)
