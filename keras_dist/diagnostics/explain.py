@@ -108,7 +108,8 @@ class _Decision(NamedTuple):
 
 
 def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
-    variables, layout_map = list(all_variables(model)), getattr(distribution, "_layout_map", LayoutMap(None))
+    layout_map: Any = getattr(distribution, "_layout_map", LayoutMap(None))
+    variables = list(all_variables(model))
     decisions = _decisions(model, variables, distribution)
     weights = {id(variable) for variable in model.weights}
     optimizer = getattr(model, "optimizer", None)
@@ -236,9 +237,7 @@ def _why_not_sharded(variable: keras.Variable, layout: Any, distribution: Distri
     return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in axes)}"
 
 
-def _place(
-    layout: Any, shape: tuple[int, ...], mesh: DeviceMesh
-) -> tuple[Axes, tuple[int, ...], frozenset[jax.Device] | None]:
+def _place(layout: Any, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[Axes, tuple[int, ...], frozenset | None]:
     """Returns the axes, the shard shape and the devices of a tensor: None for all devices of `mesh`.
 
     A tensor without a layout counts as replicated, a layout without a mesh is on `mesh`.

@@ -1,8 +1,8 @@
 """`Distribution`, the base class of all distributions."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -171,9 +171,11 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """
         return None
 
-    def scope(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
         """Makes this distribution the active one in this thread for a block of code."""
-        return installed_in_this_thread(self)
+        with installed_in_this_thread(self):
+            yield
 
     def distribute_batch(self, batch: Any) -> Any:
         """Places a host batch on the mesh, as `fit` does, for custom training loops.

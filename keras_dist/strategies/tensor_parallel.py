@@ -79,8 +79,8 @@ def tensor_parallel_layout_map(
     with built(model_or_builder) as model:
         solution = _solve(model, mesh, axis)
     rules = {weight.path: solution.axes_of(weight.dims) for weight in solution.weights}
-    rules |= solution.table_rules(sequence_parallel)
-    rules |= solution.activation_rules(sequence_parallel)
+    tables = solution.table_rules(sequence_parallel)
+    rules |= tables | solution.activation_rules(tables, sequence_parallel)
     _warn_of_large_replicas(solution, rules)
     layout_map = LayoutMap(mesh)
     for pattern, axes in _merged(rules):
@@ -140,11 +140,11 @@ class _Solution(NamedTuple):
                 rules[weight.path] = self._only([dim], rank)
         return rules
 
-    def activation_rules(self, sequence_parallel: bool) -> dict[str, Axes]:
+    def activation_rules(self, table_rules: Mapping[str, Axes], sequence_parallel: bool) -> dict[str, Axes]:
         """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended."""
         found: defaultdict[str, set[Axes]] = defaultdict(set)
         sharded = {_layer(weight.path) for weight in self.weights if any(self.axes_of(weight.dims))}
-        tables = {_layer(path) for path in self.table_rules(sequence_parallel)}
+        tables = {_layer(path) for path in table_rules}
         # An embedding that is also called as the head returns two different things under one path.
         heads = {_layer(weight.path) for weight in self.weights if weight.is_head}
         # The output of one table that is the input of another stays sharded until all of them are added up.
