@@ -138,9 +138,7 @@ def render_text(sections: Iterable[Section]) -> str:
 
 def render_html(sections: Iterable[Section]) -> str:
     """Renders sections as one HTML element, which includes its style sheet and loads nothing."""
-    blocks = []
-    for title, parts in sections:
-        blocks.append("\n".join([_element("h4", title), *(part.to_html() for part in parts)]))
+    blocks = ["\n".join([_element("h4", title), *(part.to_html() for part in parts)]) for title, parts in sections]
     return "\n".join([_STYLE, '<div class="keras-dist">', *blocks, "</div>"])
 
 

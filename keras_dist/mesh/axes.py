@@ -67,16 +67,14 @@ def spread_axes(axes: Mapping[str, int], groups: int, dcn: Any = None, group_nam
     {'data': 1, 'fsdp': 4, 'model': 1}
     """
     requested = parse_dcn(dcn, axes)
-    degrees = dict.fromkeys(axes, 1)
     if isinstance(requested, dict):
         rest = max(groups // known_product(requested), 1)
-        degrees |= {name: rest if degree == -1 else degree for name, degree in requested.items()}
+        crossing = {name: rest if degree == -1 else degree for name, degree in requested.items()}
     else:
-        remaining = groups
+        crossing, remaining = {}, groups
         for name in requested:
-            degrees[name] = math.gcd(axes[name], remaining)
-            remaining //= degrees[name]
-    crossing = {name: degrees[name] for name in requested}
+            crossing[name] = math.gcd(axes[name], remaining)
+            remaining //= crossing[name]
     with _prefix_errors(_invalid_dcn(dcn, axes)):
         if math.prod(crossing.values()) != groups:
             raise ValueError(
@@ -89,7 +87,7 @@ def spread_axes(axes: Mapping[str, int], groups: int, dcn: Any = None, group_nam
                     f"axis {name!r} of size {axes[name]} cannot span {degree} {group_name}. "
                     f"Choose a size that is a multiple of {degree}, or omit dcn."
                 )
-    return degrees
+    return dict.fromkeys(axes, 1) | crossing
 
 
 def parse_dcn(dcn: Any, axes: Mapping[str, int]) -> list[str] | dict[str, int]:
