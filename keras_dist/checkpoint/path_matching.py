@@ -28,9 +28,9 @@ class Matching(NamedTuple):
 
 
 def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], automatic: set[str]) -> Matching:
-    """Returns the first complete matching of a model's weights, otherwise the one with the most pairs.
+    """Returns the matching of a model's weights with the most pairs, the first of several.
 
-    Tried in turn: equal paths; paths whose names all occur in the nested path of just one weight, in the same order;
+    Tried are: equal paths; paths whose names all occur in the nested path of just one weight, in the same order;
     paths and nested paths that are equal without the numbers of names that Keras has given. Nested paths have the names
     of all models and layers that a weight is in. `automatic` has the names that Keras gives, without numbers.
 
@@ -44,17 +44,20 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
         stems = ((part, _split(part)[0]) for part in path.split("/"))
         return "/".join(stem if stem in automatic else part for part, stem in stems)
 
-    return _best(
-        lambda: _match_by_key(saved, paths),
-        lambda: _match_by_nesting(saved, nested_paths),
-        lambda: _match_by_key(saved, paths, without_numbers),
-        lambda: _match_by_key(saved, nested_paths, without_numbers),
+    by_path = _match_by_key(saved, paths)
+    if by_path.is_complete:
+        return by_path
+    return _most_pairs(
+        by_path,
+        _match_by_nesting(saved, nested_paths),
+        _match_by_key(saved, paths, without_numbers),
+        _match_by_key(saved, nested_paths, without_numbers),
     )
 
 
 def match_seeds(saved: list[str], paths: list[str]) -> Matching:
     """Matches the states of random generators by path, otherwise by order of creation. `paths` has no duplicates."""
-    return _best(lambda: _match_by_key(saved, paths), lambda: _match_by_key(saved, paths, lambda _: ""))
+    return _most_pairs(_match_by_key(saved, paths), _match_by_key(saved, paths, lambda _: ""))
 
 
 def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str, str]]) -> Matching:
@@ -75,9 +78,7 @@ def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str,
         head, _, name = path.rpartition("/")
         return "/".join(_split(part)[0] for part in head.split("/")) + "/" + name
 
-    return _best(
-        lambda: _match_by_key(saved, expected), lambda: _match_by_key(saved, expected, without_number_of_optimizer)
-    )
+    return _most_pairs(_match_by_key(saved, expected), _match_by_key(saved, expected, without_number_of_optimizer))
 
 
 def optimizer_paths(paths: list[str], weights: list[tuple[str, str]]) -> list[str]:
@@ -128,12 +129,7 @@ def number_repeated(paths: Iterable[str]) -> list[str]:
     return numbered
 
 
-def _best(*attempts: Callable[[], Matching]) -> Matching:
-    matchings = []
-    for attempt in attempts:
-        matchings.append(attempt())
-        if matchings[-1].is_complete:
-            return matchings[-1]
+def _most_pairs(*matchings: Matching) -> Matching:
     return max(matchings, key=lambda matching: len(matching.pairs))  # the first of several
 
 

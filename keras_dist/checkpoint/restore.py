@@ -182,25 +182,22 @@ def newest(directory: str) -> str | None:
     return None if latest is None else os.path.join(directory, str(latest.step))
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat = {}
-    for name, inner in tree.items():
-        flat |= _flat(inner, f"{prefix}/{name}" if prefix else name)
-    return flat
+def _entry(key_path: tuple) -> str:
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {_entry(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _load(path: str, tree: Any, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Reads the entries in `values` from a checkpoint, each with the shape, dtype and sharding of its array there."""
     ocp = orbax()
 
-    def abstract(inner, prefix=""):
-        if isinstance(inner, dict):
-            return {name: abstract(part, f"{prefix}/{name}" if prefix else name) for name, part in inner.items()}
-        if prefix not in values:
+    def abstract(key_path, _):
+        value = values.get(_entry(key_path))
+        if value is None:
             return ocp.PLACEHOLDER
-        value = values[prefix]
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
 
-    return _flat(ocp.load_checkpointables(path, {ARRAYS: abstract(tree)})[ARRAYS])
+    return _flat(ocp.load_checkpointables(path, {ARRAYS: jax.tree.map_with_path(abstract, tree)})[ARRAYS])

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -125,13 +124,13 @@ def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool:
     sharding = as_sharding(variable_layout(variable))
     initializer = deferred_variables.deferred_initializer(variable)
     if initializer is None:
-        return partial(_resharded, variable, sharding)
+        return lambda: _resharded(variable, sharding)
     constant = _constant(initializer)
     if constant is not None and math.prod(shape) <= _MAX_ELEMENTS_FROM_HOST:
-        return partial(_filled, constant, shape, dtype, sharding)
+        return lambda: _filled(constant, shape, dtype, sharding)
     config = _config_without_seed(initializer)
     if config is None:
-        return partial(_initialized_on_one_device, initializer, shape, dtype, sharding)
+        return lambda: reshard(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
     key = config, shape, dtype, sharding
     if key not in programs:
         programs[key] = pool.submit(_lower(initializer, shape, dtype, sharding).compile)
@@ -147,10 +146,6 @@ def _resharded(variable: keras.Variable, sharding: Any) -> jax.Array:
 def _filled(constant: float, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
     array = np.full(shape, constant, jnp.dtype(dtype))
     return jnp.asarray(array) if sharding is None else jax.make_array_from_callback(shape, sharding, array.__getitem__)
-
-
-def _initialized_on_one_device(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
-    return reshard(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
 
 
 def _config_without_seed(initializer: Any) -> tuple[type, str] | None:
