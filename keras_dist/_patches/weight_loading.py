@@ -105,7 +105,7 @@ _patch_close(saving_lib.ShardedH5IOStore)
 def _load_subset(original, distribution, group):
     names = legacy_h5_format.load_attributes_from_hdf5_group(group, "weight_names")
     datasets = [saving_lib.safe_get_h5_dataset(group, name) for name in names]
-    return [np.asarray(d) if (tensor := lazy_hdf5.lazy_tensor(d)) is None else tensor for d in datasets]
+    return [lazy_hdf5.lazy_tensor(dataset) or np.asarray(dataset) for dataset in datasets]
 
 
 # ---------------------------------------------------------------------------------------------- from `.keras` archives

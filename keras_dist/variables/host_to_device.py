@@ -87,14 +87,15 @@ def _jax_dtype(dtype: Any) -> np.dtype:
 
 
 def _read_shards(value: Any, shards: Sequence[Bounds], dtype: np.dtype) -> Iterator[tuple[Bounds, np.ndarray]]:
-    if not isinstance(value, (np.ndarray, LazyTensor)):
-        value = (lazy_tensor(value) if hasattr(value, "read_direct") else None) or np.asarray(value)
+    if not isinstance(value, LazyTensor) and hasattr(value, "read_direct"):  # an `h5py.Dataset`
+        value = lazy_tensor(value) or value
     if isinstance(value, LazyTensor):
         for bounds, shard in value.read_shards(shards):
             yield bounds, _converted(shard, dtype, is_own=True)
     else:
+        array = np.asarray(value)
         for bounds in shards:
-            shard = np.asarray(value[tuple(slice(*bound) for bound in bounds)])
+            shard = np.asarray(array[tuple(slice(*bound) for bound in bounds)])
             yield bounds, _converted(shard, dtype, is_own=False)
 
 

@@ -23,8 +23,6 @@ class LazyTensor:
     Anything else that is done with it reads the full array: indexing, attributes and methods, functions of NumPy.
     """
 
-    __slots__ = ("__weakref__", "_array", "_dataset", "dtype", "shape")
-
     def __init__(self, dataset: Any, dtype: Any = None):
         self._dataset: Any = dataset
         self._array: np.ndarray | None = None
@@ -103,7 +101,7 @@ class LazyTensor:
         return self.load()[key]
 
     def __len__(self) -> int:
-        return len(self.load())
+        return self.shape[0]
 
 
 def _slices(bounds: Bounds) -> tuple[slice, ...]:

@@ -341,6 +341,18 @@ def test_placed_shards_equal_the_array(on_disk, spec, band, monkeypatch):
     np.testing.assert_array_equal(np.asarray(host_to_device.place(tensor, sharding.backend_layout)), array)
 
 
+def test_datasets_are_assigned_by_shards(tmp_path, largest_transfer):
+    array = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype("float32")
+    with h5py.File(tmp_path / "a.h5", "w") as file, sharded().scope():
+        model = new_model()
+        largest_transfer[0] = 0
+        model.layers[0].kernel.assign(file.create_dataset("a", data=array))
+        model.layers[1].bias.assign(file.create_dataset("b", data=array[0, :4]))
+        assert largest_transfer[0] == array.size // 4
+    np.testing.assert_array_equal(np.asarray(model.layers[0].kernel), array)
+    np.testing.assert_array_equal(np.asarray(model.layers[1].bias), array[0, :4])
+
+
 def test_lazy_tensor_can_be_read_like_an_array(on_disk):
     tensor, array = on_disk
     assert (tensor.shape, tensor.dtype, tensor.ndim, tensor.size, len(tensor)) == (
