@@ -1,7 +1,6 @@
 """Gathers a global array to the host in pieces, of which no device and no process holds more than one at a time."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,33 +12,33 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.variables import host_to_device
 
-_PIECE_BYTES = 2**26  # of a gathered piece, on every device
 
-
-def gather(array: Any, keep: bool = True, piece_bytes: int = _PIECE_BYTES) -> np.ndarray | None:
+def gather(array: Any, keep: bool = True) -> np.ndarray | None:
     """Gathers an array that is sharded over several processes into a new NumPy array.
 
     All processes must call it for the same arrays in the same order. Nothing is sent if this process holds all shards.
-    With `keep=False` it returns None: this process sends its shards and allocates nothing on the host. Each device
-    holds `piece_bytes` at a time, in addition to its shard.
+    With `keep=False` it returns None: this process sends its shards and allocates nothing on the host.
     """
     if host_to_device.is_fully_local(array):
         return np.array(host_to_device.local_numpy(array)) if keep else None
     if not isinstance(array.sharding, NamedSharding):  # not made by this library
         gathered: Any = multihost_utils.process_allgather(array, tiled=True)
         return np.array(gathered) if keep else None
-    return gather_pieces(array, keep, piece_bytes)
+    return gather_pieces(array, keep)
 
 
-def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int) -> np.ndarray | None:
-    """Gathers an array on a mesh piece by piece, as `gather` does where processes hold different shards."""
-    pieces = _Pieces(array.sharding, array.shape, piece_bytes // array.dtype.itemsize)
+def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int = 2**26) -> np.ndarray | None:
+    """Gathers an array on a mesh piece by piece, as `gather` does where processes hold different shards.
+
+    Each device holds `piece_bytes` at a time, in addition to its shard.
+    """
     result = np.empty(array.shape, array.dtype) if keep else None
     if not array.size:
         return result
+    pieces = _Pieces(array.sharding, array.shape, piece_bytes // array.dtype.itemsize)
     program = _gather_program(array.sharding, array.dtype, pieces.dim, pieces.rows)
     for start in pieces.starts():
         gathered = program(array, np.int32(start)).addressable_data(0)
@@ -60,14 +59,13 @@ class _Pieces:
     """
 
     def __init__(self, sharding: Any, shape: tuple[int, ...], max_elements: int):
-        axes = _axes_of_dims(sharding.spec, len(shape))
-        self._shards = [math.prod(sharding.mesh.shape[name] for name in names) for names in axes]  # along each dim
         self._shard_shape = sharding.shard_shape(shape)
+        self._shards = [size // part for size, part in zip(shape, self._shard_shape, strict=True)]  # along each dim
         self.dim = max(range(len(shape)), key=lambda dim: self._shard_shape[dim])
         length = self._shard_shape[self.dim]
-        row_elements = max(1, math.prod(self._shard_shape) // max(1, length)) * math.prod(self._shards)
+        row_elements = math.prod(shape) // length  # of all shards
         count = math.ceil(length / max(1, max_elements // row_elements))
-        self.rows = math.ceil(length / max(1, count))
+        self.rows = math.ceil(length / count)
 
     def starts(self) -> Iterator[int]:
         """Yields the first row of each piece within its shard."""
@@ -84,15 +82,10 @@ class _Pieces:
             yield tuple(index)
 
 
-def _axes_of_dims(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that each dim is sharded over, outermost first."""
-    return (*map(axis_tuple, spec), *[()] * (rank - len(spec)))
-
-
 @functools.lru_cache(maxsize=1024)
 def _gather_program(sharding: NamedSharding, dtype: Any, dim: int, rows: int) -> Any:
     """Compiles once per layout and shape: gathers some rows of all shards, from a given row on, to every device."""
-    names = tuple(itertools.chain.from_iterable(_axes_of_dims(sharding.spec, 0)))
+    names = tuple(axis_names(sharding.spec))
 
     def take(shard, start):
         piece = lax.dynamic_slice_in_dim(shard, start, rows, dim)
