@@ -37,20 +37,19 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
 
     Variables share a path in models inside of a loaded model, and in the metrics of two outputs.
     """
-    trainable, others = list(model.trainable_variables), list(model.non_trainable_variables)
     optimizer: Any = model.optimizer
-    optimizer_variables, metrics = list(optimizer.variables), list(model.metrics_variables)
-    weights = [*trainable, *others]
+    weights, count = [*model.trainable_variables, *model.non_trainable_variables], len(model.trainable_variables)
     paths = [variable.path for variable in weights]
     unique = path_matching.unique_weight_paths(paths, _nested_paths(model, weights))
     of_optimizer = path_matching.optimizer_paths(
-        [v.path for v in optimizer_variables], list(zip(paths, unique, strict=True))
+        [variable.path for variable in optimizer.variables], list(zip(paths, unique, strict=True))
     )
+    of_metrics = [variable.path for variable in model.metrics_variables]
     return {
-        TRAINABLE: _nested(trainable, unique[: len(trainable)]),
-        NON_TRAINABLE: _nested(others, unique[len(trainable) :]),
-        OPTIMIZER: _nested(optimizer_variables, path_matching.number_repeated(of_optimizer)),
-        METRICS: _nested(metrics, path_matching.number_repeated(v.path for v in metrics)),
+        TRAINABLE: _nested(weights[:count], unique[:count]),
+        NON_TRAINABLE: _nested(weights[count:], unique[count:]),
+        OPTIMIZER: _nested(optimizer.variables, path_matching.number_repeated(of_optimizer)),
+        METRICS: _nested(model.metrics_variables, path_matching.number_repeated(of_metrics)),
     }
 
 

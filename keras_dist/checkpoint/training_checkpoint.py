@@ -139,9 +139,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Saves after every `save_freq` batches."""
         self._batches, position = current_position()
-        total = self._batches_before_epoch + self._batches
-        if self._interval is not None and total - self._saved_at >= self._interval:
-            self._save(total, self._epoch, self._batches, position)
+        since_save = self._batches_before_epoch + self._batches - self._saved_at
+        if self._interval is not None and since_save >= self._interval:
+            self._save(self._epoch, self._batches, position)
 
     def on_test_begin(self, logs=None):
         """Saves if training was stopped in the middle of an epoch, before validation overwrites the metrics."""
@@ -149,9 +149,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def _save_if_stopped(self) -> None:
         batches, position = current_position()
-        total = self._batches_before_epoch + self._batches
-        if batches and total > self._saved_at:
-            self._save(total, self._epoch, batches, position)
+        if batches:
+            self._save(self._epoch, batches, position)
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves at the end of each epoch with `save_freq="epoch"`, and at the end of training."""
@@ -160,8 +159,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._batches_before_epoch += self._batches
         parameters: Any = self.params
         is_due = self._interval is None or epoch + 1 >= parameters["epochs"]
-        if is_due and batches == 0 and self._batches_before_epoch > self._saved_at:
-            self._save(self._batches_before_epoch, epoch + 1, 0, position)
+        if is_due and batches == 0:
+            self._save(epoch + 1, 0, position)
 
     def on_train_end(self, logs=None):
         """Waits until the last checkpoint is written."""
@@ -202,7 +201,11 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             )
         return step
 
-    def _save(self, total: int, epoch: int, batches: int, position: DataPosition | None) -> None:
+    def _save(self, epoch: int, batches: int, position: DataPosition | None) -> None:
+        """Saves, unless that was done at the same batch."""
+        total = self._batches_before_epoch + batches
+        if total <= self._saved_at:
+            return
         progress = {
             "epoch": epoch,
             "batches": batches,
