@@ -1,8 +1,7 @@
 """Patches of calls of models and layers, and of the variables that they read."""
 
 import contextlib
-from collections.abc import Iterator
-from functools import partial
+from typing import Any, NamedTuple
 
 import keras
 from jax.core import Tracer
@@ -31,32 +30,23 @@ def _call_model(original, distribution, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-class _StatelessCall:
-    """A `stateless_call` of a model: the trace that it began in, and the values of variables that were passed to it.
+class _StatelessCall(NamedTuple):
+    """A `stateless_call` of a model.
 
     A weight that a layer reads inside a loop of its own (`jax.lax.scan`) is resharded once, in the trace around the
     loop. Resharded inside, it would be gathered at every iteration, and so would its gradient be reduced.
     """
 
-    def __init__(self, model, values):
-        self.model = model
-        self._trace, self._values = _current_trace(), {id(value) for value in values}
+    model: keras.Layer
+    trace: Any  # that the call began in
+    values: set[int]  # ids of the values of variables that were passed to it
 
     def is_in_loop(self) -> bool:
-        return _current_trace() is not self._trace
+        return _current_trace() is not self.trace
 
     def outside_of_loops(self, value) -> contextlib.AbstractContextManager:
         """Runs a block in the trace that the call began in, if the value is known there."""
-        return set_current_trace(self._trace) if id(value) in self._values else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def restarted(self) -> Iterator[None]:
-        """Makes the current trace the one that the call began in, for a block."""
-        before, self._trace = self._trace, _current_trace()
-        try:
-            yield
-        finally:
-            self._trace = before
+        return set_current_trace(self.trace) if id(value) in self.values else contextlib.nullcontext()
 
 
 def _current_trace():
@@ -75,7 +65,8 @@ _current_call: ThreadValue[_StatelessCall | None] = ThreadValue(None)  # the inn
     every_thread=True,
 )
 def _stateless_call(original, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
-    with _current_call.set_to(_StatelessCall(self, [*trainable_variables, *non_trainable_variables])):
+    values = {id(value) for value in (*trainable_variables, *non_trainable_variables)}
+    with _current_call.set_to(_StatelessCall(self, _current_trace(), values)):
         return original(
             self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
         )
@@ -107,7 +98,7 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     if not isinstance(self, keras.Layer):
         return original(self, *args, **kwargs)
     args = distribution.distribute_inputs(f"{internals.current_path()}/input", args)
-    call_layer, call = partial(original, self, *args, **kwargs), _current_call.value
+    call = _current_call.value
     # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
     # weights are still there.
     if (
@@ -116,5 +107,10 @@ def _call_operation(original, distribution, self, *args, **kwargs):
         or not distribution.regathers_weights(self)
         or self in internals.last_layers(call.model)
     ):
-        return call_layer()
-    return internals.rematerialized(self, call.restarted()(call_layer))
+        return original(self, *args, **kwargs)
+
+    def call_layer():
+        with _current_call.set_to(call._replace(trace=_current_trace())):
+            return original(self, *args, **kwargs)
+
+    return internals.rematerialized(self, call_layer)
