@@ -79,11 +79,11 @@ class EpochIterator(trainer.JAXEpochIterator):
             return
         start = position.begin_tracking(self) if self._step == "train" else None
         steps: Any = super()._enumerate_iterator() if start is None else self._enumerate_from(*start)
-        is_first = True
+        self._is_in_epoch = False
         try:
             for first, last, pipeline in steps:
-                if is_first:
-                    is_first, self._is_in_epoch = False, True
+                if not self._is_in_epoch:
+                    self._is_in_epoch = True
                     begun = self._current_iterator if pipeline is NOTHING_LEFT else pipeline
                     self._begin_epoch(begun, 0 if start is None else start[0])
                 yield first, last, pipeline

@@ -78,13 +78,9 @@ def _skip_to(adapter: Any, start: int, source: str | None) -> Iterator:
     """Returns an iterator that starts at a batch; what is shuffled has been drawn when it returns."""
     if isinstance(adapter, data_adapters.ArrayDataAdapter):
         return _array_batches(adapter, start)
-    if isinstance(adapter, data_adapters.PyDatasetAdapter):
-        if adapter.py_dataset.num_batches is not None:
-            batches = _dataset_batches(adapter, start)
-            return data_adapter_utils.get_jax_iterator(map(adapter._standardize_batch, batches))
-        if adapter.enqueuer is None:
-            batches = (adapter.py_dataset[index] for index in itertools.count(start))
-            return data_adapter_utils.get_jax_iterator(map(adapter._standardize_batch, batches))
+    is_dataset = isinstance(adapter, data_adapters.PyDatasetAdapter)
+    if is_dataset and (adapter.enqueuer is None or adapter.py_dataset.num_batches is not None):
+        return data_adapter_utils.get_jax_iterator(map(adapter._standardize_batch, _dataset_batches(adapter, start)))
     iterator: Any = iter(adapter.get_jax_iterator())
     if source is not None:
         iterator.set_state(_decode(source))
@@ -124,13 +120,15 @@ class _Remainder(py_dataset_adapter.PyDataset):
 
 
 def _dataset_batches(adapter: Any, start: int) -> Iterator:
-    indices = list(range(adapter.py_dataset.num_batches))
-    if adapter.shuffle:
-        random.shuffle(indices)
-    remainder = _Remainder(adapter.py_dataset, indices[start:])
-    if adapter.enqueuer is None or not remainder.indices:
-        return (remainder[index] for index in range(len(remainder)))
-    return _batches_of_workers(adapter.enqueuer, remainder)
+    dataset, indices = adapter.py_dataset, itertools.count(start)
+    if dataset.num_batches is not None:
+        order = list(range(dataset.num_batches))
+        if adapter.shuffle:
+            random.shuffle(order)
+        indices = order[start:]
+        if adapter.enqueuer is not None and indices:
+            return _batches_of_workers(adapter.enqueuer, _Remainder(dataset, indices))
+    return (dataset[index] for index in indices)
 
 
 def _batches_of_workers(enqueuer: Any, remainder: _Remainder) -> Iterator:
