@@ -45,6 +45,18 @@ def raises_misplaced():
     return pytest.raises(ValueError, match=r"'sequential' was not built.*redistribute\(model\)")
 
 
+def redistributed_after_an_error(late, call, first):
+    """A model that was built too early, on which Keras fails, and which keras_dist asks to redistribute."""
+    with pytest.raises(ValueError, match="incompatible devices"):
+        call(late(KERAS))
+    model = late(kd)
+    with raises_misplaced() as error:
+        call(model)
+    assert f"'{first}', is on cpu:0." in str(error.value)
+    assert kd.redistribute(model) is model
+    return model
+
+
 def losses_on_one_device(fits, build=dense_model):
     """The losses of several fits of one model on one device."""
     return [loss for losses in on_one_device(*[fit] * fits, build=build) for loss in losses]
@@ -61,15 +73,7 @@ def test_a_model_built_before_the_distribution(call):
         api.set_distribution(api.DataParallel())
         return model
 
-    model = late(KERAS)
-    with pytest.raises(ValueError, match="incompatible devices"):
-        call(model)
-
-    model = late(kd)
-    with raises_misplaced() as error:
-        call(model)
-    assert "'sequential/a/kernel', is on cpu:0." in str(error.value)
-    assert kd.redistribute(model) is model
+    model = redistributed_after_an_error(late, call, "sequential/a/kernel")
     assert_same_numbers([call(model), fit(model)], on_one_device(call, fit))
     assert all(len(devices_of(variable)) == DEVICES for variable in model.weights)
 
@@ -95,15 +99,7 @@ def test_an_optimizer_made_before_the_distribution():
         api.set_distribution(api.DataParallel())
         return dense_model(optimizer)
 
-    model = late(KERAS)
-    with pytest.raises(ValueError, match="incompatible devices"):
-        fit(model)
-
-    model = late(kd)
-    with raises_misplaced() as error:
-        fit(model)
-    assert "'adam/iteration', is on cpu:0." in str(error.value)
-    kd.redistribute(model)
+    model = redistributed_after_an_error(late, fit, "adam/iteration")
     assert_same_numbers([fit(model)], on_one_device(fit, build=lambda: dense_model("adam")))
 
 
