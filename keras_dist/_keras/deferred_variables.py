@@ -25,8 +25,6 @@ class DeferredValue:
     inferred and while layers are built. Anywhere else the result would be a new, unsharded value, so it is an error.
     """
 
-    __slots__ = ("_path", "initializer")
-
     def __init__(self, initializer: Callable, path: str):
         self.initializer = initializer  # of the variable, or one that returns the value assigned since
         self._path = path

@@ -43,7 +43,7 @@ try:
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.jax import core as jax_core
-    from keras.src.backend.jax import distribution_lib as _backend_lib
+    from keras.src.backend.jax import distribution_lib as backend_lib
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
@@ -70,7 +70,6 @@ KerasDistribution = distribution_lib.Distribution
 KerasOptimizer = base_optimizer.BaseOptimizer
 KerasVariable = variables.Variable
 JaxVariable = jax_core.JaxVariable
-backend_lib = _backend_lib
 DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
 GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
 STEPS = ("train", "test", "predict")
@@ -86,29 +85,26 @@ def get_device_count(device_type: str | None) -> int:
 
 
 def num_processes() -> int:
-    return _backend_lib.num_processes()
+    return backend_lib.num_processes()
 
 
 def process_id() -> int:
-    return _backend_lib.process_id()
+    return backend_lib.process_id()
 
 
-def initialize(
-    job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable | None = None
-) -> None:
-    """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)` if one is given."""
+def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable) -> None:
+    """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)`."""
     real = jax.distributed.initialize
-    if start is not None:
-        jax.distributed.initialize = functools.partial(start, real)
+    jax.distributed.initialize = functools.partial(start, real)
     try:
-        _backend_lib.initialize(job_addresses, num_processes, process_id)
+        backend_lib.initialize(job_addresses, num_processes, process_id)
     finally:
         jax.distributed.initialize = real
 
 
 def initialize_seed() -> None:
     """Gives all processes the same random seed, unless they have one."""
-    _backend_lib.initialize_rng()
+    backend_lib.initialize_rng()
 
 
 def random_seed() -> int | None:
@@ -149,7 +145,7 @@ def place_variable(variable, layout, value) -> None:
 
 def distribute_with_keras(tensor, layout):
     """Places a tensor by Keras's own function: a sharding constraint while tracing, else a move."""
-    return _backend_lib.distribute_tensor(tensor, layout)
+    return backend_lib.distribute_tensor(tensor, layout)
 
 
 def current_distribution():
@@ -341,11 +337,6 @@ def inputs_and_outputs(model) -> tuple:
     """Returns the structures of symbolic inputs and outputs of a functional or sequential model, else Nones."""
     graph = getattr(model, "_functional", None) or model
     return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
-
-
-def symbolic_inputs(model):
-    """Returns the symbolic inputs of a functional or sequential model, None for other models."""
-    return inputs_and_outputs(model)[0]
 
 
 def stateless_step(model, step: str) -> Callable:

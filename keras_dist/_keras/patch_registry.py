@@ -151,7 +151,3 @@ class PatchGroup:
                     delattr(patch.owner, patch.name)
                 else:
                     setattr(patch.owner, patch.name, before)
-
-    def is_installed(self, patch: Patch) -> bool:
-        """Returns whether a patch of this group is what its owner holds."""
-        return patch in self._installed and vars(patch.owner).get(patch.name) is self._installed[patch][1]

@@ -3,7 +3,7 @@
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED
-from keras_dist._keras.internals import saving_api, saving_lib
+from keras_dist._keras.internals import file_utils, saving_api, saving_lib
 from keras_dist.checkpoint import restore
 
 _REASON, _ISSUE = "nothing, or only a part, of a checkpoint is restored silently", "keras#23251"
@@ -45,14 +45,12 @@ def _load_model(original, distribution, filepath, custom_objects=None, compile=T
 
 def _is_step(path: str) -> bool:
     """Returns whether a path is the checkpoint of one step, which Keras does not recognize in new Orbax formats."""
-    files = saving_api.file_utils
-    return files.isdir(path) and files.exists(files.join(path, "_CHECKPOINT_METADATA"))
+    return file_utils.isdir(path) and file_utils.exists(file_utils.join(path, "_CHECKPOINT_METADATA"))
 
 
 def _step(path: str) -> str:
     """Returns the checkpoint of one step: the path itself, or the newest in a directory of steps."""
-    files = saving_api.file_utils
-    if not any(name.isdigit() and files.isdir(files.join(path, name)) for name in files.listdir(path)):
+    if not any(name.isdigit() and file_utils.isdir(file_utils.join(path, name)) for name in file_utils.listdir(path)):
         return path
     newest = restore.newest(path)
     if newest is None:

@@ -24,7 +24,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int) -> 
     Each input and output of a layer is named by the layer's path, with `/input` or `/output` appended. `axis_size`
     divides the sizes of unknown dims where possible. Raises ValueError if no size works or the inputs are not known.
     """
-    inputs = internals.symbolic_inputs(model)
+    inputs, _ = internals.inputs_and_outputs(model)
     if inputs is None:
         raise ValueError(
             f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "

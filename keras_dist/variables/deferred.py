@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -26,8 +26,7 @@ ModelT = TypeVar("ModelT", bound=keras.Layer)
 _MAX_ELEMENTS_FROM_HOST = 2**16
 
 
-@contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def deferred() -> contextlib.AbstractContextManager[None]:
     """Creates models, optimizers and metrics with shapes, dtypes and layouts, but without values.
 
     A model of any size is created in seconds and without memory, also for devices that are not attached. Layouts are
@@ -43,8 +42,7 @@ def deferred() -> Iterator[None]:
     >>> model.count_params()
     17000000000
     """
-    with deferred_variables.deferring():
-        yield
+    return deferred_variables.deferring()
 
 
 def materialize(model: ModelT) -> ModelT:
@@ -124,7 +122,7 @@ def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool:
     sharding = as_sharding(variable_layout(variable))
     initializer = deferred_variables.deferred_initializer(variable)
     if initializer is None:
-        return lambda: _resharded(variable, sharding)
+        return lambda: reshard(variable_value(variable), sharding)
     constant = _constant(initializer)
     if constant is not None and math.prod(shape) <= _MAX_ELEMENTS_FROM_HOST:
         return lambda: _filled(constant, shape, dtype, sharding)
@@ -135,12 +133,6 @@ def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool:
     if key not in programs:
         programs[key] = pool.submit(_lower(initializer, shape, dtype, sharding).compile)
     return lambda: programs[key].result()(_seed(initializer))
-
-
-def _resharded(variable: keras.Variable, sharding: Any) -> jax.Array:
-    value: Any = variable_value(variable)
-    is_in_place = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
-    return value if is_in_place else reshard(value, sharding)
 
 
 def _filled(constant: float, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:

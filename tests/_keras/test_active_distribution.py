@@ -23,7 +23,8 @@ def in_thread(function):
 
 def patched():
     """The functions that are patched now."""
-    return {p.target for group in (INSTALLED, VARIABLES) for p in group.patches if group.is_installed(p)}
+    installed = [item for group in (INSTALLED, VARIABLES) for item in group._installed.items()]
+    return {patch.target for patch, (_, bound) in installed if vars(patch.owner).get(patch.name) is bound}
 
 
 @pytest.fixture(autouse=True)
