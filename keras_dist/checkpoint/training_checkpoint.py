@@ -93,7 +93,6 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._epoch = self._batches = 0  # the current epoch, and the batches done in it
         self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
         self._progress: dict | None = None  # what was restored and is not used yet
-        self._metrics: list[tuple] = []
 
     def on_train_begin(self, logs=None):
         """Restores the newest complete checkpoint, if there is one."""
@@ -116,8 +115,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         restore.restore(model, str(self._checkpointer.directory / str(step)), with_metrics=True)
         internals.set_global_seed(progress["seed"])
         self._saved_at, self._batches_before_epoch = step, step - progress["batches"]
-        self._progress = progress
-        self._metrics = [(variable, variable.value) for variable in model.metrics_variables]
+        self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
         internals.set_initial_epoch(model, progress["epoch"])
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -129,9 +127,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             resume_next_epoch(0)
             return
         if progress["batches"]:
-            for variable, value in self._metrics:  # Keras has reset them
+            for variable, value in progress["metrics"]:  # Keras has reset them
                 variable.assign(value)
-        self._metrics = []
         RandomState.from_json(progress["random"]).restore()
         position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
         resume_next_epoch(progress["batches"], position)
