@@ -20,8 +20,7 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """
-    counter = _Counter()
-    flops = counter.count(jaxpr, [next(counter.numbers) for _ in (*jaxpr.constvars, *jaxpr.invars)])[0]
+    flops, _ = _Counter().count(jaxpr)
     return None if math.isnan(flops) else flops
 
 
@@ -32,9 +31,14 @@ class _Counter:
         self.numbers = itertools.count()
         self.known: dict[Any, list[int]] = {}
 
-    def count(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> tuple[float, list[int]]:
-        """Returns the FLOP of operations not seen before, and the numbers of the results."""
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    def count(self, jaxpr: Jaxpr, inputs: Sequence[int] = ()) -> tuple[float, list[int]]:
+        """Returns the FLOP of operations not seen before, and the numbers of the results.
+
+        `inputs` are the numbers of the last variables; the others get new ones.
+        """
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        others = [next(self.numbers) for _ in range(len(variables) - len(inputs))]
+        values = dict(zip(variables, [*others, *inputs], strict=True))
         total = 0.0
         for equation in jaxpr.eqns:
             operands = [self._number(each, values) for each in equation.invars]
@@ -56,12 +60,10 @@ class _Counter:
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, _inner_jaxprs(equation.params)
         if name in _INLINED and inner:
-            first = inner[0]
-            constants = [next(self.numbers) for _ in first.constvars]
-            return self.count(first, [*constants, *operands])
+            return self.count(inner[0], operands)
         if inner:
             # A loop's body is counted separately, because its values differ in every iteration.
-            flops = [_Counter().count(each, range(len(each.constvars) + len(each.invars)))[0] for each in inner]
+            flops = [_Counter().count(each)[0] for each in inner]
             times = equation.params["length"] if name == "scan" else math.nan if name == "while" and any(flops) else 1
             total = times * (max(flops) if name == "cond" else sum(flops))
             return total, [next(self.numbers) for _ in equation.outvars]

@@ -31,6 +31,8 @@ def test_flop_of_matrix_multiplications_convolutions_loops_and_branches():
     assert grouped == 2 * (2 * 4 * 4) * 16 * 18
     loop = flops_of(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=6)[0], (4, 4))
     assert loop == 6 * 2 * 64
+    loop = flops_of(lambda a, b: jax.lax.scan(lambda c, _: (b @ c @ c, None), a, length=6)[0], (4, 4), (4, 4))
+    assert loop == 6 * 2 * 2 * 64
     branches = flops_of(lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a @ a, lambda: a), (4, 4))
     assert branches == 2 * 64
 
