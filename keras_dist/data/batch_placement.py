@@ -1,5 +1,6 @@
 """Places host batches on a mesh as global arrays, whatever their number of rows."""
 
+import collections
 import functools
 import itertools
 import math
@@ -33,7 +34,6 @@ class BatchPlacer:
             for subset in itertools.combinations(self.batch_axes, count)
         ]
         self._subsets.sort(key=lambda pair: -pair[0])
-        self._shardings: dict[tuple[str, ...], jax.sharding.NamedSharding] = {}
         self._has_warned = False
 
     def axes_for(self, rows: int) -> tuple[str, ...]:
@@ -55,14 +55,7 @@ class BatchPlacer:
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding of an array of this shape; a 0-d array is replicated."""
-        return self._sharding_over(self.axes_for(shape[0]) if len(shape) else ())
-
-    def _sharding_over(self, axes: tuple[str, ...]) -> jax.sharding.NamedSharding:
-        sharding, mesh = self._shardings.get(axes), self.device_mesh.backend_mesh
-        if sharding is None or sharding.mesh is not mesh:
-            spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
-            sharding = self._shardings[axes] = jax.sharding.NamedSharding(mesh, spec)
-        return sharding
+        return _sharding_over(self.axes_for(shape[0]) if len(shape) else (), self.device_mesh.backend_mesh)
 
     def place(self, batch: Any) -> Any:
         """Places all arrays of a nested global batch on the mesh, in one transfer.
@@ -142,23 +135,20 @@ class BatchPlacer:
         Two processes with two devices each that pass 3 and 2 rows (a, b, c and d, e) make the four shards
         `[a b] [c -] [d e] [- -]`. Elements 0, 1, 2, 4, 5 of the concatenated shards are the global batch.
         """
-        devices = list(self.device_mesh.backend_mesh.devices.flat)
-        ranks: dict[int, int] = {}  # of each process: the devices seen so far
-        owners = []  # of each shard in the mesh's order: its process, and which of that process's shards it is
-        for device in devices:
-            owners.append((device.process_index, ranks.get(device.process_index, 0)))
-            ranks[device.process_index] = owners[-1][1] + 1
-        size = max(1, *(-(-count // ranks[process]) for process, count in enumerate(rows) if process in ranks))
-        padded = np.zeros((ranks[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
+        mesh = self.device_mesh.backend_mesh
+        processes = [device.process_index for device in mesh.devices.flat]  # of each shard: its owner
+        shard_counts, ranks = collections.Counter(processes), collections.defaultdict(itertools.count)
+        owners = [(process, next(ranks[process])) for process in processes]  # and its rank among those of the owner
+        size = max(1, *(-(-count // shard_counts[process]) for process, count in enumerate(rows) if process in ranks))
+        padded = np.zeros((shard_counts[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
         padded[: len(leaf)] = leaf
 
         def shard(index):
             rank = owners[(index[0].start or 0) // size][1]
             return padded[rank * size : (rank + 1) * size]
 
-        mesh = self.device_mesh.backend_mesh
         over_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
-        shards = jax.make_array_from_callback((len(devices) * size, *leaf.shape[1:]), over_all_devices, shard)
+        shards = jax.make_array_from_callback((len(owners) * size, *leaf.shape[1:]), over_all_devices, shard)
         positions = {owner: number for number, owner in enumerate(owners)}
         indices = [
             positions[process, row // size] * size + row % size
@@ -166,6 +156,12 @@ class BatchPlacer:
             for row in range(count)
         ]
         return LocalShards(shards, _from_host(np.asarray(indices, "int32"), self.sharding(())), sharding)
+
+
+@functools.lru_cache  # the same object each time, since JAX computes once for each what goes to which device
+def _sharding_over(axes: tuple[str, ...], mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
+    return jax.sharding.NamedSharding(mesh, spec)
 
 
 class LocalShards(NamedTuple):

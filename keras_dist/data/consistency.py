@@ -3,7 +3,9 @@
 Each process describes what it has in a short message. All processes read all messages and reach the same conclusion.
 """
 
+import contextlib
 import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ _SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 
 
 class BatchComparison:
-    """Compares the batches that the processes read, one after the other, until it `has_ended`.
+    """Compares the batches that the processes read, one after the other, until one has no more or there is an error.
 
     `topic` identifies the data in messages: it is the same on all processes, and used once. `step` is None if only the
     shapes of batches are used. `is_abandoned` is asked while waiting: whether the data is no longer wanted.
@@ -36,7 +38,7 @@ class BatchComparison:
         self._settings = {"step": step, "steps_per_epoch": steps_per_epoch}
         self._batches = 0
         self._warnings: list[str] = []
-        self.has_ended = False
+        self._has_ended = False
 
     def take_warnings(self) -> tuple[str, ...]:
         found, self._warnings = self._warnings, []
@@ -54,16 +56,19 @@ class BatchComparison:
 
     def report_end(self) -> None:
         """Tells others that the data ends here; raises ValueError if theirs does not, though all pass one dataset."""
-        self._compare({"end": True})
+        if not self._has_ended:
+            self._compare({"end": True})
 
     def report_error(self, error: Exception) -> None:
         """Tells the other processes that this one cannot read its next batch."""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        self.has_ended = True
-        messaging.exchange(self._topic, self._settings | {"failed": text}, self._is_abandoned)
+        if not self._has_ended:
+            with contextlib.suppress(messaging.ProcessFailure):  # the caller raises its own error in any case
+                messaging.exchange(self._topic, self._settings | {"failed": text}, self._is_abandoned)
+        self._has_ended = True
 
     def _compare(self, message: dict[str, Any]) -> list[list[int]] | None:
-        self.has_ended = True  # also if an error is raised below
+        self._has_ended = True  # also if an error is raised below
         messages = messaging.exchange(self._topic, self._settings | message, self._is_abandoned)
         for process, other in enumerate(messages):
             if "failed" in other:
@@ -74,7 +79,11 @@ class BatchComparison:
         ended = [process for process, other in enumerate(messages) if "end" in other]
         if ended:
             if len(ended) < len(messages):
-                self._on_shortage(ended)
+                text = f"{messaging.describe(ended).capitalize()} ran out of data after {self._batches} batches"
+                if self._auto_shard_dataset:
+                    raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
+                text += ", so the epoch ends for all processes. The remaining data of others is not used."
+                self._warnings.append(text)
             return None
         where = f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
@@ -86,14 +95,8 @@ class BatchComparison:
         elif self._batches == 0:
             self._warn_of_equal_rows(messages)
         self._batches += 1
-        self.has_ended = False
+        self._has_ended = False
         return [list(counts) for counts in zip(*(other["rows"] for other in messages), strict=True)]
-
-    def _on_shortage(self, ended: list[int]) -> None:
-        text = f"{messaging.describe(ended).capitalize()} ran out of data after {self._batches} batches"
-        if self._auto_shard_dataset:
-            raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
-        self._warnings.append(f"{text}, so the epoch ends for all processes. The remaining data of others is not used.")
 
     def _warn_of_equal_rows(self, messages: list[dict[str, Any]]) -> None:
         seen: dict[str, int] = {}
@@ -166,20 +169,14 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     for fact in facts:
         fix = "Call keras.utils.set_random_seed with the same number in all processes." if "seed" in fact else _SAME_RUN
         _require_equal(messages, fact, f"The {fact} differs between processes", fix)
-    if len({other["variables"] for other in messages}) > 1:
-        _raise_first_difference(name, messaging.exchange("model in full", rows))
-
-
-def _raise_first_difference(name: str, models: list[list[str]]) -> None:
-    first = models[0]
-    for process, other in enumerate(models):
-        if other == first:
-            continue
-        differing = next((n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), None)
-        number = min(len(first), len(other)) if differing is None else differing
-        mine, theirs = (repr(rows[number]) if number < len(rows) else "no variable" for rows in (first, other))
-        raise ValueError(
-            f"Model {name!r} differs between processes: {len(first)} variables on process 0, {len(other)} on process "
-            f"{process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the model with "
-            "the same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
-        )
+    if len({other["variables"] for other in messages}) == 1:
+        return
+    models = messaging.exchange("model in full", rows)
+    process, other = next((process, other) for process, other in enumerate(models) if other != models[0])
+    pairs = itertools.zip_longest(map(repr, models[0]), map(repr, other), fillvalue="no variable")
+    mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"Model {name!r} differs between processes: {len(models[0])} variables on process 0, {len(other)} on process "
+        f"{process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the model with the "
+        "same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
+    )

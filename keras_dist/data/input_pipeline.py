@@ -1,8 +1,9 @@
 """Host batches on their way to the training step: read, compared among processes and placed ahead of time."""
 
-import contextlib
+import dataclasses
 import heapq
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -49,13 +50,13 @@ class InputPipeline(Iterator):
         position_of: Callable[[Any], DataPosition] | None = None,
     ):
         is_limited = step is None or steps_per_epoch is not None
-        self._producer = _Producer(batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of)
-        self._prefetcher = Prefetcher(iter(self._producer), 0 if is_limited else None)
-        self._stop_comparing = weakref.finalize(self, self._producer.close)
+        is_closed = threading.Event()
+        self._stop_comparing = weakref.finalize(self, is_closed.set)
+        self._producer = _Producer(batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of, is_closed)
+        self._prefetcher = Prefetcher(self._producer, 0 if is_limited else None)
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
         self.position: DataPosition | None = None
-        self._has_begun = False
         self._peeked: _Prepared | None = None
 
     def allow(self, batches: int) -> None:
@@ -70,14 +71,11 @@ class InputPipeline(Iterator):
         return False
 
     def _take(self) -> "_Prepared":
-        if not self._has_begun:
-            self._has_begun = True
-            self._producer.begin()
         prepared, self._peeked = self._peeked or next(self._prefetcher), None
         for message in prepared.warnings:
             warnings.warn(message, stacklevel=3)
         if prepared.batch is _END:
-            self._producer.end()
+            heapq.heappush(_free_numbers, self._producer.number)
             self.close()
             raise StopIteration
         return prepared
@@ -110,73 +108,53 @@ class _Prepared(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass
 class _Producer:
     """What a pipeline's thread runs. It has no reference to its pipeline, which can be deleted while it waits."""
 
-    def __init__(self, batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of):
-        self._batches, self._placer, self._position_of = batches, placer, position_of
-        self._auto_shard_dataset = auto_shard_dataset
-        self._step, self._steps_per_epoch = step, steps_per_epoch
-        self._comparison: BatchComparison | None = None
-        self._number = 0
-        self._is_closed, self._is_first = False, True
-
-    def close(self) -> None:
-        """Lets the thread stop waiting for other processes."""
-        self._is_closed = True
-
-    def begin(self) -> None:
-        """Called before the first batch, in the order in which all processes start their pipelines."""
-        if messaging.is_multi_process():
-            self._number = heapq.heappop(_free_numbers) if _free_numbers else next(_numbers)
-            self._comparison = BatchComparison(
-                f"data {self._number}",
-                self._auto_shard_dataset,
-                self._step,
-                self._steps_per_epoch,
-                lambda: self._is_closed,
-            )
-
-    def end(self) -> None:
-        """Called when all processes have agreed that the data ends."""
-        heapq.heappush(_free_numbers, self._number)
+    batches: Callable[[], Iterable]
+    placer: BatchPlacer
+    auto_shard_dataset: bool
+    step: str | None
+    steps_per_epoch: int | None
+    position_of: Callable[[Any], DataPosition] | None
+    is_closed: threading.Event  # set when the thread no longer needs to wait for other processes
+    number: int = 0
 
     def __iter__(self) -> Iterator[_Prepared]:
-        try:
-            iterator = iter(self._batches())
-            for batch in iterator:
-                prepared = self._prepare(batch, iterator)
-                yield prepared
-                if prepared.batch is _END:
-                    return
-        except Exception as error:
-            if self._comparison is not None and not self._comparison.has_ended:
-                # If the others cannot be told, this process still raises its own error.
-                with contextlib.suppress(messaging.ProcessFailure):
-                    self._comparison.report_error(error)
-            raise
-        if self._comparison is not None:
-            self._comparison.report_end()
-            yield _Prepared(_END, warnings=self._comparison.take_warnings())
+        if not messaging.is_multi_process():
+            return self._prepare_all(None)
+        self.number = heapq.heappop(_free_numbers) if _free_numbers else next(_numbers)
+        settings = (self.auto_shard_dataset, self.step, self.steps_per_epoch)
+        return self._prepare_all(BatchComparison(f"data {self.number}", *settings, self.is_closed.is_set))
 
-    def _prepare(self, batch: Any, iterator: Iterator) -> _Prepared:
-        position = None if self._position_of is None else self._position_of(iterator)
-        rows: list[list[int]] | None = None
-        found: tuple[str, ...] = ()
-        if self._comparison is not None:
-            rows, found = self._comparison.compare_batch(batch), self._comparison.take_warnings()
-            if rows is None:
-                return _Prepared(_END, warnings=found)
-        if rows is None or self._auto_shard_dataset:
-            own, placed = None, self._placer.place(batch)
-            total = next((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
+    def _prepare_all(self, comparison: BatchComparison | None) -> Iterator[_Prepared]:
+        try:
+            iterator = iter(self.batches())
+            for number, batch in enumerate(iterator):
+                position = None if self.position_of is None else self.position_of(iterator)
+                rows = None if comparison is None else comparison.compare_batch(batch)
+                if comparison is not None and rows is None:
+                    break
+                found = () if comparison is None else comparison.take_warnings()
+                yield self._prepare(batch, rows, position, found, is_first=number == 0)
+        except Exception as error:
+            if comparison is not None:
+                comparison.report_error(error)
+            raise
+        if comparison is not None:
+            comparison.report_end()
+            yield _Prepared(_END, warnings=comparison.take_warnings())
+
+    def _prepare(self, batch: Any, rows: list[list[int]] | None, position, found: tuple[str, ...], is_first: bool):
+        if rows is None or self.auto_shard_dataset:
+            own, placed = None, self.placer.place(batch)
         else:
-            own, placed = local_rows(rows), self._placer.place_local(batch, rows)
-            total = own.total
-        if self._is_first and self._step == "train":  # the last batch of an epoch may be small
-            message = self._placer.warning_for(total)
+            own, placed = local_rows(rows), self.placer.place_local(batch, rows)
+        if is_first and self.step == "train":  # the last batch of an epoch may be small
+            first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
+            message = self.placer.warning_for(next(first_rows, 0) if own is None else own.total)
             found += () if message is None else (message,)
-        self._is_first = False
         return _Prepared(placed, own, position, found)
 
 

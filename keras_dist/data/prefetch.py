@@ -2,9 +2,10 @@
 
 import collections
 import contextvars
+import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -13,17 +14,17 @@ T = TypeVar("T")
 class Prefetcher(Iterator[T], Generic[T]):
     """Runs an iterator in a thread: one finished item waits while the next one is produced, never more.
 
-    Items keep the iterator's order. An exception of the iterator is raised in place of the item. The iterator is not
-    touched before the first item is requested, and then only by the thread, which ends with the iterator, when `close`
-    is called, or when this object is garbage-collected. No more than `limit` items, plus those that `allow` adds, are
-    produced before they are requested, so that items that nobody will request stay in the source.
+    Items keep the iterator's order. An exception of the iterator is raised in place of the item. When the first item is
+    requested, `iter(items)` is called. After that only the thread uses the iterator. It ends with the iterator, when
+    `close` is called, or when this object is garbage-collected. No more than `limit` items, plus those that `allow`
+    adds, are produced before they are requested, so that items that nobody will request stay in the source.
 
     >>> list(Prefetcher(iter("abc")))
     ['a', 'b', 'c']
     """
 
-    def __init__(self, items: Iterator[T], limit: int | None = None):
-        self._items: Iterator[T] | None = items
+    def __init__(self, items: Iterable[T], limit: int | None = None):
+        self._items: Iterable[T] | None = items
         self._buffer = _Buffer(limit)
         self._stop = weakref.finalize(self, self._buffer.stop)
         self._is_exhausted = False
@@ -37,7 +38,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             raise StopIteration
         if self._items is not None:
             # A daemon thread, because the source may block forever.
-            arguments = (_produce, self._items, self._buffer)
+            arguments = (_produce, iter(self._items), self._buffer)
             threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True).start()
             self._items = None
         item, error = self._buffer.take()
@@ -58,21 +59,20 @@ class _Buffer:
     def __init__(self, limit: int | None):
         self._changed = threading.Condition()
         self._finished: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
-        self._limit = limit
-        self._is_requested = self._is_stopped = False
+        self._allowed = math.inf if limit is None else limit
+        self._requested = self._started = 0  # numbers of items
+        self._is_stopped = False
 
     def allow(self, items: int) -> None:
         with self._changed:
-            if self._limit is not None:
-                self._limit += items
+            self._allowed = max(self._allowed, self._started) + items
             self._changed.notify_all()
 
     def take(self) -> tuple[Any, BaseException | None]:
         with self._changed:
-            self._is_requested = True
+            self._requested += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._finished)
-            self._is_requested = False
             self._changed.notify_all()
             return self._finished.popleft()
 
@@ -85,16 +85,8 @@ class _Buffer:
     def may_produce(self) -> bool:
         """Waits until an item may be produced; returns False if production has been stopped."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_stopped
-                    or (not self._finished and self._is_requested)
-                    or self._limit is None
-                    or self._limit > 0
-                )
-            )
-            if self._limit is not None:
-                self._limit = max(self._limit - 1, 0)
+            self._changed.wait_for(lambda: self._is_stopped or self._started < max(self._allowed, self._requested))
+            self._started += 1
             return not self._is_stopped
 
     def put(self, item: Any, error: BaseException | None) -> None:
