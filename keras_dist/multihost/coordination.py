@@ -19,17 +19,22 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _JAX_MARGIN = 5  # seconds that JAX waits for other processes beyond its `init_timeout`
 
 _heartbeat_timeout = _JAX_HEARTBEAT_TIMEOUT
-_is_recoverable = False
 
 
 def client() -> Any:
-    """Returns JAX's client of the service, or None in a single-process program."""
-    return _jax_distributed.global_state.client
+    """Returns JAX's client of the service; raises ConnectionError if this process has not joined a cluster."""
+    client = _jax_distributed.global_state.client
+    if client is None:
+        raise ConnectionError(
+            "This process has left the other processes: jax.distributed.shutdown() was called, or the program is "
+            "ending. Remove that call, and make all Keras calls before the program ends."
+        )
+    return client
 
 
 def is_joined() -> bool:
     """Whether this process has joined a cluster, which may consist of this process alone."""
-    return client() is not None
+    return _jax_distributed.global_state.client is not None
 
 
 def process_count() -> int:
@@ -49,7 +54,7 @@ def address() -> str:
 
 def has_shutdown_barrier() -> bool:
     """Whether `jax.distributed.shutdown` waits for all processes: not after `join`, which makes them recoverable."""
-    return not _is_recoverable
+    return not jax.config.jax_enable_recoverability  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def heartbeat_timeout() -> int:
@@ -60,20 +65,12 @@ def heartbeat_timeout() -> int:
 def join(timeout: float, initialize: Callable, **arguments) -> None:
     """Calls `jax.distributed.initialize`, bounds its waiting time, and raises an error where JAX would abort.
 
-    Args:
-        timeout: time limit, in seconds.
-        initialize: `jax.distributed.initialize`.
-        **arguments: its arguments.
-
-    Raises:
-        ValueError: the arguments are inconsistent, or the port is in use.
-        ConnectionError: nothing listens at the address of process 0.
-        RuntimeError: not all processes joined in time, or their arguments differ.
+    The errors are those of `keras_dist.initialize`.
     """
-    global _heartbeat_timeout, _is_recoverable
+    global _heartbeat_timeout
     module: Any = _jax_distributed
     address = arguments.get("coordinator_address")
-    if address is not None and split_address(address)[0] in _LOOPBACK:  # else JAX listens on all network interfaces
+    if address is not None and _split_address(address)[0] in _LOOPBACK:  # else JAX listens on all network interfaces
         arguments["coordinator_bind_address"] = address
     _heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all processes when one dies
@@ -84,9 +81,8 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
             heartbeat_timeout_seconds=_heartbeat_timeout,
             **arguments,
         )
-        _is_recoverable = True
     except Exception:
-        _reset(_jax_distributed.global_state)
+        _reset()
         raise
     finally:
         module._jax = library
@@ -129,7 +125,7 @@ class _BoundedLibrary:
         while True:
             try:
                 patience = max(1, self._deadline - time.monotonic())
-                with socket.create_connection(split_address(address), timeout=patience):
+                with socket.create_connection(_split_address(address), timeout=patience):
                     return
             except OSError as error:
                 if time.monotonic() + _RETRY_INTERVAL > self._deadline:
@@ -170,17 +166,15 @@ def _shutdown_error(part: Any) -> str:
     return ""
 
 
-def _reset(state: Any) -> None:
+def _reset() -> None:
     """Makes another `jax.distributed.initialize` possible after a failed one."""
-    for attribute in ("client", "service"):
-        part = getattr(state, attribute)
-        setattr(state, attribute, None)
-        if part is not None:
-            _shutdown_error(part)
-    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    state = _jax_distributed.global_state
+    for part in filter(None, (state.client, state.service)):
+        _shutdown_error(part)
+    vars(state).clear()  # its class has the initial values
 
 
-def split_address(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     """Returns host and port of `"host:port"`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
@@ -188,7 +182,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def _require_free_port(bind_address: str) -> None:
     """Raises a ValueError if another program listens at the port, which gRPC would share with it silently."""
-    host, port = split_address(bind_address)
+    host, port = _split_address(bind_address)
     try:
         if host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6():
             socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()

@@ -33,7 +33,6 @@ _LAST_MARGIN = 3.0  # seconds that process 0 waits longer than that
 _is_leaving = False
 _threads: list[threading.Thread] = []
 _live: set[int] = set()  # processes whose heartbeats arrive
-_dead: list[int] = []  # processes whose heartbeats stopped before they reached the end of the program
 
 
 def start() -> None:
@@ -64,6 +63,7 @@ def start() -> None:
 
 
 def _watch_failures() -> None:
+    everyone = {*range(messaging.process_count())}
     while not _is_leaving and coordination.is_joined():
         time.sleep(TICK)
         try:
@@ -73,8 +73,11 @@ def _watch_failures() -> None:
                 _end(report[1])
             if report is not None:
                 _fail(report[1])
-            elif _dead:
-                _fail(f"{messaging.describe(_dead).capitalize()} died or stopped responding.")
+            silent = everyone - _live
+            # A process tells that it has ended before its heartbeats stop, so this is read second.
+            dead = sorted(silent - {*messaging.ended_processes()}) if silent else []
+            if dead:
+                _fail(f"{messaging.describe(dead).capitalize()} died or stopped responding.")
         except (jax.errors.JaxRuntimeError, ConnectionError) as error:
             if not _is_leaving and coordination.is_joined():
                 _fail(f"The coordination service in process 0 ({coordination.address()}) does not respond: {error}")
@@ -87,17 +90,11 @@ def _fail(message: str) -> None:
 
 
 def _watch_heartbeats() -> None:
-    """Keeps `_live` and `_dead` up to date.
-
-    In a thread of its own: JAX's `get_live_nodes` returns only when all live processes have called it.
-    """
+    """Keeps `_live` up to date, in its own thread: `get_live_nodes` returns when all live processes have called it."""
     everyone = list(range(messaging.process_count()))
-    while not _is_leaving and (client := coordination.client()) is not None:
+    while not _is_leaving and coordination.is_joined():
         with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the other thread reports these
-            live = {*client.get_live_nodes(everyone)}
-            ended = messaging.ended_processes()
-            _dead[:] = sorted({*everyone} - live - {*ended})
-            _live.intersection_update(live)
+            _live.intersection_update(coordination.client().get_live_nodes(everyone))
         time.sleep(TICK)
 
 
@@ -165,7 +162,8 @@ def _report_uncaught_exceptions() -> None:
 
 def _wait_for_reason(error: BaseException) -> str | None:
     """Waits to learn which process caused an error of devices, if any did."""
-    seconds = coordination.heartbeat_timeout() if _is_of_connection(error) else 0
+    is_of_connection = re.search("gloo|nccl|connection|peer", str(error), re.IGNORECASE) is not None
+    seconds = coordination.heartbeat_timeout() if is_of_connection else 0
     deadline = time.monotonic() + seconds + 5 * TICK
     while time.monotonic() < deadline:
         if messaging.known_failure() is not None:
@@ -186,7 +184,3 @@ def _wait_for_reason(error: BaseException) -> str | None:
 def _is_device_error(error: BaseException) -> bool:
     """Whether an error is from JAX's runtime, which has several types and starts with a code: `UNKNOWN: Gloo ...`."""
     return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error)) is not None
-
-
-def _is_of_connection(error: BaseException) -> bool:
-    return re.search("gloo|nccl|connection|peer", str(error), re.IGNORECASE) is not None

@@ -12,12 +12,6 @@ from keras_dist._keras import internals
 from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
-_VARIABLES = {
-    "job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
-    "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
-    "process_id": "KERAS_DISTRIBUTION_PROCESS_ID",
-    "timeout": "KERAS_DISTRIBUTION_TIMEOUT",
-}
 _KINDS = {
     str: (str, "a string"),
     int: (numbers.Integral, "an integer"),
@@ -117,14 +111,15 @@ def _watch(timeout: float) -> None:
 def _argument_or_variable(name: str, value: Any, kind: type) -> Any:
     accepted, description = _KINDS[kind]
     if value is None:
-        text = os.environ.get(_VARIABLES[name])
+        variable = f"KERAS_DISTRIBUTION_{name.upper()}"
+        text = os.environ.get(variable)
         if text is None:
             return None
         try:
             return kind(text)
         except ValueError:
             raise ValueError(
-                f"Environment variable {_VARIABLES[name]}={text!r} is not {description}. Correct or unset it."
+                f"Environment variable {variable}={text!r} is not {description}. Correct or unset it."
             ) from None
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} ({type(value).__name__}) is not {description}.")

@@ -90,7 +90,7 @@ def launch(
             status, failed = _wait(group, ends, timeout, grace)
         finally:
             _stop(group)
-    return Outcome(status, failed, [process.status for process in group])
+    return Outcome(status, failed, [process.wait() for process in group])
 
 
 def _joint_environment(processes: int) -> dict[str, str]:
@@ -115,12 +115,12 @@ def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
     }
 
 
-class _Process:
+class _Process(subprocess.Popen):
     """One process, with threads that read its output and wait for its end."""
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], show, ends):
         # In its own session, Ctrl-C reaches the launcher only, and its child processes can be signaled with it.
-        self._process = subprocess.Popen(
+        super().__init__(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -130,37 +130,28 @@ class _Process:
             errors="replace",
             start_new_session=True,
         )
-        self.rank = rank
-        streams = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
         self._readers = [
-            threading.Thread(target=_read, args=(rank, name, stream, show), daemon=True) for name, stream in streams
+            threading.Thread(target=_read, args=(rank, name, getattr(self, name), show), daemon=True)
+            for name in ("stdout", "stderr")
         ]
         for reader in self._readers:
             reader.start()
-        threading.Thread(target=self._report_end, args=(ends,), daemon=True).start()
+        threading.Thread(target=self._report_end, args=(rank, ends), daemon=True).start()
 
-    def _report_end(self, ends: "queue.SimpleQueue[int]") -> None:
-        self._process.wait()
-        for reader in self._readers:
-            reader.join(timeout=1)  # child processes may hold the streams open
-        ends.put(self.rank)
+    def _report_end(self, rank: int, ends: "queue.SimpleQueue[int]") -> None:
+        self.finish(timeout=1)  # child processes may hold the streams open
+        ends.put(rank)
 
-    @property
-    def status(self) -> int:
-        return self._process.wait()
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, number: signal.Signals) -> None:
+    def signal_all(self, number: signal.Signals) -> None:
         """Sends a signal to the process and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
 
-    def finish(self) -> None:
-        """Reads the rest of the output, after the process and its child processes ended."""
+    def finish(self, timeout: float) -> None:
+        """Waits for the end of the process, and then at most `timeout` seconds for the rest of each output."""
+        self.wait()
         for reader in self._readers:
-            reader.join(timeout=5)
+            reader.join(timeout)
 
 
 def _read(rank: int, name: str, stream: IO[str], show: Callable[[int, str, str], None]) -> None:
@@ -196,7 +187,7 @@ def _wait(
         if end < 0:  # a signal to the launcher
             return 128 - end, None
         running -= 1
-        status = group[end].status
+        status = group[end].wait()
         if status:
             failed.append((status if status > 0 else 128 - status, end))
             if len(failed) == 1:
@@ -209,15 +200,15 @@ def _wait(
 
 def _stop(group: list[_Process]) -> None:
     for process in group:
-        if process.is_alive():
-            process.send(signal.SIGTERM)
+        if process.poll() is None:
+            process.signal_all(signal.SIGTERM)
     deadline = time.monotonic() + _TERMINATION_GRACE
-    while any(process.is_alive() for process in group) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in group) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in group:
-        process.send(signal.SIGKILL)
+        process.signal_all(signal.SIGKILL)
     for process in group:
-        process.finish()
+        process.finish(timeout=5)
 
 
 @contextlib.contextmanager

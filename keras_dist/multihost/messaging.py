@@ -4,6 +4,7 @@ Messages are stored in JAX's coordination service and not sent through devices: 
 process that does not take part, and processes must be able to report just that.
 """
 
+import collections
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 
-from keras_dist.multihost import coordination
+from keras_dist.multihost.coordination import client, process_count, process_index
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 TICK = 1.0  # seconds between two looks at the state of other processes
@@ -24,22 +25,11 @@ _PREFIX = "keras_dist"
 
 _timeout = DEFAULT_TIMEOUT
 _failure: str | None = None  # of another process, once known
-_topics: dict[str, "itertools.count[int]"] = {}
-_lock = threading.Lock()
+_numbers: dict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)  # of the exchanges of each topic
 
 
 class ProcessFailure(RuntimeError):
     """Another process died, failed, stalled or ended, so this one cannot continue."""
-
-
-def process_count() -> int:
-    """Returns the number of processes."""
-    return coordination.process_count()
-
-
-def process_index() -> int:
-    """Returns the index of this process."""
-    return coordination.process_index()
 
 
 def is_multi_process() -> bool:
@@ -76,81 +66,69 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
     """
     if not is_multi_process():
         return [message]
-    with _lock:
-        number = next(_topics.setdefault(topic, itertools.count()))
-    client, key, me = _client(), f"{_PREFIX}/{topic}/{number}", process_index()
-    client.key_value_set(f"{key}/from/{me}", json.dumps(message))
+    number = next(_numbers[topic])
+    directory, me = f"{_PREFIX}/{topic}/{number}", process_index()
+    client().key_value_set(f"{directory}/from/{me}", json.dumps(message))
     if me != 0:
-        return json.loads(_wait_for(f"{key}/all", topic, "process 0 to distribute the messages", is_cancelled))
-    received = _by_process(f"{key}/from/")
+        return json.loads(_wait_for(directory, "all", topic, is_cancelled))
+    received = _by_process(f"{directory}/from/")
     for process in range(process_count()):
         if process not in received:
-            received[process] = _wait_for(f"{key}/from/{process}", topic, f"process {process}", is_cancelled)
+            received[process] = _wait_for(directory, f"from/{process}", topic, is_cancelled)
     messages = [json.loads(received[process]) for process in range(process_count())]
-    client.key_value_set(f"{key}/all", json.dumps(messages))
+    client().key_value_set(f"{directory}/all", json.dumps(messages))
     if number > 0:  # all have read the previous messages, since they have sent these
-        client.key_value_delete(f"{_PREFIX}/{topic}/{number - 1}/")
+        client().key_value_delete(f"{_PREFIX}/{topic}/{number - 1}/")
     return messages
-
-
-def _client() -> Any:
-    client = coordination.client()
-    if client is None:
-        raise ConnectionError(
-            "This process has left the other processes: jax.distributed.shutdown() was called, or the program is "
-            "ending. Remove that call, and make all Keras calls before the program ends."
-        )
-    return client
 
 
 def _by_process(directory: str) -> dict[int, str]:
     """Returns the messages whose keys end in the index of a process."""
-    return {int(name.rpartition("/")[2]): text for name, text in _client().key_value_dir_get(directory)}
+    return {int(name.rpartition("/")[2]): text for name, text in client().key_value_dir_get(directory)}
 
 
-def _wait_for(key: str, topic: str, source: str, is_cancelled: Callable[[], bool] = lambda: False) -> str:
-    client, deadline = _client(), time.monotonic() + _timeout
+def _wait_for(directory: str, name: str, topic: str, is_cancelled: Callable[[], bool]) -> str:
+    key, deadline = f"{directory}/{name}", time.monotonic() + _timeout
     while True:
         try:
-            return client.blocking_key_value_get(key, int(1000 * TICK))
+            return client().blocking_key_value_get(key, int(1000 * TICK))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        raise_known_failure()
+        if _failure is not None:
+            raise ProcessFailure(_failure)
         if is_cancelled():
             raise ProcessFailure(f"The exchange of {topic!r} was cancelled, because its result is no longer needed.")
-        ended = ended_processes()
+        problem, ended = None, ended_processes()
         if ended:
             message = _look_up(key)  # may have been sent just before the process ended
             if message is not None:
                 return message
-            raise _reported_off_main_thread(
+            problem = (
                 f"{describe(ended).capitalize()} ended while process {process_index()} waited at {topic!r}. Let every "
                 "process run the same program to its end and make the same Keras calls."
             )
-        if time.monotonic() > deadline:
-            raise _reported_off_main_thread(_timeout_message(key, topic, source))
+        elif time.monotonic() > deadline:
+            problem = _timeout_message(directory, topic)
+        if problem is not None:
+            error = ProcessFailure(problem)
+            if threading.current_thread() is not threading.main_thread():
+                report_failure(error)  # the main thread may be blocked in a collective, where no exception reaches it
+            raise error
 
 
-def _reported_off_main_thread(message: str) -> ProcessFailure:
-    error = ProcessFailure(message)
-    if threading.current_thread() is not threading.main_thread():
-        report_failure(error)  # the main thread may be blocked in a collective, where no exception reaches it
-    return error
-
-
-def _timeout_message(key: str, topic: str, source: str) -> str:
-    stem = key.rpartition("/from/")[0] or key.rpartition("/all")[0]
-    missing = sorted({*range(process_count())} - {*_by_process(f"{stem}/from/")}) if stem else []
+def _timeout_message(directory: str, topic: str) -> str:
+    missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
     return (
-        f"Process {process_index()} waited {_timeout:g} seconds at {topic!r} for {describe(missing) or source}. Check "
-        "what that process is doing; if it only needs longer, increase initialize(timeout=...)."
+        f"Process {process_index()} waited {_timeout:g} seconds at {topic!r} for "
+        f"{describe(missing) or 'process 0 to distribute the messages'}. Check what that process is doing; if it only "
+        "needs longer, increase initialize(timeout=...)."
     )
 
 
 def _look_up(key: str) -> str | None:
     try:
-        return _client().key_value_try_get(key)
+        return client().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error):
             return None
@@ -162,12 +140,12 @@ def _look_up(key: str) -> str | None:
 
 def announce_start() -> None:
     """Stores host and process id of this process, for the errors of the others."""
-    _client().key_value_set(f"{_PREFIX}/where/{process_index()}", _host_and_pid())
+    client().key_value_set(f"{_PREFIX}/where/{process_index()}", _host_and_pid())
 
 
 def announce_end() -> None:
     """Tells the others that this process has reached the end of the program."""
-    _client().key_value_set(f"{_PREFIX}/ended/{process_index()}", "")
+    client().key_value_set(f"{_PREFIX}/ended/{process_index()}", "")
 
 
 def ended_processes() -> list[int]:
@@ -197,7 +175,7 @@ def report_failure(error: BaseException) -> None:
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     message = f"Process {process_index()} ({_host_and_pid()}) failed: {text}"
     try:
-        _client().key_value_set(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
+        client().key_value_set(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
     except jax.errors.JaxRuntimeError as problem:
         if "ALREADY_EXISTS" not in str(problem):
             raise
@@ -215,12 +193,6 @@ def known_failure() -> str | None:
 
 
 def set_known_failure(message: str) -> None:
-    """Sets the failure that `raise_known_failure` raises from now on."""
+    """Sets the failure that `exchange` raises where it waits, from now on."""
     global _failure
     _failure = message
-
-
-def raise_known_failure() -> None:
-    """Raises a ProcessFailure if another process is known to have failed."""
-    if _failure is not None:
-        raise ProcessFailure(_failure)

@@ -5,6 +5,7 @@ setting), devices exchange numbers that mean different things, and nothing fails
 """
 
 import hashlib
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,23 +20,16 @@ _MAX_LINE = 200  # characters of an instruction in an error
 
 
 def compare_programs(step: Any, name: str) -> Callable:
-    """Wraps a jitted step so that all processes compare its program before they compile it.
+    """Wraps a jitted step of state and batch so that all processes compare its program before they compile it.
 
     Each program is compared once for each structure, shapes and dtypes of the batch. Tracing is shared with the call
-    that follows.
-
-    Args:
-        step: a function of state and batch, from `jax.jit`.
-        name: the name of the model, for errors.
-
-    Returns:
-        The wrapped function. It raises a ValueError on all processes if their programs differ.
+    that follows. `name` is that of the model, for errors.
     """
     compared = set()
 
     def compared_step(state, batch):
         leaves, structure = jax.tree.flatten(batch)
-        key = structure, tuple((np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+        key = structure, tuple(map(jax.typeof, leaves))
         if key not in compared:
             require_same_program(step.trace(state, batch).jaxpr, name)
             compared.add(key)
@@ -45,22 +39,16 @@ def compare_programs(step: Any, name: str) -> Callable:
 
 
 def require_same_program(program: Any, name: str) -> None:
-    """Raises a ValueError on all processes if their programs differ.
-
-    Args:
-        program: the program of this process, a `ClosedJaxpr`.
-        name: the name of the model, for errors.
-    """
+    """Raises a ValueError on all processes if their programs, each a `ClosedJaxpr`, differ."""
     lines = program_lines(program)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     digests = messaging.exchange("program", digest)
-    if len(set(digests)) == 1:
+    process = next((process for process, other in enumerate(digests) if other != digests[0]), None)
+    if process is None:
         return
-    process = next(process for process, other in enumerate(digests) if other != digests[0])
     checksums = messaging.exchange("checksums of the program", [zlib.crc32(line.encode()) for line in lines])
-    pairs = zip(checksums[0], checksums[process], strict=False)
-    shorter = min(len(checksums[0]), len(checksums[process]))
-    number = next((number for number, (first, other) in enumerate(pairs) if first != other), shorter)
+    pairs = itertools.zip_longest(checksums[0], checksums[process])
+    number = next((number for number, (first, other) in enumerate(pairs) if first != other), len(lines))
     line = lines[number].strip() if number < len(lines) else "end of the program"
     differing = messaging.exchange("line of the program", line[:_MAX_LINE])
     raise ValueError(

@@ -106,7 +106,7 @@ def _timeout():
         "_look_up": lambda key: "host-1, pid 4321",
     }
     with mock.patch.multiple(messaging, **replaced):
-        return messaging._timeout_message("keras_dist/model/0/from/1", "model", "process 1")
+        return messaging._timeout_message("keras_dist/model/0", "model")
 
 
 def _nothing_listens():
