@@ -18,15 +18,15 @@ _work: ThreadValue[tuple[str, dict[int, int]] | None] = ThreadValue(None)
 _TOPIC = "what process 0 reads"
 
 
-def require_same_call(topic: str, message: Any, rule: str) -> None:
-    """Raises a ValueError on all processes if `message`, which JSON can represent, differs. All processes must call it.
+def require_same_call(topic: str, message: str, rule: str) -> None:
+    """Raises a ValueError on all processes if `message` differs. All processes must call it.
 
     `topic` names the exchange; `rule` is a sentence for the error about what processes must do. Raises ProcessFailure
     if a process failed, or did not call it within the timeout.
     """
     messages = messaging.exchange(topic, message)
-    if any(each != messages[0] for each in messages):
-        other = next(number for number, each in enumerate(messages) if each != messages[0])
+    other = next((process for process, each in enumerate(messages) if each != messages[0]), None)
+    if other is not None:
         raise ValueError(
             f"Calls differ between processes: {messages[0]!r} on process 0, {messages[other]!r} on process {other}. "
             f"{rule} Let every process make the same Keras calls in the same order."
@@ -50,9 +50,10 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
         return work()
     variables = list(all_variables(model))
     shapes = ";".join(f"{variable.dtype}{tuple(variable.shape)}" for variable in variables)
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
     require_same_call(
         "work of process 0",
-        [task, f"{len(variables)} variables", hashlib.sha256(shapes.encode()).hexdigest()[:12]],
+        f"{task} ({len(variables)} variables, digest of their shapes: {digest})",
         "All processes must do the same with the same model.",
     )
     if messaging.process_index() != 0:
