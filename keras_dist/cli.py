@@ -59,20 +59,18 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     devices = _target(options.target, options.slices)  # before the user's module starts JAX
     build = _function(options.model)
     layout = None if options.layout is None else _function(options.layout)
-    if ":" not in options.batch and not re.fullmatch(r"-?\d+", options.batch):
+    mesh = kd.create_device_mesh(options.mesh, devices=devices)
+    distribution = _distribution(layout, mesh)
+    if ":" in options.batch:
+        batch = _function(options.batch)()
+    elif re.fullmatch(r"-?\d+", options.batch):
+        batch = int(options.batch)
+    else:
         raise ValueError(
             f"--batch {options.batch!r} is neither a number of rows nor a function that returns a batch. Write, for "
             "example, --batch 64 or --batch model.py:batch."
         )
-    batch = _function(options.batch) if ":" in options.batch else int(options.batch)
-    mesh = kd.create_device_mesh(options.mesh, devices=devices)
-    planned = kd.plan(
-        build,
-        _distribution(layout, mesh),
-        batch() if callable(batch) else batch,
-        step=options.step,
-        depth=options.depth,
-    )
+    planned = kd.plan(build, distribution, batch, step=options.step, depth=options.depth)
     return planned.to_json() if options.json else str(planned), 1 if planned.fits is False else 0
 
 

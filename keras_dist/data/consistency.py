@@ -74,8 +74,6 @@ class BatchComparison:
             if "failed" in other:
                 who = messaging.describe([process]).capitalize()
                 raise messaging.ProcessFailure(f"{who} could not read batch {self._batches}: {other['failed']}")
-        _require_equal(messages, "step", "Processes run different methods of a model at the same time")
-        _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         ended = [process for process, other in enumerate(messages) if "end" in other]
         if ended:
             if len(ended) < len(messages):
@@ -85,6 +83,8 @@ class BatchComparison:
                 text += ", so the epoch ends for all processes. The remaining data of others is not used."
                 self._warnings.append(text)
             return None
+        _require_equal(messages, "step", "Processes run different methods of a model at the same time")
+        _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         where = f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
         if self._settings["step"] is None:
@@ -123,11 +123,11 @@ _SAME_ORDER = (
 
 
 def _require_equal(messages: list[dict[str, Any]], key: str, problem: str, fix: str = _SAME_RUN) -> None:
-    """Raises an error if two processes have different values for a key; those whose data has ended do not count."""
-    first = messages[0].get(key)
+    """Raises a ValueError if two processes have different values for a key."""
+    first = messages[0][key]
     for process, other in enumerate(messages):
-        if other.get(key) != first and "end" not in other and "end" not in messages[0]:
-            raise ValueError(f"{problem}: {first} on process 0, {other.get(key)} on process {process}. {fix}")
+        if other[key] != first:
+            raise ValueError(f"{problem}: {first} on process 0, {other[key]} on process {process}. {fix}")
 
 
 def _spec(leaves: list, structure: Any) -> str:

@@ -167,16 +167,12 @@ def local_rows(rows: list[list[int]]) -> LocalRows:
 
 def select_local_rows(outputs: Any, batches: list[LocalRows]) -> Any:
     """Returns this process's rows of outputs of concatenated batches; arrays of another length are unchanged."""
-    total = sum(batch.total for batch in batches)
-    offsets = itertools.accumulate((batch.total for batch in batches), initial=0)
-    slices = [
-        slice(offset + batch.start, offset + batch.start + batch.rows)
-        for offset, batch in zip(offsets, batches, strict=False)
-    ]
+    ends = np.cumsum([batch.total for batch in batches])
 
     def select(output):
-        if np.ndim(output) == 0 or len(output) != total:
+        if np.ndim(output) == 0 or len(output) != ends[-1]:
             return output
-        return np.concatenate([output[rows] for rows in slices])
+        parts = zip(np.split(output, ends[:-1]), batches, strict=True)
+        return np.concatenate([part[batch.start : batch.start + batch.rows] for part, batch in parts])
 
     return jax.tree.map(select, outputs)
