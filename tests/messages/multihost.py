@@ -58,9 +58,9 @@ def _different_numbers_of_processes():
 def _waiting(**state):
     client = mock.Mock()
     client.blocking_key_value_get.side_effect = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
-    replaced = {"_client": lambda: client, "_look_up": lambda key: None, "ended_processes": list, **state}
+    replaced = {"client": lambda: client, "_look_up": lambda key: None, "ended_processes": list, **state}
     with mock.patch.multiple(messaging, **replaced):
-        messaging._wait_for("keras_dist/model/0/from/1", "model", "process 1", lambda: "ended_processes" not in state)
+        messaging._wait_for("keras_dist/model/0", "from/1", "model", lambda: "ended_processes" not in state)
 
 
 def _not_joined(process, reason, processes=None):
@@ -140,7 +140,7 @@ CASES = {
     "a process beyond the number of process 0": _not_joined(2, "Unexpected task"),
     "another error of JAX": _not_joined(1, "INTERNAL: connection lost"),
     "processes have different numbers of processes": _different_numbers_of_processes,
-    "a message after jax.distributed.shutdown": messaging._client,
+    "a message after jax.distributed.shutdown": coordination.client,
     "a process ends while another one waits": lambda: _waiting(ended_processes=lambda: [1]),
     "a comparison is cancelled": _waiting,
     "a process does not come in time": _timeout,
