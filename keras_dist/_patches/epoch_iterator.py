@@ -14,9 +14,9 @@ from typing import Any
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
-from keras_dist._keras.internals import trainer
+from keras_dist._keras.internals import data_adapters, trainer
 from keras_dist._keras.training_state import NOTHING_LEFT
-from keras_dist._patches.resumable_iterator import ResumableIterator
+from keras_dist._patches.resumable_iterator import ResumableIterator, no_batches_error
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
 from keras_dist.data.input_pipeline import InputPipeline
@@ -59,7 +59,12 @@ class EpochIterator(trainer.JAXEpochIterator):
             require_numbers(leaf)
         # Keras's adapters must read all data; the pipeline decides which process uses which rows.
         with no_distribution_in_this_thread():
-            super().__init__(*arguments)
+            try:
+                super().__init__(*arguments)
+            except ValueError:
+                if data_adapters.is_grain_dataset(x) and next(iter(x), None) is None:
+                    raise no_batches_error(data_adapters.GrainDatasetAdapter) from None
+                raise
         _newest_iterator.set(weakref.ref(self))
 
     def _get_iterator(self, start=0, data_position=None):

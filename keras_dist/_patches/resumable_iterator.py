@@ -40,10 +40,7 @@ class ResumableIterator:
             batch = next(self._iterator)
         except StopIteration:
             if self._batches == 0 and self._must_have_batches:
-                raise ValueError(
-                    f"The dataset has no batches (Keras reads it with {type(self._adapter).__name__}). Pass at least "
-                    "one row; check filters, file patterns and the dataset's length."
-                ) from None
+                raise no_batches_error(type(self._adapter)) from None
             raise
         self._batches += 1
         return batch
@@ -72,6 +69,13 @@ class ResumableIterator:
         if position is not None:
             position.now.restore()
         return iterator
+
+
+def no_batches_error(adapter: type) -> ValueError:
+    return ValueError(
+        f"The dataset has no batches (Keras reads it with {adapter.__name__}). Pass at least one row; check filters, "
+        "file patterns and the dataset's length."
+    )
 
 
 def _skip_to(adapter: Any, start: int, source: str | None) -> Iterator:

@@ -45,6 +45,13 @@ def test_a_dataset_without_batches_raises(method):
         method(EmptyDataset())
 
 
+@methods
+def test_a_grain_dataset_without_batches_raises(method):
+    grain = pytest.importorskip("grain")
+    with kd.DataParallel().scope(), pytest.raises(ValueError, match="GrainDatasetAdapter"):
+        method(grain.MapDataset.source([]).batch(8))
+
+
 def test_a_source_without_further_batches_may_end_later_epochs():
     batches = ((X[:8], Y[:8]) for _ in range(3))
     with kd.DataParallel().scope(), pytest.warns(UserWarning, match="ran out of data"):
