@@ -194,14 +194,11 @@ def _target(name: str, slices: int) -> kd.Target:
 
 
 def _distribution(layout: Callable | None, mesh: kd.DeviceMesh) -> kd.Distribution:
-    first = mesh.axis_names[0]
-    if layout is None:
-        if len(mesh.axis_names) == 1:
-            return kd.DataParallel(mesh)
-        return kd.ModelParallel(layout_map=kd.LayoutMap(mesh), batch_dim_name=first)
-    made = layout(mesh)
+    if layout is None and len(mesh.axis_names) == 1:
+        return kd.DataParallel(mesh)
+    made = kd.LayoutMap(mesh) if layout is None else layout(mesh)
     if isinstance(made, keras.distribution.LayoutMap):
-        made = kd.ModelParallel(layout_map=made, batch_dim_name=first)
+        made = kd.ModelParallel(layout_map=made, batch_dim_name=mesh.axis_names[0])
     if not isinstance(made, kd.Distribution):
         raise TypeError(
             f"The layout function returned {made!r} ({type(made).__name__}) instead of a LayoutMap or a "
