@@ -26,6 +26,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+jax.devices()  # JAX starts with these devices, whichever test runs first
+
 # Tests that gate a change draw the same examples in every run. Long runs (`-m slow`, `-m ""`) draw new ones, and a
 # failure prints how to reproduce it; `--hypothesis-profile=random` does so in any run.
 hypothesis.settings.register_profile("gate", derandomize=True)
