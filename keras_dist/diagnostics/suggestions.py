@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
@@ -12,7 +13,15 @@ from keras_dist.layout.rule_matching import Regexes, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
-Unmatched = tuple[str, Group, str]  # the pattern, the variables that it was probably meant for, and the fix
+
+
+class Unmatched(NamedTuple):
+    """A rule that matches no variable, the variables that it was probably meant for, and the fix."""
+
+    pattern: str
+    group: Group
+    fix: str
+
 
 _NAME_OF_HEAD = re.compile(r"(?:^|[^A-Za-z])(?:head|logits|unembed|unembedding|reverse_embeddings)(?![A-Za-z_])")
 _WORD = re.compile(r"(?<!\\)[A-Za-z]{2,}")  # in a regex or a path
@@ -56,7 +65,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         is_activation = pattern.endswith(("/output", "/input"))
         better, found = next((each[pattern] for each in rewritten if pattern in each), (None, []))
         if better is None and not is_activation and (embedding := paths.tied_embedding(pattern)):
-            yield pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern])
+            yield Unmatched(pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern]))
             continue
         if better is None and (found := paths.nearest(pattern)):
             if found[0] not in regexes:  # many rules may resemble the same path
@@ -64,12 +73,12 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                 regexes[found[0]] = regex_for(coverage, group) if group else path_regex(found)
             better = regexes[found[0]]
         if better is None:
-            yield pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths."
+            yield Unmatched(pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths.")
             continue
         group, wanted = paths.variables(found), axes[pattern]
         if group and not is_activation:
             wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
-        yield pattern, group, f"Did you mean:\n    {assignment(better, wanted)}"
+        yield Unmatched(pattern, group, f"Did you mean:\n    {assignment(better, wanted)}")
 
 
 def _advice_on_tied_head(coverage: Coverage, embedding: Group, axes: Axes) -> str:

@@ -31,8 +31,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     """Chooses the layouts of variables, batches, and inputs and outputs of layers. Base class of all distributions.
 
     This class replicates variables and leaves the inputs and outputs of layers to the compiler. Subclasses override
-    `get_variable_layout`, `get_data_layout` and `get_tensor_layout`, which have no side effects. A distribution holds
-    no model.
+    `get_variable_layout`, `get_compute_layout`, `get_update_layout`, `get_data_layout` and `get_tensor_layout`, which
+    have no side effects. A distribution holds no model.
 
     Args:
         device_mesh: the mesh of devices.
