@@ -75,41 +75,34 @@ def plan(
     _require_arguments(build_model, distribution, step)
     if depth is not None:
         _require_depths(build_model, depth, compile_depths)
+    device = distribution.device_mesh.backend_mesh.devices.flat[0]
+    # A CPU device has a share of this machine's memory, which only a target knows.
+    chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
     with show_progress(progress) as report:
         if depth is None:
             with prepared_step(build_model, distribution, batch, step) as prepared:
-                return _plan(_exact_fields(prepared), compile_step(prepared, _hardware(prepared), report), distribution)
+                return _plan(_exact_fields(prepared, chip), compile_step(prepared, chip, report), distribution)
         exact: dict[int, dict[str, Any]] = {}
         compilations: dict[int, Compilation] = {}
         for blocks in (depth, *compile_depths):
             report(f"Building {blocks} blocks")
             with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
-                exact[blocks] = _exact_fields(prepared)
+                exact[blocks] = _exact_fields(prepared, chip)
                 if len(exact) == 3:
                     _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
                 if blocks != depth:
-                    compilations[blocks] = compile_step(prepared, _hardware(prepared), report)
+                    compilations[blocks] = compile_step(prepared, chip, report)
         return _plan(exact[depth], extrapolated(compilations, depth), distribution, depth)
 
 
-def _device(step: Step) -> Any:
-    return step.distribution.device_mesh.backend_mesh.devices.flat[0]
-
-
-def _hardware(step: Step) -> Hardware | None:
-    device = _device(step)
-    # A CPU device has a share of this machine's memory, which only a target knows.
-    return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
-
-
-def _exact_fields(step: Step) -> dict[str, Any]:
+def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
     """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
-    chip, variables = _hardware(step), _variables(step)
+    variables, devices = _variables(step), step.distribution.device_mesh.backend_mesh.devices
     state = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
     return {
         "model": step.model.name,
         "step": step.name,
-        "target": _device(step).device_kind if chip is None else chip.name,
+        "target": devices.flat[0].device_kind if chip is None else chip.name,
         "batch": jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch),
         "variables": variables,
         "memory": Memory(
