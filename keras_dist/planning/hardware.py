@@ -353,29 +353,34 @@ _HOPPER_PEAKS = {"float32": 494.7e12, "bfloat16": 989.4e12, "float8": 1978.9e12,
 _BLACKWELL_PEAKS = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}
 
 # In the order of the fields of `Hardware`: name, device kind, bytes, HBM bytes/s, peak dense FLOP/s (float32 as TF32),
-# bytes/s of an NVLink in one direction, NVLinks, network bytes/s, compiler target.
-_GPUS: tuple[tuple[Any, ...], ...] = (
-    ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 2039e9, _AMPERE_PEAKS, 25e9, 12, 200e9 / 8, _AMPERE),
-    ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
-    ("h200", "NVIDIA H200", int(139.80 * 2**30), 4800e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
-    ("b200", "NVIDIA B200", 191514411008, 8000e9, _BLACKWELL_PEAKS, 50e9, 18, 400e9 / 8, _BLACKWELL),
+# bytes/s of an NVLink in one direction, NVLinks, network bytes/s, compiler target. Below each: the sources of memory,
+# memory bandwidth, peaks, network, compiler target.
+_GPUS: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
+    (
+        ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 2039e9, _AMPERE_PEAKS, 25e9, 12, 200e9 / 8, _AMPERE),
+        (_XLA.format("a100_sxm_80"), _A100, _A100, _DGX.format("DGX A100", 200), _XLA.format("a100_sxm_80")),
+    ),
+    (
+        ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
+        (_XLA_H100, _XLA_H100, _H100, _DGX.format("DGX H100/H200", 400), _XLA_H100),
+    ),
+    (
+        ("h200", "NVIDIA H200", int(139.80 * 2**30), 4800e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
+        (_PYTORCH, _H200, _H100, _DGX.format("DGX H100/H200", 400), _XLA.format("h200")),
+    ),
+    (
+        ("b200", "NVIDIA B200", 191514411008, 8000e9, _BLACKWELL_PEAKS, 50e9, 18, 400e9 / 8, _BLACKWELL),
+        (_XLA.format("b200"), _B200, _B200, _DGX.format("DGX B200", 400), _XLA.format("b200")),
+    ),
 )
-
-# Sources of memory, memory bandwidth, peaks, network, compiler target.
-_GPU_SOURCES = {
-    "a100": (_XLA.format("a100_sxm_80"), _A100, _A100, _DGX.format("DGX A100", 200), _XLA.format("a100_sxm_80")),
-    "h100": (_XLA_H100, _XLA_H100, _H100, _DGX.format("DGX H100/H200", 400), _XLA_H100),
-    "h200": (_PYTORCH, _H200, _H100, _DGX.format("DGX H100/H200", 400), _XLA.format("h200")),
-    "b200": (_XLA.format("b200"), _B200, _B200, _DGX.format("DGX B200", 400), _XLA.format("b200")),
-}
 
 
 def _gpus() -> Iterator[Hardware]:
-    for name, kind, *figures, compiler_target in _GPUS:
-        of_memory, of_bandwidth, of_peaks, of_network, of_target = _GPU_SOURCES[name]
-        values = (of_memory, of_bandwidth, of_peaks, _GPU_BOOK, _GPU_BOOK, of_network, of_target)
-        sources: dict[str, str] = dict(zip(_FIGURES, values, strict=True))
-        yield Hardware(name, "gpu", kind, *figures, sources=sources, compiler_target=compiler_target)
+    for (name, kind, *figures, compiler_target), sources in _GPUS:
+        memory, bandwidth, peaks, network, target = sources
+        values = (memory, bandwidth, peaks, _GPU_BOOK, _GPU_BOOK, network, target)
+        of_figures: dict[str, str] = dict(zip(_FIGURES, values, strict=True))
+        yield Hardware(name, "gpu", kind, *figures, sources=of_figures, compiler_target=compiler_target)
 
 
 hardware = HardwareRegistry([*_tpus(), *_gpus(), Hardware("cpu", "cpu", "cpu")])
