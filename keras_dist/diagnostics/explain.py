@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -242,17 +243,23 @@ def _place(layout: Any, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[Axes,
 
     A tensor without a layout counts as replicated, a layout without a mesh is on `mesh`.
     """
-    if isinstance(layout, jax.sharding.NamedSharding) and isinstance(layout.mesh, jax.sharding.Mesh):
-        layout = TensorLayout(tuple(layout.spec), layout.mesh)
     if not isinstance(layout, keras.distribution.TensorLayout):
-        return (None,) * len(shape), shape, None if layout is None else frozenset(layout.device_set)
+        if not isinstance(layout, jax.sharding.NamedSharding) or not isinstance(layout.mesh, jax.sharding.Mesh):
+            return (None,) * len(shape), shape, None if layout is None else frozenset(layout.device_set)
+        layout = TensorLayout(tuple(layout.spec), layout.mesh)
     devices = None
-    if layout.device_mesh is not None and mesh != layout.device_mesh:
+    if layout.device_mesh not in (mesh, None):
         mesh = as_device_mesh(layout.device_mesh)
         devices = frozenset(mesh.backend_mesh.devices.flat)
     axes = (*layout.axes, *[None] * (len(shape) - len(layout.axes)))
-    counts = [math.prod(mesh.axis_sizes[name] for name in axis_tuple(entry)) for entry in axes]
-    return axes, tuple(-(-size // count) for size, count in zip(shape, counts, strict=True)), devices
+    return axes, _shard_shape(axes, shape, tuple(mesh.axis_sizes.items())), devices
+
+
+@lru_cache  # most variables of a large model are of a few shapes
+def _shard_shape(axes: Axes, shape: tuple[int, ...], axis_sizes: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    sizes = dict(axis_sizes)
+    counts = [math.prod(sizes[name] for name in axis_tuple(entry)) for entry in axes]
+    return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
 
 
 def _unused_rules(
@@ -286,6 +293,6 @@ def _idle_axes(
     if not type(distribution).__module__.startswith("keras_dist"):
         return ()
     used = set(distribution._placer.batch_axes)
-    all_axes = [*(v.axes for v in variables), *(layout.axes for layout in layout_map.values())]
+    all_axes = {v.axes for v in variables} | {layout.axes for layout in layout_map.values()}
     used.update(name for axes in all_axes for name in axis_names(axes))
     return tuple(name for name, size in distribution.device_mesh.axis_sizes.items() if size > 1 and name not in used)

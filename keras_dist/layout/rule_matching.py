@@ -69,8 +69,8 @@ class Regexes(dict[str, re.Pattern[str]]):
                 others = [text for text in texts if segment is None or segment not in text]
                 self._index[segment].append((number, name, regex, max(others, key=len, default="")))
         found = []
-        for segment in (None, *set(path.split("/"))):
-            for number, name, regex, text in self._index.get(segment, ()):
+        for segment in self._index.keys() & {None, *path.split("/")}:
+            for number, name, regex, text in self._index[segment]:
                 if text in path and regex.fullmatch(path):
                     found.append((number, name))
         return [name for _, name in sorted(found)]
@@ -98,7 +98,8 @@ def required_texts(pattern: str) -> list[str]:
 
 def matching_patterns(regexes: Regexes, path: str) -> list[str]:
     """Returns the patterns that match a path; if none does, those that match it without automatic model names."""
-    return regexes.full_matches(path) or regexes.full_matches(strip_model_names(path))
+    stripped = strip_model_names(path)
+    return regexes.full_matches(path) or ([] if stripped == path else regexes.full_matches(stripped))
 
 
 def applies_to(pattern: str, path: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from keras_dist.mesh.axes import known_product, parse_dcn, spread_axes
-from keras_dist.mesh.devices import Device, as_device_array
+from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import tpu_generation_of
 
 # A level of the network: the name of the groups of devices that it joins, and a function from a device to its group.
@@ -114,8 +114,9 @@ class Torus:
     """The positions of TPU devices on the tori of their slices."""
 
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
-        # x, y, z and core of each device
-        self.coordinates = np.array([(*device.coords, device.core_on_chip) for device in devices])
+        self.coordinates = np.empty((len(devices), 4), int)  # x, y, z and core of each device
+        self.coordinates[:, :3] = [device.coords for device in devices]
+        self.coordinates[:, 3] = [device.core_on_chip for device in devices]
         self.rings = np.zeros_like(self.coordinates)  # as `_rings` returns them, and 0 for the core
         for number in np.unique(slices):
             here = slices == number
@@ -144,12 +145,15 @@ def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> lis
     """Returns the levels of the network, from the slowest inwards; `dcn` refers to the first."""
     by_slice: Level = ("slices", slice_of)
     by_process: Level = ("processes", process_of)
+    slices, processes = list(map(slice_of, devices)), list(map(process_of, devices))
     on_torus = coordinates_of(devices[0]) is not None
     inside: list[Level] = [] if on_torus else [by_process]
-    count = len(set(map(process_of, devices)))
-    if count == 1 or len(set(map(slice_of, devices))) > 1:
-        return [by_slice, *inside]
-    if len(np.unique(networks_of(devices))) > 1:
+    if len(set(slices)) > 1:
+        return [by_slice, *(inside if len(set(zip(slices, processes, strict=True))) > len(set(slices)) else [])]
+    count = len(set(processes))
+    if count == 1:
+        return [by_slice]
+    if not on_torus and len(np.unique(networks_of(devices))) > 1:
         return [by_process]  # processes are hosts
     # Processes of one slice: dcn refers to them if its degrees or axes can hold exactly their number, else to slices.
     requested = parse_dcn(dcn, axes)
@@ -185,7 +189,7 @@ def _arrange(
                 f"dcn={dcn!r} needs {group_name} of equal size, but they have {list(map(len, groups))} devices. Pass "
                 f"the same number of devices of each, or omit dcn."
             )
-        return as_device_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
+        return _object_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
     degrees = spread_axes(axes, len(groups), dcn, group_name)
     inner = {name: size // degrees[name] for name, size in axes.items()}
     blocks = np.stack([_arrange(group, inner, None, inner_levels, sort, allow_split) for group in groups])
@@ -199,7 +203,7 @@ def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_spl
     if coordinates_of(devices[0]) is None:
         if devices[0].platform == "gpu":  # JAX orders GPUs by process
             devices = sorted(devices, key=lambda device: device.id)
-        return as_device_array(devices).reshape(tuple(axes.values()))
+        return _object_array(devices).reshape(tuple(axes.values()))
     torus = Torus(devices, np.zeros(len(devices), int))
     shape = [size for size in axes.values() if size > 1] or [1]
     # mesh_utils assumes JAX's order for some slices: by host, then by z, y, x and core.
@@ -210,7 +214,7 @@ def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_spl
         index = _with_short_rings(index, torus)
     if index is None or torus.longest_hop(as_listed, -1) < torus.longest_hop(index, -1):
         index = _with_short_rings(as_listed, torus)
-    return as_device_array(devices)[index].reshape(tuple(axes.values()))
+    return _object_array(devices)[index].reshape(tuple(axes.values()))
 
 
 def _index_by_mesh_utils(
@@ -248,13 +252,15 @@ def _with_short_rings(index: np.ndarray, torus: Torus) -> np.ndarray:
 def _ring_along(index: np.ndarray, axis: int, torus: Torus) -> np.ndarray:
     """Returns the order in which an axis runs around the box of its chips; the given order if they are not a box."""
     along = torus.coordinates[np.moveaxis(index, axis, 0).reshape(index.shape[axis], -1)[:, 0]]
-    values, ranks = zip(*(np.unique(column, return_inverse=True) for column in along.T), strict=True)
+    values = [np.unique(column) for column in along.T]
     sizes = tuple(map(len, values))
+    at = np.arange(len(along))
     if math.prod(sizes) != len(along):
-        return np.arange(len(along))
+        return at
     closed = [is_closed(column, ring) for column, ring in zip(values, torus.rings[index.flat[0]], strict=True)]
-    row_major = np.argsort(np.ravel_multi_index(ranks, sizes))
-    return row_major[_ring_order(sizes, closed)]
+    ranks = tuple(np.searchsorted(column, places) for column, places in zip(values, along.T, strict=True))
+    at[np.ravel_multi_index(ranks, sizes)] = np.arange(len(along))
+    return at[_ring_order(sizes, closed)]
 
 
 def is_closed(values: np.ndarray, ring: int) -> bool:
@@ -301,3 +307,7 @@ def _turn_odd_rows(rows: np.ndarray) -> np.ndarray:
     turned = rows.copy()
     turned[..., 1::2, :] = rows[..., 1::2, ::-1]
     return turned
+
+
+def _object_array(devices: Sequence[Device]) -> np.ndarray:
+    return np.fromiter(devices, object, len(devices))
