@@ -277,7 +277,7 @@ def test_slices_without_a_target_are_refused(capsys):
 def test_mesh_of_two_slices(capsys):
     assert main(["mesh", "data:2,model:4", "--target", "v5e:2x2", "--slices", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "longest link       data DCN, model 1 hop" in shown
+    assert "longest link       data network, model 1 hop" in shown
     assert "slice 1" in shown
 
 

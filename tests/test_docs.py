@@ -30,7 +30,7 @@ def test_references_are_found():
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_what_the_architecture_names_exists(reference):
     path, _, name = reference.partition(": ")
-    file = next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
+    file = next((root / path for root in (PACKAGE, PACKAGE.parent, ROOT) if (root / path).exists()), None)
     assert file is not None, f"{path} does not exist"
     body = ast.parse(file.read_text()).body if name else []
     for part in name.split(".") if name else []:
