@@ -45,7 +45,7 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
         return "/".join(stem if stem in automatic else part for part, stem in stems)
 
     by_path = _match_by_key(saved, paths)
-    if by_path.is_complete:
+    if by_path.is_complete:  # the usual case, which needs none of the others
         return by_path
     return _most_pairs(
         by_path,

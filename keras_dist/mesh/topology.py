@@ -310,4 +310,5 @@ def _turn_odd_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def _object_array(devices: Sequence[Device]) -> np.ndarray:
+    # Not `as_device_array`, which checks devices: they were checked, and a large mesh has thousands of groups.
     return np.fromiter(devices, object, len(devices))

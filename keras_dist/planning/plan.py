@@ -136,8 +136,10 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     return tuple(placed)
 
 
-def _plan(fields: dict[str, Any], compiled: Compilation, distribution: Distribution, depth: int | None = None) -> Plan:
-    held: Memory = fields.pop("memory")
+def _plan(
+    fields: Mapping[str, Any], compiled: Compilation, distribution: Distribution, depth: int | None = None
+) -> Plan:
+    held: Memory = fields["memory"]
     memory = dataclasses.replace(
         held,
         padding=max(0, round(compiled.argument_bytes) - held.total),
@@ -150,14 +152,14 @@ def _plan(fields: dict[str, Any], compiled: Compilation, distribution: Distribut
     if roofline.seconds and compiled.flops and roofline.compute_seconds is not None:
         required = compiled.model_flops / mesh.devices.size / compiled.flops
         utilization = required * roofline.compute_seconds / roofline.seconds
-    notes = _notes_on_idle_axes(distribution, fields["variables"], compiled.traffic)
     if compiled.refusal:
         notes = (f"The compiler reports: {compiled.refusal}",)
+    else:
+        notes = _notes_on_idle_axes(distribution, fields["variables"], compiled.traffic)
     return Plan(
-        **fields,
+        **{**fields, "memory": memory},
         mesh=mesh,
         distribution=repr(distribution),
-        memory=memory,
         fits=fits,
         traffic=compiled.traffic,
         collectives=compiled.collectives,
