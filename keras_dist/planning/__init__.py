@@ -5,6 +5,7 @@
 * `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
 * `hardware.py`: memory, compute and bandwidths of chips, with their sources.
 * `abstract_step.py`: the step of a model, with shapes in place of arrays.
+* `target_platform.py`: what the model is told about its platform while it is traced.
 * `compilation.py`: what the compiled step holds, computes and sends.
 * `hlo/`: reads compiled modules.
 * `model_flops.py`: the FLOP that a model requires.

@@ -39,6 +39,7 @@ _GPUS_PER_HOST = 8  # on NVIDIA's HGX boards
 # JAX's CUDA plugin refuses to load without CUDA's libraries, unless this variable is set. Its compiler needs none.
 _CUDA_ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+CUDNN_VERSION = (9, 10)  # of every GPU target
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,6 +274,7 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
     Source: xla/stream_executor/device_description.proto; CUDA C++ Programming Guide, "Compute Capabilities".
     """
     major, minor = gpu.compute_capability
+    cudnn_major, cudnn_minor = CUDNN_VERSION
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # compiled as sm_90a, sm_100a
     return f"""
         gpu_device_info {{
@@ -286,7 +288,8 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
           cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
           device_interconnect_info {{ active_links: {entry.links} }}
         }}
-        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
+        platform_name: "CUDA" dnn_version_info {{ major: {cudnn_major} minor: {cudnn_minor} }}
+        device_description_str: "{kind}"
     """
 
 
