@@ -1,6 +1,6 @@
 """What patches ask of a distribution."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -27,6 +27,10 @@ class DistributionHooks(Protocol):
 
     def distribute_batch(self, batch: Any) -> Any:
         """Returns the arrays of a host batch as global arrays, sharded over the batch axes."""
+        ...
+
+    def batch_sharding(self, shape: Sequence[int]) -> Any:
+        """Returns the `jax.sharding.NamedSharding` with which an array of a batch is placed."""
         ...
 
     def place_single_batch(self, batch: Any) -> tuple[Any, list]:

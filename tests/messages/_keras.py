@@ -3,8 +3,10 @@
 import warnings
 from unittest import mock
 
+import jax
 import keras
 import numpy as np
+from jax.experimental import rnn
 
 import keras_dist as kd
 from keras_dist._keras import internals
@@ -62,6 +64,12 @@ def deferred_value_used():
     made.get_weights()
 
 
+def cudnn_with_another_dtype():
+    array = jax.ShapeDtypeStruct((8, 4, 16), "bfloat16")
+    with kd.DataParallel().scope():
+        rnn.lstm(*4 * [array], None, 16, 16, 1, 0.0, False)
+
+
 def unknown_keras(name, parameters):
     try:
         Patch(keras.saving, name, parameters, None, "files are written twice", "", None).check_signature()
@@ -93,4 +101,5 @@ CASES = {
     "redistribute, a variable": lambda: kd.redistribute(keras.Variable(X, name="table")),
     "redistribute, to a layout map": lambda: kd.redistribute(model(), kd.LayoutMap(None)),
     "the value of a deferred variable": deferred_value_used,
+    "cuDNN's LSTM with another dtype": cudnn_with_another_dtype,
 }
