@@ -1,0 +1,168 @@
+"""A graph of the values of a function while JAX traces it: which operation made each, from which others.
+
+A traced function that is about to choose an algorithm can so look at how its arguments came about. Functions that are
+jitted or have custom derivatives are looked into as if they were written inline, and values that an inner function
+(`jax.checkpoint`, the body of a loop) uses from around it are followed outwards. What JAX does not tell is a leaf.
+
+This is the only file that knows the private attributes of JAX's tracers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+# Operations that are computed while tracing if all operands are numbers, such as the index of a slice.
+_FOLDED = {
+    *("add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le", "lt", "max", "min"),
+    *("mul", "ne", "neg", "not", "or", "rem", "reshape", "select_n", "squeeze", "sub"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A value of a traced function: an output of an operation, or a leaf, of which only shape and dtype are known.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
+        params: Parameters of the primitive.
+        origin: The tracer or array itself; None for a value inside a jitted function.
+        root: What `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
+            traced function has the same root everywhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    primitive: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    origin: Any = None
+    root: Any = None
+    _equation: Any = None
+    _output: int = 0
+    _read_inputs: Sequence[Callable[[], "Node"]] = ()
+
+    @cached_property
+    def inputs(self) -> tuple["Node", ...]:
+        """The values that the operation read; the same value is the same node everywhere in one graph."""
+        return tuple(read() for read in self._read_inputs)
+
+    @cached_property
+    def constant(self) -> np.ndarray | jax.Array | None:
+        """The value, if it is known while tracing: an array, or a single number computed from such."""
+        if self.root is not None and not isinstance(self.root, Tracer):
+            return self.root
+        if self.primitive not in _FOLDED or np.prod(self.shape) != 1:
+            return None
+        constants = [node.constant for node in self.inputs]
+        if any(constant is None for constant in constants):
+            return None
+        with jax.ensure_compile_time_eval():
+            return self.apply(*map(jnp.asarray, constants, (node.dtype for node in self.inputs)))
+
+    def value(self) -> Any:
+        """Returns the array or tracer. For a value inside a jitted function, its operations are traced again."""
+        return self._traced_again if self.origin is None else self.origin
+
+    @cached_property
+    def _traced_again(self) -> Any:
+        return self.apply(*(node.value() for node in self.inputs))
+
+    def apply(self, *operands: Any) -> Any:
+        """Applies the operation to other operands."""
+        primitive = self._equation.primitive
+        outputs = primitive.bind(*operands, **self.params)
+        return outputs[self._output] if primitive.multiple_results else outputs
+
+
+def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
+    """Returns the node of a traced or concrete value.
+
+    Args:
+        value: A tracer, an array or a number.
+        known: Nodes of a graph to which the new node belongs, which it joins. Default: a new graph.
+
+    Example:
+
+    ```python
+    node_of(jnp.repeat(x, 2, axis=1)).inputs[0].primitive  # "broadcast_in_dim", while `x` is traced
+    ```
+    """
+    known = {} if known is None else known
+    root = root_of(value)
+    if id(root) not in known:
+        equation = getattr(root, "parent", None) if isinstance(root, Tracer) else None
+        if equation is None:
+            node = _leaf(value, root, jax.typeof(root))
+        else:
+            inputs = [partial(node_of, operand, known) for operand in equation.in_tracers]
+            number = next(number for number, variable in enumerate(equation.outvars) if variable is root.val)
+            node = _output_node(equation, number, inputs)
+            if node.origin is None:
+                node = dataclasses.replace(node, origin=value, root=root)
+        known[id(root)] = node
+    return known[id(root)]
+
+
+def root_of(value: Any) -> Any:
+    """Returns what a tracer stands for: the value undifferentiated, and outside of functions that close over it."""
+    while isinstance(value, Tracer):
+        trace: Any = getattr(value, "_trace", None)
+        inner = getattr(value, "primal", None)
+        if inner is None and hasattr(trace, "frame"):
+            inner = trace.get_const(value)
+        if inner is None:
+            break
+        value = inner
+    return value
+
+
+def _leaf(value: Any, root: Any, abstract: Any) -> Node:
+    return Node(getattr(abstract, "shape", ()), getattr(abstract, "dtype", None), origin=value, root=root)
+
+
+def _output_node(equation: Any, number: int, inputs: Sequence[Callable[[], Node]]) -> Node:
+    """Returns the node of one output; of a call, the node inside the called function."""
+    name, params = equation.primitive.name, equation.params
+    jaxpr = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
+    if name in _CALLS and jaxpr is not None:
+        body = _Body(jaxpr, inputs)
+        return body.node(body.jaxpr.outvars[number])
+    variable = equation.outvars[number]
+    shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
+    return Node(shape, dtype, name, params, _equation=equation, _output=number, _read_inputs=inputs)
+
+
+class _Body:
+    """The values inside a called function."""
+
+    def __init__(self, jaxpr: Any, inputs: Sequence[Callable[[], Node]]):
+        self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        self.nodes: dict[Any, Node] = {}
+        self.arguments = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        constants = zip(self.jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True)
+        self.arguments.update((variable, partial(node_of, constant)) for variable, constant in constants)
+        self.outputs = {
+            variable: (equation, number)
+            for equation in self.jaxpr.eqns
+            for number, variable in enumerate(equation.outvars)
+        }
+
+    def node(self, atom: Any) -> Node:
+        if hasattr(atom, "val"):
+            return _leaf(atom.val, atom.val, atom.aval)
+        if atom in self.arguments:
+            return self.arguments[atom]()
+        if atom not in self.nodes:
+            equation, number = self.outputs[atom]
+            inputs = [partial(self.node, operand) for operand in equation.invars]
+            self.nodes[atom] = _output_node(equation, number, inputs)
+        return self.nodes[atom]
