@@ -12,4 +12,8 @@
 * `model_trace.py`: the traced program of a model, without values.
 * `jaxpr_dims.py`: which dims of a traced program are sharded together; start reading here, with its worked example.
 * `dim_graph.py`: those dims as nodes of a graph, and the bytes that each communicates.
+* `traced_values.py`: which operations made the values of a function, while JAX traces it.
+* `attention_mask.py`: what an attention mask says, recognized from them; start reading here, with its worked example.
+* `mask_reader.py`: which elements of other values a mask reads, and which are positions.
+* `dim_axes.py`: over which mesh axes a dim of a traced value is sharded.
 """
