@@ -67,6 +67,22 @@ class DistributionHooks(Protocol):
         """Returns the traced value of a variable in the layout in which layers compute with it."""
         ...
 
+    def compute_attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any,
+        mask: Any,
+        *,
+        scale: float | None,
+        is_causal: bool,
+        flash_attention: bool | None,
+        soft_cap: float | None,
+    ) -> Any:
+        """Returns what `keras.ops.dot_product_attention` does, for operands of one dtype and a boolean mask."""
+        ...
+
     def regathers_weights(self, layer: keras.Layer) -> bool:
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         ...

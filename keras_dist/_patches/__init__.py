@@ -9,6 +9,7 @@
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
 * `weight_loading.py`: values are loaded directly into shards.
 * `variable_access.py`: variables whose shards are on several processes are read.
+* `attention.py`: attention is computed by the kernels of the devices, on their shards.
 * `file_saving.py`: files are written once, by process 0, and atomically.
 * `orbax_loading.py`: Orbax checkpoints are restored completely.
 
@@ -21,7 +22,7 @@ import importlib
 from keras_dist._keras.active_distribution import ALWAYS
 
 _TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "recurrent", "deferred_creation", "epoch_iterator"),
+    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "deferred_creation", "epoch_iterator"),
     *("resumable_iterator", "weight_loading", "variable_access", "file_saving", "orbax_loading"),
 )
 

@@ -19,6 +19,7 @@ from keras_dist.planning.hlo.module_costs import LargeValue, read_module
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
+from keras_dist.strategies.attention import AttentionCall, recorded_attention
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
@@ -55,6 +56,24 @@ class Traffic:
     crosses_network: bool = False
 
 
+@dataclass(frozen=True)
+class Attention:
+    """The calls of `keras.ops.dot_product_attention` that are computed in one way.
+
+    Attributes:
+        implementation: the kernel, `"splash attention"` (TPU) or `"cuDNN"` (GPU), or `"XLA"`.
+        calls: number of calls.
+        logits_bytes: size of the largest logits (rows x heads x queries x keys) that XLA holds on one device; 0 for
+            kernels, which hold none.
+        reason: why a device that has a kernel does not use it, and what would change that; None otherwise.
+    """
+
+    implementation: str
+    calls: float
+    logits_bytes: int
+    reason: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
     """Memory in bytes, traffic and costs of a compiled step on one device; `model_flops` are of all devices together.
@@ -74,6 +93,7 @@ class Compilation:
     memory_traffic: float = 0
     roofline: Roofline
     largest_values: tuple[LargeValue, ...] = ()
+    attention: tuple[Attention, ...] = ()
     refusal: str | None
     notes: tuple[str, ...]
     seconds: float
@@ -83,15 +103,20 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
     """Traces and compiles a step, and reads the program. Raises a ValueError if the batch does not fit the model."""
     mesh = step.distribution.device_mesh
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
-    traced = step.trace()
+    with recorded_attention() as calls:
+        traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
     model_flops = count_model_flops(traced.jaxpr.jaxpr)
+    if model_flops is not None:
+        # The backward pass of a matrix multiplication is two of the same size.
+        model_flops += sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()
     compiled, refusal, compiler_notes = _compile(traced.lower())
     seconds = time.perf_counter() - started
+    attention = _attention(calls)
     if compiled is None:
-        return _refused(step, str(refusal), model_flops, seconds)
+        return replace(_refused(step, str(refusal), model_flops, seconds), attention=attention)
     show_progress("Reading the compiled program")
     devices = mesh.backend_mesh.devices
     flat = devices.ravel().tolist()
@@ -110,6 +135,7 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
         memory_traffic=costs.memory_bytes,
         roofline=roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives),
         largest_values=costs.largest_values,
+        attention=attention,
         refusal=refusal,
         notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops)),
         seconds=seconds,
@@ -186,6 +212,16 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
     )
 
 
+def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
+    groups: dict[tuple, list[AttentionCall]] = defaultdict(list)
+    for call in calls:
+        groups[call.implementation, call.reason].append(call)
+    return tuple(
+        Attention(implementation, len(group), max(call.logits_bytes for call in group), reason)
+        for (implementation, reason), group in groups.items()
+    )
+
+
 def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
 
@@ -209,10 +245,16 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         first = before.get((each.kind, each.axes, each.crosses_network))
         sums = {name: extrapolate(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
         traffic.append(replace(each, **sums))
+    calls = {(each.implementation, each.reason): each.calls for each in shallow.attention}
+    attention = tuple(
+        replace(each, calls=extrapolate(calls.get((each.implementation, each.reason), 0), each.calls))
+        for each in deep.attention
+    )
     return replace(
         deep,
         **figures,
         traffic=_most_sent_first(traffic),
+        attention=attention,
         roofline=replace(deep.roofline, **seconds),
         refusal=deep.refusal or shallow.refusal,
         notes=(

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from keras_dist.strategies.attention import KERNEL_SCOPE
+
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -15,8 +17,8 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
 
     An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
     backward pass (rematerialization) has the same FLOP as one that keeps them. The body of a scan counts once per
-    iteration, and of several branches the most expensive one. None if a loop with an unknown trip count has matrix
-    multiplications.
+    iteration, and of several branches the most expensive one. Fused attention kernels count nothing. None if a loop
+    with an unknown trip count has matrix multiplications.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """
@@ -59,12 +61,21 @@ class _Counter:
 
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, _inner_jaxprs(equation.params)
+        if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
+            estimate = equation.params.get("cost_estimate")
+            return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
         if name in _INLINED and inner:
             return self.count(inner[0], operands)
         if inner:
             # A loop's body is counted separately, because its values differ in every iteration.
             flops = [_Counter().count(each)[0] for each in inner]
-            times = equation.params["length"] if name == "scan" else math.nan if name == "while" and any(flops) else 1
+            times = 1
+            if name == "scan":
+                times = equation.params["length"]
+            elif name == "while" and any(flops):
+                times = math.nan
+            elif name == "shard_map":  # its body has the shapes of one device
+                times = math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])
             total = times * (max(flops) if name == "cond" else sum(flops))
             return total, [next(self.numbers) for _ in equation.outvars]
         key = name, tuple(operands), tuple((key, str(value)) for key, value in sorted(equation.params.items()))

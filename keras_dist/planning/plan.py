@@ -169,6 +169,7 @@ def _plan(
         memory_traffic=compiled.memory_traffic,
         roofline=roofline,
         largest_values=compiled.largest_values,
+        attention=compiled.attention,
         notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
         depth=depth,

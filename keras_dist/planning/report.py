@@ -16,7 +16,7 @@ from keras_dist._report.units import bytes_text, count_text, flops_text, percent
 from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
-from keras_dist.planning.compilation import Traffic
+from keras_dist.planning.compilation import Attention, Traffic
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.roofline import Roofline
@@ -89,6 +89,7 @@ class Plan(Report):
         memory_traffic: estimated bytes that one device reads from and writes to its memory.
         roofline: lower bounds on step time in seconds, by resource.
         largest_values: the largest temporaries.
+        attention: how the calls of `keras.ops.dot_product_attention` are computed.
         notes: caveats about these figures.
         compile_seconds: time that the compiler took.
         depth: number of blocks extrapolated to; None if the full model was compiled.
@@ -111,6 +112,7 @@ class Plan(Report):
     roofline: Roofline
     model_flops_utilization: float | None
     largest_values: tuple[LargeValue, ...]
+    attention: tuple[Attention, ...]
     notes: tuple[str, ...]
     compile_seconds: float = dataclasses.field(compare=False)
     depth: int | None = None
@@ -162,6 +164,8 @@ class Plan(Report):
             rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
             yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
         yield _time(self)
+        if self.attention:
+            yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
         yield _collectives(self)
         yield _variables(self)
         if self.notes:
@@ -261,6 +265,13 @@ def _bound_sentence(plan: Plan) -> str:
         text += f" Model FLOP utilization at most {percent_text(plan.model_flops_utilization)}"
         text += f" ({flops_text(plan.model_flops)} over all devices)."
     return text + " Unknown times are left out." * has_unknown
+
+
+def _attention_text(attention: Attention) -> str:
+    text = f"{attention.implementation}, {count_text(attention.calls)} call{'s' * (attention.calls != 1)}"
+    if attention.logits_bytes:
+        text += f", {bytes_text(attention.logits_bytes)} of logits each (queries x keys)"
+    return f"{text}: {attention.reason}." if attention.reason else f"{text}."
 
 
 def _collectives(plan: Plan) -> Section:

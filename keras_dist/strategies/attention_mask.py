@@ -16,6 +16,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,11 @@ _OPPOSITES = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge", "eq": "ne", "ne": 
 _BLOCK = 2**24  # elements of a concrete mask that are looked at at once
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query_valid", "key_valid", "segments", "dense"],
+    meta_fields=["lower", "upper"],
+)
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Which keys each query sees: those for which all of these conditions hold.
@@ -51,20 +57,24 @@ class AttentionMask:
 
     def to_dense(self, num_queries: int, num_keys: int) -> jax.Array:
         """Returns the mask as booleans (B or 1, N or 1, T, S)."""
-        distances = jnp.arange(num_keys)[None, :] - jnp.arange(num_queries)[:, None]
-        visible = jnp.ones((1, 1, num_queries, num_keys), bool)
+        return self.visible_keys(jnp.arange(num_queries), num_keys)
+
+    def visible_keys(self, positions: jax.Array, num_keys: int) -> jax.Array:
+        """Returns which keys the queries at some positions see, as booleans (B or 1, N or 1, positions, S)."""
+        distances = jnp.arange(num_keys) - positions[:, None]
+        visible = jnp.ones((1, 1, *distances.shape), bool)
         if self.lower is not None:
             visible &= distances >= self.lower
         if self.upper is not None:
             visible &= distances <= self.upper
         if self.query_valid is not None:
-            visible &= self.query_valid[:, None, :, None]
+            visible &= self.query_valid[:, None, positions, None]
         if self.key_valid is not None:
             visible &= self.key_valid[:, None, None, :]
         if self.segments is not None:
             queries, keys = self.segments
-            visible &= queries[:, None, :, None] == keys[:, None, None, :]
-        return visible if self.dense is None else visible & self.dense
+            visible &= queries[:, None, positions, None] == keys[:, None, None, :]
+        return visible if self.dense is None else visible & self.dense[:, :, positions]
 
 
 def recognize(mask: Any) -> AttentionMask:

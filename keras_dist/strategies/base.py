@@ -21,7 +21,9 @@ from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.activations import distribute_tensors
+from keras_dist.strategies.attention import attention
 from keras_dist.strategies.resharding import to_compute_layout
+from keras_dist.strategies.traced_weights import TracedWeights
 from keras_dist.variables.variable_layouts import VariableSpec, describe_variable, is_on_mesh, layout_under
 
 BatchDimName = str | Sequence[str] | None
@@ -67,6 +69,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes)
         self._comparisons: dict[bool, BatchComparison] = {}
+        self._traced_weights = TracedWeights()
 
     @property
     def is_multi_process(self) -> bool:
@@ -236,10 +239,26 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         spec = VariableSpec.of(variable)
         stored = layout_under(variable, self)
-        if stored != self.get_variable_layout(spec):
-            return value  # the user passed its layout
+        if stored != self.get_variable_layout(spec):  # the user passed its layout
+            self._traced_weights.add(value, getattr(stored, "axes", ()))
+            return value
         used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
-        return to_compute_layout(value, stored, used, update, self._placer.batch_axes)
+        value = to_compute_layout(value, stored, used, update, self._placer.batch_axes)
+        self._traced_weights.add(value, used.axes)
+        return value
+
+    def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
+        return attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            **options,
+            mesh=self._device_mesh.backend_mesh,
+            batch_axes=self._placer.axes_for(query.shape[0]),
+            axes_of_weight=self._traced_weights.axes_of,
+        )
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         return False

@@ -22,7 +22,7 @@ _RESIZED = ("slice", "dynamic_slice", "pad", "dynamic_update_slice", "split", "t
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 
 
-def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Node], Axes | None]) -> tuple[str, ...] | None:
+def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | None]) -> tuple[str, ...] | None:
     """Returns the mesh axes over which a dim of a traced value is sharded, or None if that cannot be known.
 
     The dim is followed backwards, through whatever keeps it, to a sharding constraint or a value whose layout is
@@ -31,13 +31,12 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Node], Axes | No
     Args:
         value: A tracer or an array.
         dim: One of its dims.
-        axes_of_weight: Returns the axes of each dim of a leaf (its `root` is the tracer of an argument of the traced
-            function, or an array), or None if it does not know.
+        axes_of_weight: Returns the axes of each dim of a value if it is a weight, otherwise None.
 
     Example:
 
     ```python
-    axes_of_dim(x @ kernel, 1, lambda leaf: (None, "model") if leaf.root is kernel else None)  # ("model",)
+    axes_of_dim(x @ kernel, 1, lambda value: (None, "model") if value is kernel else None)  # ("model",)
     ```
     """
     pending, seen = [(node_of(value), dim)], set()
@@ -48,7 +47,7 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Node], Axes | No
         seen.add((node, dim))
         if (axes := _constrained_axes(node, dim)) is not None:
             return axes
-        if not node.primitive and (layout := axes_of_weight(node)) is not None:
+        if node.root is not None and (layout := axes_of_weight(node.root)) is not None:
             return axis_tuple(layout[dim])
         pending += reversed(_sources(node, dim))
     return None

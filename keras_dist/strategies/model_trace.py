@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from keras_dist._keras import internals
 from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.strategies.attention_kernels import xla_attention
 from keras_dist.strategies.base import Distribution
 
 # Sizes to try for an unknown dim: this or less, then a few more, such as samples of audio.
@@ -119,3 +120,8 @@ class _LayerNames(Distribution):
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         return value
+
+    def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
+        # By matrix multiplications, whose dims can be read; those of a kernel cannot.
+        del options["flash_attention"]
+        return xla_attention(query, key, value, bias, mask, **options)

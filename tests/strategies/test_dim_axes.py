@@ -30,7 +30,7 @@ class Program:
         def step(x, kernel):
             layouts = {id(root_of(x)): ("data", "seq", None), id(root_of(kernel)): ("fsdp", ("model", "extra"), None)}
             output = function(x, kernel)
-            self.axes = [axes_of_dim(output, dim, lambda leaf: layouts.get(id(leaf.root))) for dim in dims]
+            self.axes = [axes_of_dim(output, dim, lambda value: layouts.get(id(value))) for dim in dims]
             return jnp.sum(output * 1.0)
 
         step = jax.grad(step, (0, 1)) if differentiated else step

@@ -4,7 +4,7 @@ import math
 
 import keras_dist as kd
 from keras_dist._report.variable_groups import PlacedVariable
-from keras_dist.planning.compilation import Traffic
+from keras_dist.planning.compilation import Attention, Traffic
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.planning.roofline import Roofline
@@ -59,6 +59,10 @@ def example_plan(**changed) -> Plan:
         "roofline": Roofline(0.006, 0.003, 0.0015, 0.0),
         "model_flops_utilization": 0.425,
         "largest_values": (LargeValue(GIB, "f32[8,128]", "jit(train_step)/dot_general", "fusion.3"),),
+        "attention": (
+            Attention("splash attention", 12.0, 0, None),
+            Attention("XLA", 1.0, 2 * GIB, "splash attention has no bias"),
+        ),
         "notes": ("Loops count once.",),
         "compile_seconds": 12.5,
     }

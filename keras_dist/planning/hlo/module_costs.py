@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from keras_dist.planning.hlo.attention_costs import KERNEL_SCOPE
 from keras_dist.planning.hlo.collectives import Collective, is_collective, read_collective, with_part_of
 from keras_dist.planning.hlo.instruction_costs import (
     chain,
@@ -86,7 +87,8 @@ def read_module(
 ) -> ModuleCosts:
     """Computes the costs of one execution of a module, `compiled.as_text()`, on one device.
 
-    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts.
+    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts; if one calls
+    a fused attention kernel, that one counts.
 
     `axes` are the sizes of the mesh axes, outermost first. For each position in the flattened mesh, `networks` has the
     number of its slice (None: one slice) and `ids` its device id (None: the devices of each slice are in the order of
@@ -118,6 +120,11 @@ class _Costs:
     memory_bytes: float = 0.0
     wire_bytes: float = 0.0
     unknown_loops: int = 0
+    kernels: int = 0  # calls of fused attention kernels
+
+    def rank(self) -> tuple[float, ...]:
+        """Ranks the branches of a conditional. One without a fused kernel stands in where the kernel cannot run."""
+        return self.kernels, self.wire_bytes, sum(self.flops.values()), self.memory_bytes
 
     def add(self, other: "_Costs", times: int = 1) -> None:
         for key, count in other.counts.items():
@@ -127,6 +134,7 @@ class _Costs:
         self.memory_bytes += times * other.memory_bytes
         self.wire_bytes += times * other.wire_bytes
         self.unknown_loops += other.unknown_loops
+        self.kernels += other.kernels
 
 
 class _Reader:
@@ -176,17 +184,18 @@ class _Reader:
         elif opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [self.costs(name) for key in keys for name in instruction.names(key)]
-            costs.add(max(branches, key=lambda each: (each.wire_bytes, sum(each.flops.values()), each.memory_bytes)))
+            costs.add(max(branches, key=_Costs.rank))
         elif opcode == "fusion":
             costs.add(self.costs(self._module.called(instruction).name, True, instruction.op_name))
         elif opcode in ("call", "async"):
             costs.add(self.costs(self._module.called(instruction).name, in_fusion, instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
             work = flops(computation, instruction)
+            costs.kernels += opcode == "custom-call" and KERNEL_SCOPE in instruction.op_name
             if work:
                 dtype, flop = work
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
-            if is_opaque(instruction):
+            elif is_opaque(instruction):
                 self.opaque_calls.add(instruction.target)
 
     def _is_counted(self, computation: Computation, instruction: Instruction) -> bool:

@@ -128,7 +128,7 @@ def parse_module(text: str) -> Module:
     """
     devices, entry, computation = 1, "", None
     computations: dict[str, Computation] = {}
-    for line in map(operator.itemgetter(0), re.finditer(r".+", text)):  # lazily: texts can have 100 MB
+    for line in map(operator.itemgetter(0), _LINE.finditer(text)):  # lazily: texts can have 100 MB
         if line.startswith((" ", "\t")):
             instruction = _parse_instruction(line) if computation else None
             if computation and instruction:
@@ -152,6 +152,8 @@ def parse_module(text: str) -> Module:
     return Module(devices, entry, computations)
 
 
+# The metadata of a TPU kernel, `kernel_metadata={...}`, has lines of its own within the line of an instruction.
+_LINE = re.compile(r"(?:.*kernel_metadata=\{\n.*\n)?.+")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([\w\-]+)\(")
 
 

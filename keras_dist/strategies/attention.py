@@ -1,0 +1,249 @@
+"""`keras.ops.dot_product_attention` under a distribution: which kernel computes it, and on which shards."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_dist._keras import internals
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.strategies import attention_kernels as kernels
+from keras_dist.strategies.attention_mask import AttentionMask, recognize
+from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
+from keras_dist.strategies.per_device import call_per_device
+
+# Kernels pad fewer queries to as many, and their logits, as in the steps of `generate()`, need little memory.
+_FEWEST_QUERIES = 128
+
+# Name of the scope of a fused kernel, followed by the fraction of pairs of a query and a key that see each other. A
+# plan finds it in the traced and in the compiled program, which do not tell how many FLOP a kernel computes.
+KERNEL_SCOPE = "attention_of_"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How one call of `keras.ops.dot_product_attention` is computed.
+
+    Attributes:
+        layer: path of the layer that calls it.
+        implementation: `"splash attention"`, `"cuDNN"` or `"XLA"`.
+        reason: why XLA computes it on a device that has a fused kernel; None otherwise.
+        logits_bytes: size of XLA's logits on one device; 0 for fused kernels, which do not hold them.
+        flops: FLOP of a fused kernel's forward pass over all devices, 2 per multiply-add, of the pairs of a query and a
+            key that a causal mask or window lets see each other; 0 for XLA, whose FLOP are part of the traced program.
+    """
+
+    layer: str
+    implementation: str
+    reason: str | None
+    logits_bytes: int
+    flops: float
+
+
+_recorded: ThreadValue[list[AttentionCall] | None] = ThreadValue(None)
+
+
+@contextlib.contextmanager
+def recorded_attention() -> Iterator[list[AttentionCall]]:
+    """Records the calls of attention that this thread traces in a block."""
+    calls: list[AttentionCall] = []
+    with _recorded.set_to(calls):
+        yield calls
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: Any,
+    *,
+    scale: float | None,
+    is_causal: bool,
+    flash_attention: bool | None,
+    soft_cap: float | None,
+    mesh: Mesh,
+    batch_axes: Sequence[str],
+    axes_of_weight: Callable[[Any], Any],
+) -> jax.Array:
+    """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
+
+    The kernel runs on the rows and heads of each device. `batch_axes` are axes that divide the rows. Which axes shard
+    the heads follows from the weights that the queries are computed with: `axes_of_weight` returns the axes of each dim
+    of a traced weight, None for other values.
+
+    Raises a ValueError if `flash_attention` is True and no kernel can compute it.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    shards = _Shards(mesh, tuple(batch_axes), _head_axes(query, mesh, batch_axes, axes_of_weight))
+    kernel, reason = _FUSED_KERNELS.get(kernel_platform(mesh)), None
+    if kernel is None:
+        reason = "CPUs have none"
+    elif flash_attention or (flash_attention is None and query.shape[1] >= _FEWEST_QUERIES):
+        structure, (key_heads, value_heads) = _structure(mask, is_causal), _without_repeats(key, value)
+        reason = kernel.why_not(query, key_heads, value_heads, bias, structure)
+        if reason is None:
+            call = _FusedCall(kernel, structure, scale, soft_cap, shards)
+            _record(kernel.name, None, 0, call.flops(query, key, value))
+            return call(query, key_heads, value_heads, bias)
+        _warn_once(reason)
+    if flash_attention:
+        raise ValueError(
+            f"{internals.current_path()!r} asks for a fused attention kernel (flash_attention=True), but {reason}. "
+            f"Received: query {query.dtype}{list(query.shape)}, key {list(key.shape)}. With flash_attention=None, XLA "
+            "computes it."
+        )
+    logits = 4 * math.prod(query.shape[:3]) * key.shape[1]
+    _record("XLA", reason, logits // shards.count(shards.batch + shards.heads), 0.0)
+    return kernels.xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+
+
+def _record(implementation: str, reason: str | None, logits_bytes: int, flops: float) -> None:
+    if _recorded.value is not None:
+        _recorded.value.append(
+            AttentionCall(internals.current_path() or "", implementation, reason, logits_bytes, flops)
+        )
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"{internals.current_path()!r} computes attention by XLA, which holds all logits (queries x keys for each "
+            f"head) in memory: {reason}.",
+            stacklevel=2,
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- operands
+
+
+def _structure(mask: Any, is_causal: bool) -> AttentionMask:
+    structure = AttentionMask() if mask is None else recognize(mask)
+    if is_causal:
+        structure = replace(structure, upper=0 if structure.upper is None else min(structure.upper, 0))
+    return structure
+
+
+def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values before their heads were repeated for groups of queries, which kernels do not need."""
+    (few_keys, repeats), (few_values, value_repeats) = without_repeats(key, 2), without_repeats(value, 2)
+    return (few_keys, few_values) if repeats == value_repeats else (key, value)
+
+
+def _head_axes(
+    query: jax.Array, mesh: Mesh, batch_axes: Sequence[str], axes_of_weight: Callable[[Any], Any]
+) -> tuple[str, ...]:
+    axes = tuple(name for name in axes_of_dim(query, 2, axes_of_weight) or () if name not in batch_axes)
+    return axes if query.shape[2] % math.prod(mesh.shape[name] for name in axes) == 0 else ()
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """How operands are sharded: rows over `batch` axes, heads over `heads` axes."""
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    def count(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[name] for name in axes)
+
+    def spec(self, tensor: Any, heads_dim: int | None = None) -> PartitionSpec:
+        """Returns the spec of a tensor with rows in dim 0. One row or head is for all of them."""
+        entries: list[Any] = [None] * tensor.ndim
+        if tensor.shape[0] > 1:
+            entries[0] = self.batch
+        if heads_dim is not None and tensor.shape[heads_dim] % self.count(self.heads) == 0:
+            entries[heads_dim] = self.heads
+        return PartitionSpec(*entries)
+
+
+# ---------------------------------------------------------------------------------------------------- fused kernels
+
+
+class _FusedKernel(NamedTuple):
+    name: str
+    compute: Callable[..., jax.Array]
+    why_not: Callable[..., str | None]
+
+
+_FUSED_KERNELS = {
+    "tpu": _FusedKernel("splash attention", kernels.splash_attention, kernels.why_not_splash),
+    "gpu": _FusedKernel("cuDNN", kernels.cudnn_attention, kernels.why_not_cudnn),
+}
+
+
+def kernel_platform(mesh: Mesh) -> str:
+    """Returns the platform whose kernel computes attention: that of the mesh's devices."""
+    return mesh.devices.flat[0].platform
+
+
+@dataclass(frozen=True)
+class _FusedCall:
+    """Computes attention by a kernel on the shards of each device."""
+
+    kernel: _FusedKernel
+    mask: AttentionMask
+    scale: float
+    soft_cap: float | None
+    shards: _Shards
+
+    def flops(self, query: jax.Array, key: jax.Array, value: jax.Array) -> float:
+        fraction = kernels.visible_fraction(self.mask, query.shape[1], key.shape[1])
+        return 2.0 * fraction * math.prod(query.shape[:3]) * key.shape[1] * (query.shape[-1] + value.shape[-1])
+
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
+        spec = self.shards.spec
+        specs: tuple[Any, ...] = (
+            *(spec(tensor, heads_dim=2) for tensor in (query, key, value)),
+            None if bias is None else spec(bias, heads_dim=1),
+            replace(
+                jax.tree.map(spec, self.mask),
+                dense=None if self.mask.dense is None else spec(self.mask.dense, heads_dim=1),
+            ),
+        )
+        # Devices compute with other rows and heads. The gradient of what they share is the sum of theirs.
+        axes = self.shards.batch + self.shards.heads
+        summed_axes = [tuple(name for name in axes if name not in axis_names(each or ())) for each in specs[:4]]
+        head_axes = self.shards.heads if axis_names(specs[1]) != axis_names(specs[0]) else ()
+
+        def on_device(query, key, value, bias, mask):
+            if head_axes:
+                key, value = (self._heads_of(query, tensor, head_axes) for tensor in (key, value))
+            fraction = kernels.visible_fraction(mask, query.shape[1], key.shape[1])
+            with jax.named_scope(f"{KERNEL_SCOPE}{fraction:.6f}"):
+                output = self.kernel.compute(query, key, value, bias, mask, scale=self.scale, soft_cap=self.soft_cap)
+            return _with_mean_where_all_is_masked(output, value, mask)
+
+        arguments = query, key, value, bias, self.mask
+        return call_per_device(on_device, self.shards.mesh, arguments, specs, specs[0], 4, summed_axes)
+
+    def _heads_of(self, query: jax.Array, tensor: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Returns the key or value heads of a device's query heads, if it holds all of them."""
+        heads = query.shape[2]
+        group = heads * self.shards.count(axes) // tensor.shape[2]
+        first = jax.lax.axis_index(axes) * heads
+        if group % heads == 0:  # they belong to one head
+            return jax.lax.dynamic_slice_in_dim(tensor, first // group, 1, axis=2)
+        return jnp.take(tensor, (first + jnp.arange(heads)) // group, axis=2)
+
+
+def _with_mean_where_all_is_masked(output: jax.Array, value: jax.Array, mask: AttentionMask) -> jax.Array:
+    """Gives queries that see no key the mean of all values, as XLA's softmax of equal logits does."""
+    seen = kernels.sees_a_key(mask, output.shape[1], value.shape[1])
+    if seen is None:
+        return output
+    mean = value.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(output.dtype)
+    mean = jnp.repeat(mean, output.shape[2] // mean.shape[2], axis=2)
+    return jnp.where(seen[:, :, None, None], output, mean)

@@ -1,0 +1,284 @@
+"""Kernels that compute attention on the shards of one device: splash attention on TPUs, cuDNN on GPUs, and XLA.
+
+Shapes: B rows, T queries, S keys, N query heads, K key and value heads (N is a multiple of K), H and V head sizes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_dist.strategies.attention_mask import AttentionMask
+
+_LANES = 128  # lengths of splash attention's blocks are multiples of this
+_LARGEST_BLOCK = 512  # as MaxText's default; larger ones may exceed the fast memory of a TPU core
+_QUERIES_AT_ONCE = 128  # of attention by XLA in blocks
+
+# ------------------------------------------------------------------------------------------- splash attention (TPU)
+
+
+def why_not_splash(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
+    """Returns why splash attention cannot compute this and what would change that, None if it can."""
+    if query.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"splash attention has no {query.dtype}; use the dtype policy 'mixed_bfloat16'"
+    if bias is not None:
+        return "splash attention has no bias; pass a boolean mask if the bias only hides keys"
+    if mask.segments is not None and not _sees_itself(mask, query.shape[1], key.shape[1]):
+        return "splash attention combines packed sequences with a causal mask only"
+    if mask.dense is not None or (mask.lower or 0) > 0 or (mask.upper or 0) < 0:
+        return (
+            "splash attention takes causal masks, windows, padding (rows, keys) and packed sequences, and the mask is "
+            "not made of these alone"
+        )
+    return None
+
+
+def _sees_itself(mask: AttentionMask, num_queries: int, num_keys: int) -> bool:
+    """Whether every query sees the key of its own position, for a mask with packed sequences."""
+    assert mask.segments is not None
+    return num_queries == num_keys and mask.key_valid is None and mask.segments[0] is mask.segments[1]
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Computes attention by JAX's splash attention, a Pallas kernel. Lengths are padded to multiples of 128."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    query = _padded(query * jnp.asarray(scale, query.dtype))
+    key, value = _padded(key), _padded(value)
+    lengths = query.shape[1], key.shape[1]
+    if mask.lower is None and mask.upper is None:
+        static_mask = masks.FullMask(lengths)
+    else:
+        left = None if mask.lower is None else -mask.lower
+        static_mask = masks.LocalMask(lengths, (left, mask.upper), offset=0)
+    block_q, block_kv = (
+        max(size for size in range(_LANES, _LARGEST_BLOCK + 1, _LANES) if length % size == 0) for length in lengths
+    )
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([static_mask] * query.shape[2]),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=kernels.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+        ),
+        attn_logits_soft_cap=soft_cap,
+    )
+    output: Any = jax.vmap(kernel)(
+        *(tensor.transpose(0, 2, 1, 3) for tensor in (query, key, value)),
+        _splash_segments(kernels.SegmentIds, mask, query.shape[0], (num_queries, num_keys), lengths),
+    )
+    return output.transpose(0, 2, 1, 3)[:, :num_queries]
+
+
+def _splash_segments(
+    segment_ids: Callable, mask: AttentionMask, rows: int, lengths: tuple[int, int], padded: tuple[int, int]
+) -> Any:
+    """Returns the ids that hide padding and other sequences: a query sees keys of its own id only."""
+    hides_padded_keys = mask.upper is not None and lengths[0] - 1 + mask.upper < lengths[1]
+    if mask.segments is None and mask.key_valid is None and (padded[1] == lengths[1] or hides_padded_keys):
+        return None
+    if mask.segments is not None:
+        ids = tuple(each.astype(jnp.int32) for each in mask.segments)
+        of_padding = jnp.maximum(ids[0].max(), ids[1].max()) + 1
+    else:
+        key_valid = jnp.ones((1, lengths[1])) if mask.key_valid is None else mask.key_valid
+        ids, of_padding = (jnp.ones((1, lengths[0]), jnp.int32), key_valid.astype(jnp.int32)), 0
+    return segment_ids(
+        *(
+            jnp.full((rows, length), of_padding, jnp.int32).at[:, : each.shape[1]].set(each)
+            for each, length in zip(ids, padded, strict=True)
+        )
+    )
+
+
+def _padded(tensor: jax.Array) -> jax.Array:
+    missing = -tensor.shape[1] % _LANES
+    return jnp.pad(tensor, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else tensor
+
+
+# ------------------------------------------------------------------------------------------------------ cuDNN (GPU)
+
+
+def why_not_cudnn(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
+    """Returns why cuDNN cannot compute this and what would change that, None if it can. JAX checks both passes."""
+
+    def loss(query, key, value, bias):
+        return cudnn_attention(query, key, value, bias, mask, scale=1.0, soft_cap=None).sum()
+
+    try:
+        jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2)), query, key, value, bias)
+    except Exception as error:  # JAX raises errors of many types
+        reason = f"cuDNN cannot compute it ({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')})"
+        return f"{reason}; use the dtype policy 'mixed_bfloat16'" if query.dtype == jnp.float32 else reason
+    return None
+
+
+def cudnn_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    soft_cap: None,
+) -> jax.Array:
+    """Computes attention by cuDNN.
+
+    cuDNN takes the number of keys of each row. So padding that is not at the end is left to XLA, in blocks of queries;
+    which one runs is decided on the device.
+    """
+    head_size = value.shape[-1]
+    multiple = -max(query.shape[-1], head_size) % 8 + max(query.shape[-1], head_size)
+    query, key, value = (_with_head_size(tensor, multiple) for tensor in (query, key, value))
+
+    def fused(lengths=None, window: Any = None, is_causal=False, dense=None):
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, dense, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
+            local_window_size=window, implementation="cudnn",
+        )  # fmt: skip
+
+    is_causal = mask.upper == 0
+    has_kernel = is_causal or (mask.lower is None and mask.upper is None)
+    if not has_kernel or mask.dense is not None or mask.segments is not None:
+        output = fused(dense=mask.to_dense(query.shape[1], key.shape[1]))
+    else:
+        window = None if mask.lower is None else (-mask.lower, 0)
+        if mask.key_valid is None:
+            output = fused(window=window, is_causal=is_causal)
+        else:
+            key_valid = jnp.broadcast_to(mask.key_valid, key.shape[:2])
+            lengths = key_valid.sum(axis=1, dtype=jnp.int32)
+            is_prefix = key_valid == (jnp.arange(key.shape[1]) < lengths[:, None])
+            output = jax.lax.cond(
+                is_prefix.all(),
+                lambda: fused(jnp.maximum(lengths, 1), window, is_causal),
+                lambda: xla_attention_in_blocks(query, key, value, bias, mask, scale=scale),
+            )
+    return output[..., :head_size]
+
+
+# -------------------------------------------------------------------------------------------------------------- XLA
+
+
+def xla_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    scale: float | None,
+    soft_cap: float | None = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """Computes attention by XLA, with logits of shape (B, N, T, S). The mask is boolean.
+
+    By default the scale is one over the root of the head size. The soft cap is `soft_cap * tanh(logits / soft_cap)`, as
+    in Gemma 2 and in splash attention.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if soft_cap is None:
+        head_size = value.shape[-1]
+        query, key, value = (_with_head_size(tensor, max(query.shape[-1], head_size)) for tensor in (query, key, value))
+        output = jax.nn.dot_product_attention(
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, implementation="xla"
+        )
+        return output[..., :head_size]
+    num_queries, num_keys, groups = query.shape[1], key.shape[1], key.shape[2]
+    grouped = query.reshape(*query.shape[:2], groups, -1, query.shape[-1])
+    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = logits.reshape(logits.shape[0], -1, num_queries, num_keys)
+    if bias is not None:
+        logits += bias
+    if is_causal:
+        causal = jnp.tril(jnp.ones((num_queries, num_keys), bool))
+        mask = causal if mask is None else mask & causal
+    if mask is not None:
+        logits = jnp.where(mask, logits, -0.7 * jnp.finfo(logits.dtype).max)
+    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    weights = weights.reshape(weights.shape[0], groups, -1, num_queries, num_keys)
+    output = jnp.einsum("bkgts,bskh->btkgh", weights, value)
+    return output.reshape(*query.shape[:3], value.shape[-1])
+
+
+def xla_attention_in_blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: AttentionMask, *, scale: float
+) -> jax.Array:
+    """Computes attention by XLA for a block of queries at a time, so that the memory for logits is linear in T and S.
+
+    The backward pass computes the logits again.
+    """
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    missing = -num_queries % _QUERIES_AT_ONCE
+    starts = jnp.arange(0, num_queries + missing, _QUERIES_AT_ONCE)
+    if missing:
+        query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
+
+    @jax.checkpoint
+    def block(start):
+        # The last block may reach beyond the queries. Its rows there are dropped, so any mask will do for them.
+        rows = jnp.minimum(start + jnp.arange(_QUERIES_AT_ONCE), num_queries - 1)
+        queries = jax.lax.dynamic_slice_in_dim(query, start, _QUERIES_AT_ONCE, axis=1)
+        biases = None if bias is None or bias.shape[2] == 1 else bias[:, :, rows]
+        return xla_attention(
+            queries, key, value, bias if biases is None else biases, mask.visible_keys(rows, num_keys), scale=scale
+        )
+
+    output = jax.lax.map(block, starts)
+    return jnp.moveaxis(output, 0, 1).reshape(query.shape[0], -1, *output.shape[3:])[:, :num_queries]
+
+
+def _with_head_size(tensor: jax.Array, size: int) -> jax.Array:
+    """Pads the last dim with zeros, which change no product of queries and keys."""
+    if tensor.shape[-1] == size:
+        return tensor
+    return jnp.pad(tensor, ((0, 0), (0, 0), (0, 0), (0, size - tensor.shape[-1])))
+
+
+# ------------------------------------------------------------------------------------------------------------- masks
+
+
+def sees_a_key(mask: AttentionMask, num_queries: int, num_keys: int) -> Any:
+    """Returns whether each query sees a key, as a boolean array (B or 1, T); None if all do.
+
+    Segments are not considered: every query sees the key of its own position (`is_reflexive`).
+    """
+    rows = np.arange(num_queries)
+    first = np.zeros_like(rows) if mask.lower is None else np.clip(rows + mask.lower, 0, num_keys)
+    end = np.full_like(rows, num_keys) if mask.upper is None else np.clip(rows + mask.upper + 1, 0, num_keys)
+    seen: Any = (end > first)[None]
+    if mask.key_valid is not None:
+        counts = jnp.pad(jnp.cumsum(mask.key_valid, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+        seen = seen & (counts[:, np.maximum(end, first)] > counts[:, first])
+    if mask.query_valid is not None:
+        seen = seen & mask.query_valid
+    return None if isinstance(seen, np.ndarray) and seen.all() else jnp.asarray(seen)
+
+
+def visible_fraction(mask: AttentionMask, num_queries: int, num_keys: int) -> float:
+    """Returns the part of all pairs of a query and a key that a mask's band lets see each other."""
+    rows = np.arange(num_queries)
+    first = np.zeros_like(rows) if mask.lower is None else np.clip(rows + mask.lower, 0, num_keys)
+    end = np.full_like(rows, num_keys) if mask.upper is None else np.clip(rows + mask.upper + 1, 0, num_keys)
+    return math.fsum(np.maximum(end - first, 0)) / (num_queries * num_keys)

@@ -1,0 +1,56 @@
+"""Runs a function of shards on each device, with its gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+
+def call_per_device(
+    function: Callable,
+    mesh: Mesh,
+    arguments: Sequence[Any],
+    specs: Sequence[Any],
+    out_spec: Any,
+    differentiable: int,
+    summed_axes: Sequence[tuple[str, ...]],
+) -> Any:
+    """Calls a function with every device's shards of the arguments.
+
+    The backward pass runs on each device, too. `jax.shard_map` alone would sum gradients over all axes that an argument
+    is replicated over, although devices that repeat each other's work have equal gradients. Here only the axes that
+    `summed_axes` names for an argument are summed over: those whose devices compute with other shards.
+
+    `differentiable` is the number of leading arguments with gradients.
+    """
+    every_axis = PartitionSpec(mesh.axis_names)
+
+    def sharded(body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @jax.custom_vjp
+    def call(*arguments):
+        return sharded(function, tuple(specs), out_spec)(*arguments)
+
+    def forward(*arguments):
+        def on_device(*shards):
+            rest = shards[differentiable:]
+            output, gradient = jax.vjp(lambda *first: function(*first, *rest), *shards[:differentiable])
+            # What the backward pass needs stays on its device: one more dim, sharded over all axes of the mesh.
+            return output, jax.tree.map(lambda residual: residual[None], gradient)
+
+        return sharded(on_device, tuple(specs), (out_spec, every_axis))(*arguments)
+
+    def backward(gradient, cotangent):
+        def on_device(gradient, cotangent):
+            gradients = jax.tree.map(lambda residual: residual[0], gradient)(cotangent)
+            return tuple(
+                jax.lax.psum(each, axes) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)
+            )
+
+        gradients = sharded(on_device, (every_axis, out_spec), tuple(specs[:differentiable]))(gradient, cotangent)
+        return (*gradients, *[None] * (len(specs) - differentiable))
+
+    call.defvjp(forward, backward)
+    return call(*arguments)

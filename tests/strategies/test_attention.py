@@ -1,0 +1,118 @@
+"""Attention under a distribution: the numbers of one CPU device, by the kernels of TPUs and GPUs.
+
+The TPU kernel runs in Pallas's interpreter; in the place of cuDNN runs XLA with cuDNN's arguments.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+import keras_dist as kd
+from keras_dist.strategies import attention
+
+ROWS, HEADS, SIZE = 8, 4, 16
+
+
+@pytest.fixture(params=["tpu", "gpu"])
+def platform(request, monkeypatch):
+    """Makes attention use the kernel of a platform, in a form that CPUs can run."""
+    monkeypatch.setattr(attention, "kernel_platform", lambda mesh: request.param)
+    monkeypatch.setattr(attention, "_warned", set())
+    make_splash = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make_splash)
+    dot_product_attention = jax.nn.dot_product_attention
+
+    def as_cudnn(query, key, value, *args, implementation, **kwargs):
+        return dot_product_attention(query, key, value, *args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", as_cudnn)
+    return request.param
+
+
+def operands(queries, keys=None, key_heads=HEADS, dtype="float32", rows=ROWS):
+    keys = queries if keys is None else keys
+    generator = np.random.default_rng(0)
+    shapes = (rows, queries, HEADS, SIZE), (rows, keys, key_heads, SIZE), (rows, keys, key_heads, SIZE)
+    return [jnp.asarray(generator.standard_normal(shape), dtype) for shape in shapes]
+
+
+def output_and_gradients(distribution, query, key, value, make_mask=lambda: None, **options):
+    """The output and the gradients, of a loss that weighs all elements, under a distribution or none."""
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal(query.shape[:3] + value.shape[3:]), "float32")
+
+    def loss(query, key, value):
+        output = keras.ops.dot_product_attention(query, key, value, mask=make_mask(), **options)
+        return (output.astype("float32") * weights).sum(), output
+
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    if distribution is None:
+        (_, output), gradients = jax.jit(step)(query, key, value)
+    else:
+        with distribution.scope():
+            (_, output), gradients = jax.jit(step)(*distribution.distribute_batch((query, key, value)))
+    return [np.asarray(each.astype("float32")) for each in (output, *gradients)]
+
+
+def assert_equals_one_device(distribution, query, key, value, make_mask=lambda: None, tolerance=2e-5, **options):
+    expected = output_and_gradients(None, query, key, value, make_mask, **options)
+    actual = output_and_gradients(distribution, query, key, value, make_mask, **options)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
+
+
+def recorded(distribution, query, key, value, make_mask=lambda: None, **options):
+    with attention.recorded_attention() as calls:
+        output_and_gradients(distribution, query, key, value, make_mask, **options)
+    return {(call.implementation, call.reason) for call in calls}
+
+
+KERNEL = {"tpu": "splash attention", "gpu": "cuDNN"}
+
+
+def padding(lengths, size, first=0):
+    positions = np.arange(size)
+    return jnp.asarray((positions >= first) & (positions < np.asarray(lengths)[:, None]))
+
+
+def causal(queries, keys):
+    return jnp.arange(queries)[:, None] >= jnp.arange(keys)
+
+
+LENGTHS = [150, 149, 5, 1, 150, 128, 77, 2]
+MASKS = {
+    "none": lambda: None,
+    "causal": lambda: causal(150, 150)[None, None],
+    "window": lambda: (causal(150, 150) & (jnp.arange(150)[:, None] < jnp.arange(150) + 20))[None, None],
+    "padding": lambda: padding(LENGTHS, 150)[:, None, None],
+    "rows without keys": lambda: padding([0, *LENGTHS[1:]], 150)[:, None, None],
+    "padding in front": lambda: padding([150] * 8, 150, first=3)[:, None, None],
+    "causal, padding": lambda: causal(150, 150) & padding(LENGTHS, 150)[:, None, None],
+    "causal, padding in front": lambda: causal(150, 150) & padding([150] * 8, 150, first=7)[:, None, None],
+    "queries and keys": lambda: padding(LENGTHS, 150)[:, None, :, None] & padding(LENGTHS, 150)[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
+    tensors = operands(150)
+    assert_equals_one_device(kd.DataParallel(), *tensors, MASKS[name])
+    assert recorded(kd.DataParallel(), *tensors, MASKS[name]) == {(KERNEL[platform], None)}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(128, 128), (197, 197), (130, 300), (300, 130)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths(platform, queries, keys, is_causal):
+    assert_equals_one_device(kd.DataParallel(), *operands(queries, keys), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_grouped_queries_and_any_scale(platform, key_heads):
+    distribution = kd.DataParallel()
+    tensors = operands(128, key_heads=key_heads)
+    assert_equals_one_device(distribution, *tensors, is_causal=True, scale=0.3)
+    assert recorded(distribution, *tensors) == {(KERNEL[platform], None)}
