@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, training_state
+from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
@@ -70,6 +71,7 @@ def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
 def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name: str) -> Iterator[Step]:
     """Builds a model with its optimizer, loss and metrics, without values, and the shapes of its batch.
 
+    In the block, JAX answers questions about the platform as the target would.
     When the block ends, a model that was passed is unchanged, and so are Keras's automatic names and random seeds.
     """
     if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
@@ -77,7 +79,13 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             "build_model must be a keras.Model or a function that returns one, but got "
             f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
-    with distribution.scope(), internals.global_state_restored(), deferred_variables.deferring():
+    devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
+    with (
+        answering_as(devices),
+        distribution.scope(),
+        internals.global_state_restored(),
+        deferred_variables.deferring(),
+    ):
         model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), name)
         if model is build_model and not model.built:
             raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")

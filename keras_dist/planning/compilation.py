@@ -1,16 +1,18 @@
 """Compiles a step and reads its memory, traffic and costs from the compiled program."""
 
+import contextlib
 import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.hardware import Hardware
@@ -100,7 +102,10 @@ class Compilation:
 
 
 def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[[str], Any]) -> Compilation:
-    """Traces and compiles a step, and reads the program. Raises a ValueError if the batch does not fit the model."""
+    """Traces and compiles a step, and reads the program.
+
+    Raises a ValueError if the batch does not fit the model, or the target refuses an operation of the model.
+    """
     mesh = step.distribution.device_mesh
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
     with recorded_attention() as calls:
@@ -112,7 +117,8 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
         model_flops += sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     started = time.perf_counter()
-    compiled, refusal, compiler_notes = _compile(traced.lower())
+    with _refusals_explained(step):
+        compiled, refusal, compiler_notes = _compile(traced.lower())
     seconds = time.perf_counter() - started
     attention = _attention(calls)
     if compiled is None:
@@ -137,9 +143,24 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
         largest_values=costs.largest_values,
         attention=attention,
         refusal=refusal,
-        notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops)),
+        notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_attached(flat[0]))),
         seconds=seconds,
     )
+
+
+@contextlib.contextmanager
+def _refusals_explained(step: Step) -> Iterator[None]:
+    """Raises errors of JAX about an operation that a target or a mesh does not support again, with step and target."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        devices = step.distribution.device_mesh.backend_mesh.devices
+        raise ValueError(
+            f"Cannot compile the {step.name} step of {step.model.name!r} for {devices.size} x "
+            f"{devices.flat[0].device_kind}, because an operation is not supported there: "
+            f"{str(error)[:400].rstrip('.')}. Plan for another target or mesh, or avoid the operation; for attention, "
+            "with keras.layers.MultiHeadAttention(..., flash_attention=False)."
+        ) from error
 
 
 def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
@@ -155,6 +176,9 @@ def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
         return lowered.compile(compiler_options=options), None, notes
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error).splitlines()[0]
+        of_partitioner = re.search(r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE)
+        if of_partitioner:  # JAX's, of a kernel of a vendor
+            raise ValueError(of_partitioner[1]) from error
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
     try:
@@ -182,7 +206,7 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
     )
 
 
-def _notes(costs: Any, model_flops: float | None) -> tuple[str, ...]:
+def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> tuple[str, ...]:
     notes = []
     if model_flops is None:
         notes.append(
@@ -192,6 +216,8 @@ def _notes(costs: Any, model_flops: float | None) -> tuple[str, ...]:
         notes.append(f"{costs.unknown_loops} loops have an unknown trip count; each counts as one iteration.")
     if costs.opaque_calls:
         notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
+    if any(call.startswith("cudnn_rnn") for call in costs.opaque_calls) and not is_target_attached:
+        notes.append("The temporaries of cuDNN's LSTM are an estimate: only cuDNN on a GPU knows them.")
     return tuple(notes)
 
 

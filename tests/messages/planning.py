@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import layers
 from support.example_plans import GIB, MEMORY, example_plan
-from support.planned_models import gpt, perceptron, rules, subclassed
+from support.planned_models import gpt, perceptron, rules, subclassed, with_kernel
 
 import keras_dist as kd
 from keras_dist.planning import compilation, compile_target
@@ -182,6 +182,10 @@ CASES = {
     "a mesh axis that is not used": lambda: str(
         kd.plan(perceptron, rules(kd.create_device_mesh("data:2,model:4"), {}), 16).notes[0]
     ),
+    "a recurrent layer for GPUs that are not attached": lambda: "\n".join(
+        compilation._notes(types.SimpleNamespace(unknown_loops=0, opaque_calls=("cudnn_rnn_ffi",)), 1.0, False)
+    ),
+    "an operation that the target does not support": lambda: plan_of(with_kernel, step="predict"),
     "a large constant in the program": lambda: plan_of(lambda: sequential(Bakes(), layers.Dense(1), shape=(2**12,)), 8),
     # Depths
     "depth with a model": lambda: plan_of(perceptron(), depth=8),

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from support.planned_models import LAYOUTS, perceptron
+from support.planned_models import LAYOUTS, perceptron, with_kernel
 
 import keras_dist as kd
 from keras_dist.planning import compilation
@@ -30,6 +30,18 @@ def test_program_without_tile_sizes_is_compiled_without_triton():
 @pytest.mark.parametrize("message", ["INTERNAL: Couldn't find output tile sizes", "INTERNAL: another failure"])
 def test_internal_errors_of_the_compiler_name_it(message):
     with pytest.raises(RuntimeError, match=f"The compiler .*{message}"):
+        compilation._compile(Lowered(message, False))
+
+
+def test_operation_that_the_target_does_not_support():
+    """A kernel that is not written for the CPU, and one that cannot be partitioned as its operands are sharded."""
+    with pytest.raises(ValueError, match=r"predict step of 'mlp' for 8 x cpu.*interpret"):
+        kd.plan(with_kernel, kd.DataParallel(), 16, step="predict")
+    message = (
+        'INTERNAL: custom_partitioner: Traceback (most recent call last):\n  File "main.py", line 198, in main\n'
+        "ValueError: Query, key and value should have same sharding.\n\t\n\nSuspected Python Code Location:\n"
+    )
+    with pytest.raises(ValueError, match=r"^Query, key and value should have same sharding\.$"):
         compilation._compile(Lowered(message, False))
 
 

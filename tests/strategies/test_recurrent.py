@@ -4,6 +4,7 @@ There is no GPU here. For the numbers, JAX's reference implementation stands in 
 """
 
 import importlib
+import importlib.util
 
 import jax
 import keras
@@ -15,6 +16,7 @@ from support.keras_scenarios import start_anew
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
+from keras_dist.planning import compilation
 
 LENGTH, WIDTH, UNITS = 6, 8, 16
 keras_rnn = importlib.import_module("keras.src.backend.jax.rnn")  # `keras.src.backend.jax.rnn` is a function
@@ -130,3 +132,37 @@ def test_a_call_inside_shard_map_is_local_already(rows_of_calls):
         )
         assert by_rows(np.ones((16, LENGTH, WIDTH), "float32")).shape == (16, LENGTH, UNITS)
     assert rows_of_calls == [2]
+
+
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("full_compilation")
+@needs_cuda
+@pytest.mark.parametrize("axes", ["data:8", "data:4,model:2"])
+def test_compiled_for_gpus_cudnn_computes_the_rows_of_each_device(axes, monkeypatch):
+    texts = []
+
+    def compile_and_keep(lowered, compile=compilation._compile):
+        result = compile(lowered)
+        texts.append(result[0].as_text())
+        return result
+
+    monkeypatch.setattr(compilation, "_compile", compile_and_keep)
+    mesh = kd.create_device_mesh(axes, devices=kd.target("h100:8"))
+    rows = 64 // mesh.axis_sizes["data"]
+    planned = kd.plan(recurrent, kd.Distribution(mesh, "data"), 64)
+    assert {(each.kind, each.axes) for each in planned.traffic} == {("all-reduce", ("data",))}
+    gradients = 2 * planned.memory.weights * (1 - rows / 64)
+    assert gradients <= planned.wire_bytes <= 1.05 * gradients  # cuDNN has a second bias, which has a gradient too
+    forward = [line for line in texts[0].splitlines() if '"cudnn_rnn_ffi"' in line]
+    backward = [line for line in texts[0].splitlines() if '"cudnn_rnn_bwd_ffi"' in line]
+    assert len(forward) == len(backward) == 2
+    assert sum(f"(f32[{rows},{LENGTH},{UNITS}]" in line for line in forward) == 1
+    assert sum(f"(f32[{rows},{LENGTH},{2 * UNITS}]" in line for line in forward) == 1
+    assert any("cudnn_rnn_ffi" in note for note in planned.notes)
+    assert any("estimate" in note for note in planned.notes)

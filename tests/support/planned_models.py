@@ -1,7 +1,9 @@
 """Models and layouts that the tests of planning share."""
 
+import jax
 import keras
 import numpy as np
+from jax.experimental import pallas
 from keras import layers
 
 import keras_dist as kd
@@ -119,6 +121,25 @@ class Residual(keras.Model):
 def subclassed():
     model = Residual(name="residual")
     model.compile(keras.optimizers.SGD(momentum=0.9, nesterov=True), "mse", metrics=["mae"])
+    return model
+
+
+class Kernel(layers.Layer):
+    """A layer whose operation is written in Pallas, which compiles it for TPUs and GPUs only."""
+
+    def call(self, x):
+        def copy(source, destination):
+            destination[...] = source[...]
+
+        return pallas.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+def with_kernel():
+    model = keras.Sequential([keras.Input((16,)), Kernel(), layers.Dense(8, name="down")], name="mlp")
+    model.compile("sgd", "mse")
     return model
 
 
