@@ -127,12 +127,14 @@ class _Equation:
         if hasattr(self, f"visit_{name}"):
             return getattr(self, f"visit_{name}")()
         inner = next((self.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in self.params), None)
-        if inner is not None:
-            return _read_jaxpr(self.graph, getattr(inner, "jaxpr", inner), self.inputs, self.repeats)
+        inner = getattr(inner, "jaxpr", inner)  # of a closed jaxpr
+        if inner is not None and self._is_call_of(inner):
+            return _read_jaxpr(self.graph, inner, self.inputs, self.repeats)
         rank = max(map(len, self.shapes), default=0)
         if name in _GATHERED_DIMS:
             return self._tensors(self._elementwise(_GATHERED_DIMS[name](self.params, rank)))
-        return self._tensors(self._elementwise(() if self._is_elementwise() else range(rank)))
+        is_known = inner is None and self._is_elementwise()
+        return self._tensors(self._elementwise(() if is_known else range(rank)))
 
     def _tensors(self, outputs: Sequence[Dims]) -> list[_Tensor]:
         has_gradient = any(tensor.has_gradient for tensor in self.inputs)
@@ -156,6 +158,13 @@ class _Equation:
         passes = 2 if self.inputs[number].has_gradient else 1
         size = passes * self._bytes(self.equation.invars[number])
         self.graph.add_gather(node, (self.equation, number), size)
+
+    def _is_call_of(self, jaxpr: Any) -> bool:
+        """Whether inputs and outputs are those of the inner jaxpr; those of a Pallas kernel are blocks of them."""
+        shapes = [
+            [getattr(each.aval, "shape", None) for each in each_side] for each_side in (jaxpr.invars, jaxpr.outvars)
+        ]
+        return shapes == [self.shapes, self.out_shapes]
 
     def _is_elementwise(self) -> bool:
         """Whether all outputs have the rank of the inputs, scalars aside, and sizes are equal or broadcast from 1."""
@@ -190,7 +199,7 @@ class _Equation:
     def visit_rev(self) -> list[_Tensor]:
         return self.inputs
 
-    visit_convert_element_type = visit_rev
+    visit_convert_element_type = visit_optimization_barrier = visit_rev
 
     def visit_name(self) -> list[_Tensor]:
         origin = self.inputs[0].origin or self.equation.invars[0]
@@ -230,7 +239,7 @@ class _Equation:
 
     def visit_slice(self) -> list[_Tensor]:
         """A dim that keeps its size keeps its node; the others are gathered."""
-        changed = [dim for dim, size in enumerate(self.shapes[0]) if size != self.out_shapes[0][dim]]
+        changed = [dim for dim, size in enumerate(self.shapes[0]) if any(size != out[dim] for out in self.out_shapes)]
         return self._tensors(self._elementwise(changed))
 
     visit_dynamic_slice = visit_pad = visit_split = visit_top_k = visit_slice

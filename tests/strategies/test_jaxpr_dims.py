@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
 from keras_dist.strategies.jaxpr_dims import read_dims
 
@@ -295,3 +298,86 @@ def test_random_numbers_from_a_seed():
 
     program = Program(noisy, (2,), (6, 8), dtypes={0: "uint32"})
     assert program.outputs == [program.inputs[1]]
+
+
+def test_splits_into_pieces_of_different_sizes():
+    program = Program(lambda x: jnp.split(x, [0, 2], axis=1), (6, 8))
+    [(batch, last)] = program.inputs
+    assert all(output == (batch, None) or output[0] == batch != last for output in program.outputs)
+    assert last not in {node for output in program.outputs for node in output}
+    assert program.gathered(last) > 0
+
+
+def test_a_barrier_keeps_its_operands_apart():
+    program = Program(lambda x, y: lax.optimization_barrier((x, y)), (6, 8), (6, 8))
+    assert program.outputs == program.inputs
+    assert program.inputs[0] != program.inputs[1]
+
+
+def test_of_a_kernel_that_works_on_blocks_nothing_is_known():
+    """The inner program of a Pallas kernel has references to blocks in place of its inputs and outputs."""
+
+    def double(block, out):
+        out[...] = 2 * block[...]
+
+    def function(x):
+        blocks = {"in_specs": [spec := pl.BlockSpec((2, 8), lambda row: (row, 0))], "out_specs": spec}
+        return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(3,), **blocks, interpret=True)(x)
+
+    program = Program(function, (6, 8))
+    [(rows, columns)] = program.inputs
+    assert not {rows, columns} & {*program.outputs[0]}
+    assert min(program.gathered(rows), program.gathered(columns)) > 0
+
+
+# Functions of an array, a dim of it and a number, that work on arrays of any size.
+STEPS = {
+    "sin": lambda x, dim, number: jnp.sin(x),
+    "softmax": lambda x, dim, number: jax.nn.softmax(x, dim),
+    "sum": lambda x, dim, number: jnp.broadcast_to(x.sum(dim, keepdims=True), x.shape),
+    "largest": lambda x, dim, number: x - x.max(dim, keepdims=True),
+    "sort": lambda x, dim, number: jnp.sort(x, dim),
+    "cumsum": lambda x, dim, number: x.cumsum(dim),
+    "top_k": lambda x, dim, number: jnp.moveaxis(lax.top_k(jnp.moveaxis(x, dim, -1), 1)[0], -1, dim) + x,
+    "slice": lambda x, dim, number: lax.slice_in_dim(x, min(number, x.shape[dim] - 1), None, axis=dim),
+    "stride": lambda x, dim, number: lax.slice_in_dim(x, 0, None, 1 + number % 2, axis=dim),
+    "pad": lambda x, dim, number: jnp.pad(x, [(number, 0) if each == dim else (0, 0) for each in range(x.ndim)]),
+    "concatenate": lambda x, dim, number: jnp.concatenate([x, 2 * x], dim),
+    "split": lambda x, dim, number: jnp.split(x, [number % x.shape[dim]], dim)[1],
+    "transpose": lambda x, dim, number: jnp.moveaxis(x, dim, number % x.ndim),
+    "merge": lambda x, dim, number: x.reshape(*x.shape[: x.ndim - 2], -1) if x.ndim > 2 else x,
+    "expand": lambda x, dim, number: jnp.expand_dims(x, dim) if x.ndim < 4 else x,
+    "stack": lambda x, dim, number: jnp.stack([x, -x], dim) if x.ndim < 4 else x,
+    "take": lambda x, dim, number: jnp.take(x, jnp.array([0, 1, 0]), dim, mode="clip"),
+    "product": lambda x, dim, number: jnp.einsum("...i,...j->...ij", x, x) if x.ndim < 4 else x,
+    "roll": lambda x, dim, number: jnp.roll(x, number, dim),
+    "scan": lambda x, dim, number: lax.scan(lambda c, row: (c + row, c * row), jnp.zeros_like(x[0]), x)[1],
+    "barrier": lambda x, dim, number: lax.optimization_barrier((x, 2 * x))[1],
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.sampled_from([2, 4, 6]), min_size=2, max_size=3),
+    steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 2)), max_size=5),
+)
+def test_what_communicates_nothing_can_be_computed_shard_by_shard(shape, steps):
+    """A dim is followed rightly if each shard of the input gives the same shard of the output."""
+
+    def function(x):
+        for name, dim, number in steps:
+            x = STEPS[name](x, dim % x.ndim, number)
+        return x
+
+    program = Program(function, tuple(shape), num_trained=0)
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    expected = function(x)
+    [nodes], [outputs] = program.inputs, program.outputs
+    assert len(outputs) == expected.ndim
+    assert all(node is None or size % AXIS_SIZE == 0 for node, size in zip(outputs, expected.shape, strict=True))
+    for dim, node in enumerate(nodes):
+        if node is None or [*nodes, *outputs].count(node) != 2 or node not in outputs:
+            continue
+        if program.all_reduced(node) == program.gathered(node) == 0:
+            shards = [function(shard) for shard in np.split(x, AXIS_SIZE, dim)]
+            np.testing.assert_allclose(jnp.concatenate(shards, outputs.index(node)), expected, rtol=1e-5, atol=1e-5)
