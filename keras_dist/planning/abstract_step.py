@@ -15,6 +15,7 @@ import numpy as np
 from keras_dist._keras import deferred_variables, internals, training_state
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning
@@ -107,13 +108,13 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
         shape, dtype = _shape_and_dtype(leaf)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=distribution.batch_sharding(shape))
 
-    parts = batch if isinstance(batch, tuple) and not _is_shape(batch) else (batch,)
+    parts = batch if isinstance(batch, tuple) and not is_shape(batch) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise ValueError(
             f"A batch must be x, (x, y) or (x, y, sample_weight), but got a tuple of {len(parts)}. Pass several inputs "
             "of a model as a list or a dict."
         )
-    return tuple(jax.tree.map(spec, part, is_leaf=_is_leaf) for part in parts)
+    return tuple(jax.tree.map(spec, part, is_leaf=is_spec) for part in parts)
 
 
 def notes_on_batch(step: Step) -> tuple[str, ...]:
@@ -221,18 +222,8 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
 # ------------------------------------------------------------------------------------------------------ the batch
 
 
-def _is_shape(value: Any) -> bool:
-    """Whether a value is a shape: a tuple of sizes, some of which may be None."""
-    sizes = [size for size in value if size is not None] if isinstance(value, tuple) else []
-    return len(sizes) > 0 and all(isinstance(size, int) for size in sizes)
-
-
-def _is_leaf(value: Any) -> bool:
-    return _is_shape(value) or hasattr(value, "shape")
-
-
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    if _is_shape(leaf):
+    if is_shape(leaf):
         shape, dtype = tuple(leaf), keras.config.floatx()
     else:
         if not hasattr(leaf, "shape") or np.dtype(getattr(leaf, "dtype", object)).kind in "OSUMm":
@@ -243,10 +234,10 @@ def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
         shape, dtype = tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
     if dtype == "float64":
         dtype = keras.config.floatx()  # as Keras's data adapters do
-    if any(size is None or size < 1 for size in shape):
+    if not is_full(shape):
         raise ValueError(
-            f"Shape {list(shape)} in the batch has an unknown or empty dim. Give every dim its size, the global number "
-            "of rows first."
+            f"Shape {list(shape)} in the batch has an unknown dim or no rows. Give every dim its size, the global "
+            "number of rows first."
         )
     return shape, jax.dtypes.canonicalize_dtype(dtype)
 

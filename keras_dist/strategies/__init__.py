@@ -10,6 +10,7 @@
 * `activations.py`: inputs and outputs of layers.
 * `tensor_parallel.py`: rules for tensor and sequence parallelism, derived from what a model computes.
 * `model_trace.py`: the traced program of a model, without values.
+* `input_shapes.py`: the shapes to trace it with, of a batch or tried in turn.
 * `jaxpr_dims.py`: which dims of a traced program are sharded together; start reading here, with its worked example.
 * `dim_graph.py`: those dims as nodes of a graph, and the bytes that each communicates.
 * `traced_values.py`: which operations made the values of a function, while JAX traces it.

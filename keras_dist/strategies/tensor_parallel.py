@@ -30,6 +30,7 @@ def tensor_parallel_layout_map(
     device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh,
     axis: str = "model",
     sequence_parallel: bool = False,
+    batch: Any = None,
 ) -> LayoutMap:
     """Returns rules that shard the weights of any model over one mesh axis (tensor parallelism).
 
@@ -41,18 +42,23 @@ def tensor_parallel_layout_map(
     replicated, and a warning names it if it is large.
 
     Args:
-        model_or_builder: a built functional or sequential model, deferred or not, or a function without arguments that
-            returns one.
+        model_or_builder: a built model, deferred or not, or a function without arguments that returns one. A model that
+            is neither functional nor sequential needs `batch`.
         device_mesh: the mesh. Batches are assumed to be sharded over its other axes.
         axis: the axis to shard weights over.
         sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
+        batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight),
+            of arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
+            names. Only the shapes of x are used, and any number of rows will do. By default, sizes are tried in turn
+            for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of them.
 
     Returns:
         A map that can be printed, edited and merged: `print(layout_map.to_source())`.
 
     Raises:
-        ValueError: the mesh has no such axis, or the model is not built, does not know its inputs, or cannot be traced.
+        ValueError: the mesh has no such axis, or the model is not built, does not know its inputs, or cannot be traced,
+            or the batch does not fit its inputs.
         TypeError: neither a model nor a function that returns one.
 
     Example:
@@ -68,6 +74,18 @@ def tensor_parallel_layout_map(
     up/bias ('model',)
     down/kernel ('model', None)
 
+    A model whose inputs must have certain sizes, here one feature for each pair of tokens:
+
+    >>> tokens = keras.Input((None, 64), name="tokens")
+    >>> pairs = keras.Input((None, 64), name="pairs")
+    >>> both = keras.ops.concatenate([tokens[:, ::2], tokens[:, 1::2]], axis=-1)
+    >>> hidden = keras.layers.Dense(256, name="wide")(keras.layers.Concatenate()([both, pairs]))
+    >>> model = keras.Model([tokens, pairs], keras.layers.Dense(64, name="narrow")(hidden))
+    >>> shapes = {"tokens": (8, 32, 64), "pairs": (8, 16, 64)}
+    >>> layout_map = tensor_parallel_layout_map(model, create_device_mesh("data:2,model:4"), batch=shapes)
+    >>> layout_map["narrow/kernel"].axes
+    ('model', None)
+
     Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022 (sequence parallelism).
     """
@@ -77,7 +95,7 @@ def tensor_parallel_layout_map(
             f"Cannot shard weights over axis {axis!r}: the mesh has the axes {list(mesh.axis_sizes)}. Pass one of them."
         )
     with built(model_or_builder) as model:
-        solution = _solve(model, mesh, axis)
+        solution = _solve(model, mesh, axis, batch)
     rules = {weight.path: solution.axes_of(weight.dims) for weight in solution.weights}
     tables = solution.table_rules(sequence_parallel)
     rules |= tables | solution.activation_rules(tables, sequence_parallel)
@@ -178,9 +196,9 @@ def _layer(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
+def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> _Solution:
     axis_size = mesh.axis_sizes[axis]
-    jaxpr, heads = trace_model(model, mesh, axis_size), internals.reversible_embeddings(model)
+    jaxpr, heads = trace_model(model, mesh, axis_size, batch), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     weights = []
@@ -190,9 +208,9 @@ def _solve(model: keras.Model, mesh: DeviceMesh, axis: str) -> _Solution:
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
         weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head))
     inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
-    batch = graph.find(inputs[0])[0] if inputs else None
+    rows = graph.find(inputs[0])[0] if inputs else None
     batch_axes = tuple(name for name in mesh.axis_names if name != axis)
-    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, batch)
+    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, rows)
 
 
 def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:

@@ -59,10 +59,10 @@ OTHERS = {
 }
 
 
-def rules_for(build, axes="batch:1,model:8"):
+def rules_for(build, axes="batch:1,model:8", batch=None):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
-        return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes))
+        return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes), batch=batch)
 
 
 def causal_lm(build, kind):
@@ -184,6 +184,126 @@ def test_models_with_state_audio_images_or_prompts_are_traced(name):
     layout_map = rules_for(build, "batch:4,model:2")
     assert {path: layout_map[path].axes for path in expected} == expected
     assert any("model" in layout.axes for layout in layout_map.values())
+
+
+ROWS, TOKENS = 4, 16
+
+
+def batches():
+    """A batch for each of these models: all inputs of the sizes that belong together."""
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.integers(0, 128, (ROWS, TOKENS), "int32"), np.ones((ROWS, TOKENS), "int32")
+    sound = rng.normal(size=(ROWS, 2048, 1)).astype("float32")
+    return {
+        "rwkv7": {"token_ids": tokens, "padding_mask": mask},
+        "gemma3": {
+            "token_ids": tokens,
+            "padding_mask": mask,
+            "images": rng.random((ROWS, 1, 16, 16, 3), "float32"),
+            "vision_indices": np.tile(np.arange(4, dtype="int32"), (ROWS, 1)),
+            "vision_mask": mask * (np.arange(TOKENS, dtype="int32") < 4),
+        },
+        "moonshine": {
+            "encoder_input_values": sound,
+            "encoder_padding_mask": np.ones(sound.shape[:2], "bool"),
+            "decoder_token_ids": tokens,
+            "decoder_padding_mask": mask.astype("bool"),
+        },
+        "sam": {
+            "images": rng.random((ROWS, 64, 64, 3), "float32"),
+            "points": 64 * rng.random((ROWS, 2, 2), "float32"),
+            "labels": np.ones((ROWS, 2), "float32"),
+            "boxes": 64 * rng.random((ROWS, 1, 2, 2), "float32"),
+            "masks": np.zeros((ROWS, 0, 16, 16, 1), "float32"),
+        },
+    }
+
+
+class Square(keras.losses.Loss):
+    """The mean of an output's squares, for models without targets."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_pred), axis=range(1, len(y_pred.shape)))
+
+
+def trainable(name):
+    """A compiled model, and its batch of inputs and targets."""
+    model = SEVERAL_KINDS_OF_INPUTS[name][0]()
+    losses, y = Square(), np.zeros((ROWS, 1), "float32")
+    if isinstance(model.output, dict):
+        losses, y = dict.fromkeys(model.output, losses), dict.fromkeys(model.output, y)
+    model.compile(keras.optimizers.SGD(0.01), losses)
+    return model, (batches()[name], y)
+
+
+@pytest.mark.parametrize("name", SEVERAL_KINDS_OF_INPUTS)
+def test_models_with_state_audio_images_or_prompts_train_as_on_one_device(name):
+    def losses():
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        model, (x, y) = trainable(name)
+        history = model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0).history["loss"]
+        return history, [p.astype("float32") for p in keras.tree.flatten(model.predict(x, verbose=0))]
+
+    expected, predictions = losses()
+    keras.utils.clear_session(free_memory=False)
+    layout_map = rules_for(SEVERAL_KINDS_OF_INPUTS[name][0], "batch:2,model:4", batch=batches()[name])
+    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="batch").scope():
+        found, found_predictions = losses()
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for one, other in zip(predictions, found_predictions, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1, np.abs(one).max()))
+
+
+@pytest.mark.parametrize("name", SEVERAL_KINDS_OF_INPUTS)
+def test_models_with_state_audio_images_or_prompts_are_planned(name):
+    mesh = kd.create_device_mesh("batch:2,model:4", devices=kd.target("cpu:8"))
+    build, _ = SEVERAL_KINDS_OF_INPUTS[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
+        layout_map = kd.tensor_parallel_layout_map(build, mesh, batch=batches()[name])
+    _, batch = trainable(name)
+    keras.utils.clear_session(free_memory=False)
+    plan = kd.plan(lambda: trainable(name)[0], kd.ModelParallel(layout_map=layout_map, batch_dim_name="batch"), batch)
+    with kd.deferred():
+        held = sum(math.prod(v.shape) * v.value.dtype.itemsize for v in build().weights)
+    assert 0 < plan.memory.weights < 0.75 * held
+    assert plan.wire_bytes > 0
+
+
+def gemma4_with_images_and_audio():
+    vision = models.Gemma4VisionEncoder(
+        image_size=16,
+        patch_size=4,
+        num_heads=2,
+        hidden_dim=32,
+        num_layers=1,
+        intermediate_dim=64,
+        head_dim=16,
+        output_dim=64,
+        pool_size=2,
+    )
+    audio = models.Gemma4AudioEncoder(
+        input_feat_size=16,
+        hidden_size=32,
+        num_heads=4,
+        num_layers=1,
+        output_dim=64,
+        chunk_size=4,
+        context_left=5,
+    )
+    sizes = SIZES | HEADS | {"head_dim": 16, "image_size": 16}
+    return models.Gemma4Backbone(**sizes, vision_encoder=vision, audio_encoder=audio)
+
+
+def test_a_model_that_no_size_fits_is_traced_with_a_batch_of_shapes():
+    with pytest.raises(ValueError, match=r"pixel_values.*batch=\{.*'audio_mel': \(1, None, None, 16\)"):
+        rules_for(gemma4_with_images_and_audio)
+    texts = dict.fromkeys(("token_ids", "padding_mask", "position_ids", "vision_mask", "audio_mask"), (3, 32))
+    images = {"pixel_values": (3, 1, 16, 48), "pixel_position_ids": (3, 1, 16, 2), "vision_indices": (3, 4)}
+    sound = {"audio_mel": (3, 1, 64, 16), "audio_mel_mask": (3, 1, 64), "audio_indices": (3, 16)}
+    layout_map = rules_for(gemma4_with_images_and_audio, "batch:2,model:4", batch=texts | images | sound)
+    assert layout_map["decoder_block_0/ffw_gating/kernel"].axes == (None, "model")
 
 
 def images_or_tokens(model):

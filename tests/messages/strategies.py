@@ -60,6 +60,11 @@ def seven_rows():
     return keras.Model(inputs, keras.layers.Dense(8)(SevenRows(name="seven_rows")(inputs)), name="picky")
 
 
+def two_inputs():
+    tokens, images = keras.Input((None,), name="tokens"), keras.Input((None, 8, 8, 3), name="images")
+    return keras.Model([tokens, images], [tokens, images], name="two_inputs")
+
+
 def odd():
     inputs = keras.Input((129,))
     return keras.Model(inputs, keras.layers.Dense(131, name="odd")(inputs))
@@ -108,6 +113,15 @@ CASES = {
     "a tensor parallel map of a subclassed model": lambda: kd.tensor_parallel_layout_map(subclassed(), mesh()),
     "a tensor parallel map of a model that cannot be traced": lambda: kd.tensor_parallel_layout_map(
         seven_rows(), mesh()
+    ),
+    "a tensor parallel map of a model that does not take the batch": lambda: kd.tensor_parallel_layout_map(
+        seven_rows(), mesh(), batch=(2, 9, 16)
+    ),
+    "a tensor parallel map with a number of rows": lambda: kd.tensor_parallel_layout_map(
+        seven_rows(), mesh(), batch=64
+    ),
+    "a tensor parallel map with a batch that lacks an input": lambda: kd.tensor_parallel_layout_map(
+        two_inputs(), mesh(), batch={"tokens": (2, 128)}
     ),
     "a tensor parallel map with large replicas": lambda: kd.tensor_parallel_layout_map(odd, mesh()),
 }

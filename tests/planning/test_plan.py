@@ -325,6 +325,23 @@ def test_layer_in_place_of_a_model_is_refused():
         kd.plan(layers.Dense(3), kd.DataParallel(), 16)
 
 
+def test_a_batch_may_have_an_empty_dim_other_than_its_rows():
+    """Prompts that are not given, for example: no boxes for 16 images."""
+
+    def build():
+        images, boxes = keras.Input((16,), name="images"), keras.Input((None, 16), name="boxes")
+        summed = layers.Lambda(lambda x: x.sum(1), output_shape=(16,))(boxes)
+        model = keras.Model([images, boxes], layers.Dense(8)(images + summed))
+        model.compile("sgd", "mse")
+        return model
+
+    planned = kd.plan(build, kd.DataParallel(), ([(16, 16), (16, 0, 16)], (16, 8)))
+    assert "float32[16, 0, 16]" in str(planned.batch)
+    assert planned.memory.batch == 2 * 4 * (16 + 8)
+    with pytest.raises(ValueError, match=r"\[0, 1, 16\]"):
+        kd.plan(build, kd.DataParallel(), ([(16, 16), (0, 1, 16)], (16, 8)))
+
+
 def test_input_shapes_with_none_need_a_full_batch():
     def build():
         model = keras.Sequential([keras.Input((None, 4)), layers.Dense(2)])

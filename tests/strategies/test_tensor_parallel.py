@@ -4,6 +4,7 @@ import random
 import re
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ import keras_dist as kd
 COLUMNS, ROWS, REPLICATED = (None, "model"), ("model", None), (None, None)
 
 
-def rules_for(build, axis_size=2, sequence_parallel=False):
+def rules_for(build, axis_size=2, sequence_parallel=False, batch=None):
     """The rules of a model for an axis of a given size."""
     mesh = kd.create_device_mesh(f"data:{8 // axis_size},model:{axis_size}")
-    return kd.tensor_parallel_layout_map(build, mesh, "model", sequence_parallel)
+    return kd.tensor_parallel_layout_map(build, mesh, "model", sequence_parallel, batch)
 
 
 def axes_of(build, axis_size=2):
@@ -316,6 +317,82 @@ class TestModelsThatUsedToFail:
         assert kernels(build) == {"up": COLUMNS, "down": ROWS}
 
 
+PAIRED = {"tokens": (6, 10, WIDTH), "pairs": (6, 5)}
+
+
+class TestBatch:
+    """Shapes of a batch, for models whose inputs must have certain sizes."""
+
+    @staticmethod
+    def model(as_dict=True):
+        """One id for each pair of tokens, which no size that is tried satisfies."""
+        tokens, pairs = keras.Input((None, WIDTH), name="tokens"), keras.Input((None,), dtype="int32", name="pairs")
+        x = tokens[:, ::2] + layers.Embedding(32, WIDTH, name="table")(pairs)
+        outputs = layers.Dense(WIDTH, name="down")(layers.Dense(64, name="up")(x))
+        inputs = {"tokens": tokens, "pairs": pairs} if as_dict else [tokens, pairs]
+        return keras.Model(inputs, outputs, name="paired")
+
+    @pytest.mark.parametrize("as_dict", [True, False])
+    @pytest.mark.parametrize(
+        "batch",
+        [
+            PAIRED,
+            {"labels": (6,), **PAIRED},
+            (PAIRED, (6, 5, WIDTH)),
+            (PAIRED, (6, 5, WIDTH), (6,)),
+            {name: np.ones(shape) for name, shape in PAIRED.items()},
+            {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in PAIRED.items()},
+        ],
+        ids=["shapes", "with-labels", "x-y", "x-y-weight", "arrays", "specs"],
+    )
+    def test_forms(self, as_dict, batch):
+        layout_map = rules_for(lambda: self.model(as_dict), axis_size=4, batch=batch)
+        assert layout_map["up/kernel"].axes == COLUMNS
+        assert layout_map["down/kernel"].axes == ROWS
+
+    def test_a_list_in_the_order_of_the_inputs(self):
+        assert rules_for(lambda: self.model(as_dict=False), batch=[*PAIRED.values()])["down/kernel"].axes == ROWS
+
+    @pytest.mark.parametrize("rows", [1, 3, 4, 64])
+    def test_the_number_of_rows_does_not_matter(self, rows):
+        shapes = {name: (rows, *shape[1:]) for name, shape in PAIRED.items()}
+        expected = rules_for(self.model, axis_size=4, sequence_parallel=True, batch=PAIRED)
+        found = rules_for(self.model, axis_size=4, sequence_parallel=True, batch=shapes)
+        assert {path: layout.axes for path, layout in found.items()} == {
+            path: layout.axes for path, layout in expected.items()
+        }
+
+    def test_a_batch_gives_the_rules_of_the_sizes_that_are_tried(self):
+        of_batch = rules_for(transformer, sequence_parallel=True, batch=jax.ShapeDtypeStruct((3, LENGTH), "int32"))
+        assert of_batch.to_source() == rules_for(transformer, sequence_parallel=True).to_source()
+
+    def test_an_input_with_fixed_rows(self):
+        def build():
+            inputs = keras.Input(batch_shape=(6, WIDTH))
+            return keras.Model(inputs, layers.Dense(8, name="down")(layers.Dense(64, name="up")(inputs)))
+
+        assert rules_for(build, axis_size=4, batch=(6, WIDTH)).to_source() == rules_for(build, axis_size=4).to_source()
+
+    @pytest.mark.parametrize(
+        ("batch", "values"),
+        [
+            ({"tokens": (6, 10, WIDTH)}, r"\['pairs'\]"),
+            ({**PAIRED, "pairs": (6, None)}, r"\(6, None\)"),
+            ({**PAIRED, "pairs": (0, 5)}, r"\(0, 5\)"),
+            (64, r"64 \(int\)"),
+            ((), r"\(\) \(tuple\)"),
+            ({**PAIRED, "tokens": (6, 10, 8)}, r"'paired'.*\(6, 10, 8\)"),
+            ({**PAIRED, "pairs": (6, 10)}, r"'paired'.*'pairs': \(6, 10\)"),
+            ((*PAIRED.values(),), "'paired'"),  # x and y
+        ],
+    )
+    def test_a_batch_that_does_not_fit(self, batch, values):
+        with pytest.raises(
+            ValueError, match=rf"(?s){values}.*batch={{'pairs': \(1, None\), 'tokens': \(1, None, 16\)}}"
+        ):
+            rules_for(self.model, batch=batch)
+
+
 class TestErrors:
     def test_large_replicated_weights_are_reported(self):
         def build():
@@ -342,7 +419,7 @@ class TestErrors:
         with pytest.raises(error, match=values):
             kd.tensor_parallel_layout_map(model, kd.create_device_mesh("data:4,model:2"), axis)
 
-    def test_a_subclassed_model_must_be_wrapped(self):
+    def test_a_subclassed_model_needs_a_batch_or_a_wrapper(self):
         class Own(keras.Model):
             def __init__(self):
                 super().__init__()
@@ -353,8 +430,10 @@ class TestErrors:
 
         model = Own()
         model(np.ones((2, 8)))
-        with pytest.raises(ValueError, match=r"'own'.*Own.*keras.Model\(inputs, model\(inputs\)\)"):
-            rules_for(lambda: model)
+        with pytest.raises(ValueError, match=r"'own'.*Own.*batch=\(1, 128\)"):
+            rules_for(model)
+        for batch in (np.ones((3, 8)), (3, 8)):
+            assert "model" in rules_for(model, batch=batch)[model.dense.kernel.path].axes
         inputs = keras.Input((8,))
         assert any(any(axes) for axes in axes_of(lambda: keras.Model(inputs, model(inputs))).values())
 
@@ -372,9 +451,12 @@ class TestErrors:
             inputs = keras.Input((length, WIDTH), name="tokens")
             return keras.Model(inputs, layers.Dense(64, name="up")(Exactly()(inputs)), name="picky")
 
-        with pytest.raises(ValueError, match=r"'picky'.*'tokens': \(None, None, 16\).*IndexError: .*128 is not 7"):
+        with pytest.raises(ValueError, match=r"'picky'.*IndexError: .*128 is not 7.*batch=\(1, None, 16\)"):
             rules_for(build)
+        with pytest.raises(ValueError, match=r"'picky'.*\(4, 9, 16\).*IndexError: .*9 is not 7"):
+            rules_for(build, batch=(1, 9, WIDTH), axis_size=4)
         assert kernels(lambda: build(7)) == {"up": COLUMNS}
+        assert rules_for(build, batch=(1, 7, WIDTH))["up/kernel"].axes == COLUMNS
 
     def test_the_installed_distribution_and_automatic_names_are_unchanged(self):
         rules_for(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.Dense(8)]))
