@@ -74,17 +74,22 @@ def without_repeats(value: Any, dim: int) -> tuple[Any, int]:
     repeats = _repeats(node_of(value), dim)
     if repeats == 1:
         return value, 1
-    # Not the value before `repeat`: its tracer has no gradient if it is one of an outer trace. XLA removes this slice.
+    # Not the value before `repeat` itself: its tracer would have no gradient while the value is differentiated. XLA
+    # computes neither the repeats nor this slice of them, and fuses the gradients of both.
     shape = (*value.shape[:dim], value.shape[dim] // repeats, repeats, *value.shape[dim + 1 :])
     return jax.lax.index_in_dim(jnp.reshape(value, shape), 0, dim + 1, keepdims=False), repeats
 
 
 def _constrained_axes(node: Node, dim: int) -> tuple[str, ...] | None:
-    """Returns the axes that a sharding constraint asks for; None if it leaves the dim to the compiler."""
-    sharding = node.params.get("sharding") if node.primitive == "sharding_constraint" else None
-    if not isinstance(sharding, NamedSharding) or dim in node.params.get("unconstrained_dims", ()):
+    """Returns the axes that a sharding constraint or `shard_map` asks for; None if the dim is left to the compiler."""
+    spec = None
+    if node.primitive == "shard_map":
+        spec = node.params["out_specs"][node.output]
+    elif node.primitive == "sharding_constraint" and isinstance(node.params["sharding"], NamedSharding):
+        spec = node.params["sharding"].spec
+    if spec is None or dim in node.params.get("unconstrained_dims", ()):
         return None
-    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+    entry = spec[dim] if dim < len(spec) else None
     return None if entry is PartitionSpec.UNCONSTRAINED else axis_tuple(entry)
 
 
@@ -114,7 +119,8 @@ def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
         return [(inputs[0], dim)] if _has(inputs[0], dim, node, dim) else []
     if name in _GATHERED_DIMS and dim in _GATHERED_DIMS[name](params, len(node.shape)):
         return []
-    same_rank = [operand for operand in inputs if operand.shape]
+    has_body = any("jaxpr" in key or key == "branches" for key in params)  # a loop, for example
+    same_rank = [operand for operand in inputs if operand.shape and not has_body]
     if all(len(operand.shape) == len(node.shape) for operand in same_rank):  # elementwise, sizes of 1 are broadcast
         return [(operand, dim) for operand in same_rank if _has(operand, dim, node, dim)]
     return []

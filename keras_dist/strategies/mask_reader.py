@@ -189,7 +189,7 @@ def _affine_constant(constant: Any, view: tuple[tuple[int | None, int], ...]) ->
     if len(varying) > 1 or not getattr(constant, "is_fully_addressable", True):
         return None
     numbers = np.asarray(constant).reshape(-1)
-    if not numbers.size or not (numbers.dtype == bool or jnp.issubdtype(numbers.dtype, jnp.number)):
+    if not numbers.size or not any(jnp.issubdtype(numbers.dtype, kind) for kind in (bool, jnp.integer, jnp.floating)):
         return None
     numbers = numbers.astype(float)
     first, step = numbers[0], numbers[1] - numbers[0] if varying else 0.0

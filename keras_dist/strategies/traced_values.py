@@ -35,6 +35,7 @@ class Node:
         dtype: Its dtype.
         primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
         params: Parameters of the primitive.
+        output: Which of the outputs of the operation it is.
         origin: The tracer or array itself; None for a value inside a jitted function.
         root: What `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
             traced function has the same root everywhere.
@@ -46,8 +47,8 @@ class Node:
     params: dict[str, Any] = field(default_factory=dict)
     origin: Any = None
     root: Any = None
+    output: int = 0
     _equation: Any = None
-    _output: int = 0
     _read_inputs: Sequence[Callable[[], "Node"]] = ()
 
     @cached_property
@@ -80,7 +81,7 @@ class Node:
         """Applies the operation to other operands."""
         primitive = self._equation.primitive
         outputs = primitive.bind(*operands, **self.params)
-        return outputs[self._output] if primitive.multiple_results else outputs
+        return outputs[self.output] if primitive.multiple_results else outputs
 
 
 def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
@@ -99,15 +100,17 @@ def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
     known = {} if known is None else known
     root = root_of(value)
     if id(root) not in known:
-        equation = getattr(root, "parent", None) if isinstance(root, Tracer) else None
-        if equation is None:
-            node = _leaf(value, root, jax.typeof(root))
-        else:
+        equation: Any = getattr(root, "parent", None) if isinstance(root, Tracer) else None
+        numbers = (
+            [number for number, variable in enumerate(equation.outvars) if variable is root.val] if equation else []
+        )
+        if numbers:
             inputs = [partial(node_of, operand, known) for operand in equation.in_tracers]
-            number = next(number for number, variable in enumerate(equation.outvars) if variable is root.val)
-            node = _output_node(equation, number, inputs)
+            node = _output_node(equation, numbers[0], inputs)
             if node.origin is None:
                 node = dataclasses.replace(node, origin=value, root=root)
+        else:
+            node = _leaf(value, root, jax.typeof(root))
         known[id(root)] = node
     return known[id(root)]
 
@@ -133,12 +136,11 @@ def _output_node(equation: Any, number: int, inputs: Sequence[Callable[[], Node]
     """Returns the node of one output; of a call, the node inside the called function."""
     name, params = equation.primitive.name, equation.params
     jaxpr = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-    if name in _CALLS and jaxpr is not None:
-        body = _Body(jaxpr, inputs)
+    if name in _CALLS and jaxpr is not None and (body := _Body(jaxpr, inputs)).is_complete:
         return body.node(body.jaxpr.outvars[number])
     variable = equation.outvars[number]
     shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
-    return Node(shape, dtype, name, params, _equation=equation, _output=number, _read_inputs=inputs)
+    return Node(shape, dtype, name, params, output=number, _equation=equation, _read_inputs=inputs)
 
 
 class _Body:
@@ -147,9 +149,11 @@ class _Body:
     def __init__(self, jaxpr: Any, inputs: Sequence[Callable[[], Node]]):
         self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.nodes: dict[Any, Node] = {}
-        self.arguments = dict(zip(self.jaxpr.invars, inputs, strict=True))
-        constants = zip(self.jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True)
-        self.arguments.update((variable, partial(node_of, constant)) for variable, constant in constants)
+        constants = [partial(node_of, constant) for constant in getattr(jaxpr, "consts", ())]
+        self.arguments = dict(zip(self.jaxpr.invars, inputs, strict=False))
+        self.arguments.update(zip(self.jaxpr.constvars, constants, strict=False))
+        given, read = (len(inputs), len(constants)), (len(self.jaxpr.invars), len(self.jaxpr.constvars))
+        self.is_complete = given == read
         self.outputs = {
             variable: (equation, number)
             for equation in self.jaxpr.eqns

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.lax import with_sharding_constraint
+from jax.sharding import SingleDeviceSharding
 from keras import ops
 
 from keras_dist.strategies.attention_mask import recognize, recognize_bias
@@ -134,6 +136,35 @@ CASES = {
     "not two bands": (lambda _: (abs(distance()) == 2)[None, None], (None, None, ["dense"])),
     "not of the distance": (
         lambda _: (jnp.arange(T)[:, None] + jnp.arange(S) < 4)[None, None],
+        (None, None, ["dense"]),
+    ),
+    "lengths": (
+        lambda padding: (jax.lax.broadcasted_iota("int32", (B, T, S), 2) < padding.sum(1)[:, None, None])[:, None],
+        (None, None, ["key_valid"]),
+    ),
+    "product": (
+        lambda padding: (ops.cast(padding != 0, "int32")[:, None, None] * tril(0, "int32")) > 0,
+        (None, 0, ["key_valid"]),
+    ),
+    "reversed sums": (
+        lambda _: (
+            jax.lax.cumsum(jnp.ones((T, S)), 0, reverse=True) <= jax.lax.cumsum(jnp.ones((T, S)), 1, reverse=True)
+        )[None, None],
+        (None, 0, []),
+    ),
+    "constrained": (
+        lambda padding: with_sharding_constraint(hub_mask(padding), SingleDeviceSharding(jax.devices()[0])),
+        (None, 0, ["key_valid"]),
+    ),
+    "all": (lambda _: jnp.ones((1, 1, T, S), bool), (None, None, [])),
+    "none": (lambda _: jnp.zeros((1, 1, T, S), bool), (None, None, ["key_valid"])),
+    "strided": (lambda _: jnp.tril(jnp.ones((2 * T, 2 * S), bool))[::2, ::2], (None, None, ["dense"])),
+    "merged": (
+        lambda padding: hub_mask(padding).reshape(B, T * S).reshape(B, 1, T, S),
+        (None, None, ["dense"]),
+    ),
+    "unsigned": (
+        lambda _: (jnp.arange(T, dtype="uint8")[:, None] - jnp.arange(S, dtype="uint8") < 3)[None, None],
         (None, None, ["dense"]),
     ),
     "tokens": (lambda tokens: (tokens == 1)[:, None, None, :], (None, None, ["key_valid"])),

@@ -13,6 +13,7 @@ from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
 from keras_dist.strategies.traced_values import root_of
 
 B, T, D, N, H = 2, 6, 8, 4, 2
+MESH = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "heads"))
 
 
 class Program:
@@ -49,8 +50,13 @@ def rope(x, kernel):
 
 
 def constrained(spec, x, kernel):
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "heads"))
-    return with_sharding_constraint(query(x, kernel), NamedSharding(mesh, spec))
+    return with_sharding_constraint(query(x, kernel), NamedSharding(MESH, spec))
+
+
+def sharded(x, kernel):
+    rows, columns = PartitionSpec("data", "heads"), PartitionSpec("heads", "data")
+    both = jax.shard_map(lambda x: (x, x.swapaxes(0, 1)), mesh=MESH, in_specs=rows, out_specs=(rows, columns))(x)
+    return 2 * both[1]
 
 
 BATCH, SEQUENCE, MODEL = ("data",), ("seq",), ("model", "extra")
@@ -71,6 +77,13 @@ BATCH, SEQUENCE, MODEL = ("data",), ("seq",), ("model", "extra")
         (lambda x, kernel: jnp.cumsum(query(x, kernel), 1), (BATCH, None, MODEL, ())),
         (lambda x, kernel: jnp.repeat(query(x, kernel), 2, axis=2), (BATCH, SEQUENCE, MODEL, ())),
         (lambda x, kernel: kernel[(x[..., 0] * 2).astype(int)], (BATCH, SEQUENCE, None, None)),
+        (
+            lambda x, kernel: jnp.einsum("btnh,bsnh->bnts", query(x, kernel), query(x, kernel)),
+            (BATCH, MODEL, SEQUENCE, SEQUENCE),
+        ),
+        (lambda x, kernel: jax.lax.map(jnp.sin, x), (None, None, None)),
+        (lambda x, kernel: jnp.fft.fft(x).real, (BATCH, SEQUENCE, None)),
+        (sharded, (("heads",), ("data",), ())),
         (lambda x, kernel: jax.checkpoint(query)(x, kernel), (BATCH, SEQUENCE, MODEL, ())),
         (lambda x, kernel: query(x, kernel) + jnp.zeros((N, H)), (BATCH, SEQUENCE, MODEL, ())),
         (functools.partial(constrained, PartitionSpec("data", None, "heads")), (BATCH, (), ("heads",), ())),
