@@ -50,7 +50,7 @@ def tensor_parallel_layout_map(
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
         batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight),
             of arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
-            names. Only the shapes of x are used, and any number of rows will do. By default, sizes are tried in turn
+            names. Targets and values are not used, and any number of rows will do. By default, sizes are tried in turn
             for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of them.
 
     Returns:
@@ -74,12 +74,11 @@ def tensor_parallel_layout_map(
     up/bias ('model',)
     down/kernel ('model', None)
 
-    A model whose inputs must have certain sizes, here one feature for each pair of tokens:
+    A model whose inputs must have certain sizes, here half as many pairs as tokens:
 
     >>> tokens = keras.Input((None, 64), name="tokens")
     >>> pairs = keras.Input((None, 64), name="pairs")
-    >>> both = keras.ops.concatenate([tokens[:, ::2], tokens[:, 1::2]], axis=-1)
-    >>> hidden = keras.layers.Dense(256, name="wide")(keras.layers.Concatenate()([both, pairs]))
+    >>> hidden = keras.layers.Dense(256, name="wide")(tokens[:, ::2] + pairs)
     >>> model = keras.Model([tokens, pairs], keras.layers.Dense(64, name="narrow")(hidden))
     >>> shapes = {"tokens": (8, 32, 64), "pairs": (8, 16, 64)}
     >>> layout_map = tensor_parallel_layout_map(model, create_device_mesh("data:2,model:4"), batch=shapes)
