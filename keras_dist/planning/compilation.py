@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_dist._report.units import bytes_text
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
@@ -132,7 +133,7 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
     return Compilation(
         argument_bytes=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes + (0 if is_attached(flat[0]) else costs.workspace_bytes),
         program=memory.generated_code_size_in_bytes,
         traffic=_summed(costs.collectives, networks),
         collectives=costs.collectives,
@@ -158,8 +159,7 @@ def _refusals_explained(step: Step) -> Iterator[None]:
         raise ValueError(
             f"Cannot compile the {step.name} step of {step.model.name!r} for {devices.size} x "
             f"{devices.flat[0].device_kind}, because an operation is not supported there: "
-            f"{str(error)[:400].rstrip('.')}. Plan for another target or mesh, or avoid the operation; for attention, "
-            "with keras.layers.MultiHeadAttention(..., flash_attention=False)."
+            f"{str(error)[:400].rstrip('.')}. Change the layer that uses it, or plan for another target."
         ) from error
 
 
@@ -216,8 +216,17 @@ def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> t
         notes.append(f"{costs.unknown_loops} loops have an unknown trip count; each counts as one iteration.")
     if costs.opaque_calls:
         notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
-    if any(call.startswith("cudnn_rnn") for call in costs.opaque_calls) and not is_target_attached:
+    if costs.closed_forms:
+        notes.append(f"The FLOP of {', '.join(costs.closed_forms)} come from closed forms: no compiler knows them.")
+    if is_target_attached:
+        return tuple(notes)
+    if any(call.startswith("cudnn_rnn") for call in costs.closed_forms):
         notes.append("The temporaries of cuDNN's LSTM are an estimate: only cuDNN on a GPU knows them.")
+    if costs.workspace_bytes:
+        notes.append(
+            f"The temporaries include {bytes_text(costs.workspace_bytes)} of workspace for the backward pass of "
+            "cuDNN's attention, an estimate: only cuDNN on a GPU knows it."
+        )
     return tuple(notes)
 
 

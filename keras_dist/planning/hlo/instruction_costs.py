@@ -3,7 +3,7 @@
 import math
 import re
 
-from keras_dist.planning.hlo.attention_costs import attention_flops
+from keras_dist.planning.hlo.kernel_costs import kernel_flops
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module
 from keras_dist.planning.hlo.shapes import Array, bits, leaves, numbers
 
@@ -32,8 +32,8 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
     Source: `HandleDot` and `HandleConvolution` of XLA's `HloCostAnalysis` count the same multiply-adds.
     """
     target = instruction.target
-    if target and (attention := attention_flops(computation, instruction)):
-        return attention
+    if target and (of_kernel := kernel_flops(computation, instruction)):
+        return of_kernel
     is_dot = instruction.opcode in ("dot", "ragged-dot") or target.startswith(("__cublas$", "__onednn$matmul"))
     is_convolution = instruction.opcode == "convolution" or target.startswith("__cudnn$conv")
     if target == "tpu_custom_call":

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from keras_dist.planning.hlo.attention_costs import KERNEL_SCOPE
 from keras_dist.planning.hlo.collectives import Collective, is_collective, read_collective, with_part_of
 from keras_dist.planning.hlo.instruction_costs import (
     chain,
@@ -29,6 +28,7 @@ from keras_dist.planning.hlo.instruction_costs import (
     starts_chain,
     written_arrays,
 )
+from keras_dist.planning.hlo.kernel_costs import is_attention, is_closed_form, workspace_bytes
 from keras_dist.planning.hlo.megascale import Slices, slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module, parse_module
 from keras_dist.planning.hlo.trip_counts import Loops
@@ -61,8 +61,10 @@ class ModuleCosts:
     """Costs of one execution of a compiled module on one device: FLOP (2 per multiply-add) and estimated bytes.
 
     Each of the `unknown_loops` counts as one iteration, and `opaque_calls`, targets of custom calls, as no FLOP.
-    `flops_by_dtype` is by the wider HLO element type of the operands. `collectives` are in the order of the schedule;
-    `largest_values` are the ten largest, without parameters and results.
+    Of `closed_forms`, other targets, the FLOP come from closed forms, and `workspace_bytes` is an estimate of their
+    largest workspace that is not part of the module. `flops_by_dtype` is by the wider HLO element type of the operands.
+    `collectives` are in the order of the schedule; `largest_values` are the ten largest, without parameters and
+    results.
     """
 
     collectives: tuple[Collective, ...]
@@ -72,6 +74,8 @@ class ModuleCosts:
     unknown_loops: int
     largest_values: tuple[LargeValue, ...]
     opaque_calls: tuple[str, ...]
+    closed_forms: tuple[str, ...]
+    workspace_bytes: int
 
     @property
     def wire_bytes(self) -> float:
@@ -108,6 +112,8 @@ def read_module(
         unknown_loops=costs.unknown_loops,
         largest_values=tuple(heapq.nlargest(10, reader.large_values, key=lambda value: value.bytes)),
         opaque_calls=tuple(sorted(reader.opaque_calls)),
+        closed_forms=tuple(sorted(reader.closed_forms)),
+        workspace_bytes=reader.workspace_bytes,
     )
 
 
@@ -144,6 +150,8 @@ class _Reader:
         self.collectives: dict[str, Collective] = {}
         self.large_values: list[LargeValue] = []
         self.opaque_calls: set[str] = set()
+        self.closed_forms: set[str] = set()
+        self.workspace_bytes = 0
         self._module, self._axes, self._slices, self._loops = module, axes, slices, Loops(module)
         self._costs: dict[tuple[str, bool], _Costs] = {}
         self._seen_chains: set[tuple[str, str | None]] = set()
@@ -191,8 +199,11 @@ class _Reader:
             costs.add(self.costs(self._module.called(instruction).name, in_fusion, instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
             work = flops(computation, instruction)
-            costs.kernels += opcode == "custom-call" and KERNEL_SCOPE in instruction.op_name
+            costs.kernels += is_attention(instruction)
+            self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(computation, instruction))
             if work:
+                if opcode == "custom-call" and is_closed_form(instruction):
+                    self.closed_forms.add(instruction.target)
                 dtype, flop = work
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
             elif is_opaque(instruction):

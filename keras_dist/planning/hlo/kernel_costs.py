@@ -1,0 +1,92 @@
+"""Closed forms for kernels of which the compiler knows only that they are called: fused attention, and cuDNN's LSTM."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from keras_dist.planning.hlo.parser import Computation, Instruction
+from keras_dist.planning.hlo.shapes import Array, bits
+from keras_dist.strategies.attention import KERNEL_SCOPE
+
+_FRACTION = re.compile(re.escape(KERNEL_SCOPE) + r"(\d\.\d+)")
+# Matrix multiplications of all queries with all keys by what they add up or give: the head size of queries and keys,
+# or that of values. A backward pass computes the logits again.
+_MATMULS = {
+    "splash_mha_fwd": (1, 1),
+    "splash_mha_dq": (2, 1),  # logits, gradient of the weights, gradient of the queries
+    "splash_mha_dkv": (2, 2),  # and gradients of keys and values
+    "__cudnn$fmha": (1, 1),
+    "__cudnn$fmhaBackward": (3, 2),
+}
+
+
+def is_attention(instruction: Instruction) -> bool:
+    """Whether an instruction calls a fused attention kernel."""
+    return _attention_kernel(instruction) is not None
+
+
+def is_closed_form(instruction: Instruction) -> bool:
+    """Whether the costs of an instruction come from the closed forms here."""
+    return is_attention(instruction) or instruction.target.startswith("cudnn_rnn")
+
+
+def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[str, float] | None:
+    """Returns element type and FLOP (2 per multiply-add) of a kernel; None for kernels that it does not know.
+
+    Of attention, pairs that a causal mask or window hides do not count, although a kernel may compute some of them: its
+    blocks are square. Padding counts.
+    """
+    kernel = _attention_kernel(instruction)
+    if kernel is not None:
+        query, key, value = _attention_operands(computation, instruction)
+        of_heads, of_values = _MATMULS[kernel]
+        size = of_heads * query.dims[-1] + of_values * value.dims[-1]
+        found = _FRACTION.search(instruction.op_name)
+        fraction = float(found[1]) if found else 1.0
+        return query.dtype, 2.0 * fraction * math.prod(query.dims[:-1]) * _length(instruction, key) * size
+    if instruction.target.startswith("cudnn_rnn"):
+        is_backward = instruction.target.endswith("bwd")
+        inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
+        directions, _, units = state.dims
+        gates = 4 * units * (inputs.dims[-1] + units)
+        return inputs.dtype, 2.0 * (1 + is_backward) * math.prod(inputs.dims[:2]) * directions * gates
+    return None
+
+
+def workspace_bytes(computation: Computation, instruction: Instruction) -> int:
+    """Returns an estimate of the workspace of cuDNN's backward pass of attention; 0 for everything else.
+
+    It has the gradient of queries in float32, a float32 for each query, and, for grouped queries, the gradients of keys
+    and values for each query head. Only cuDNN on a GPU knows it exactly.
+
+    Source: `SDPABackwardNode` of NVIDIA's cudnn-frontend.
+    """
+    if _attention_kernel(instruction) != "__cudnn$fmhaBackward":
+        return 0
+    query, key, value = _attention_operands(computation, instruction)
+    heads = query.dims[-2]
+    size = 4 * math.prod(query.dims[:-1]) * (query.dims[-1] + 1)
+    if heads != key.dims[-2]:
+        size += query.dims[0] * heads * key.dims[-3] * (key.dims[-1] + value.dims[-1]) * bits(key.dtype) // 8
+    return size
+
+
+def _attention_kernel(instruction: Instruction) -> str | None:
+    target = instruction.target
+    if target.startswith("__cudnn$fmha"):
+        return "__cudnn$fmhaBackward" if target.endswith("Backward") else "__cudnn$fmha"
+    return next((name for name in _MATMULS if target == "tpu_custom_call" and name in instruction.name), None)
+
+
+def _attention_operands(computation: Computation, instruction: Instruction) -> Sequence[Array]:
+    """Returns queries, keys and values: (..., N, T, H) on TPUs, after the arrays of a mask; (B, T, N, H) on GPUs."""
+    return [array for array in _arrays(computation, instruction) if len(array.dims) >= 3 and "f" in array.dtype][:3]
+
+
+def _arrays(computation: Computation, instruction: Instruction) -> list[Array]:
+    shapes = (computation.operand(instruction, number).shape for number in range(len(instruction.operands)))
+    return [shape for shape in shapes if isinstance(shape, Array)]
+
+
+def _length(instruction: Instruction, key: Array) -> int:
+    return key.dims[-3 if instruction.target.startswith("__cudnn") else -2]
