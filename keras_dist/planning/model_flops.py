@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.strategies.attention import KERNEL_SCOPE
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -66,6 +67,10 @@ class _Counter:
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
         if name in _INLINED and inner:
             return self.count(inner[0], operands)
+        if name in ("rnn_fwd", "rnn_bwd"):  # cuDNN's LSTM
+            arguments = equation.invars[3:5] if name == "rnn_bwd" else equation.invars[:2]
+            flops = lstm_flops(*(each.aval.shape for each in arguments), is_backward=name == "rnn_bwd")
+            return flops, [next(self.numbers) for _ in equation.outvars]
         if inner:
             # A loop's body is counted separately, because its values differ in every iteration.
             flops = [_Counter().count(each)[0] for each in inner]

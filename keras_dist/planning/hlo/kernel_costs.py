@@ -45,12 +45,19 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         fraction = float(found[1]) if found else 1.0
         return query.dtype, 2.0 * fraction * math.prod(query.dims[:-1]) * _length(instruction, key) * size
     if instruction.target.startswith("cudnn_rnn"):
-        is_backward = instruction.target.endswith("bwd")
+        is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
-        directions, _, units = state.dims
-        gates = 4 * units * (inputs.dims[-1] + units)
-        return inputs.dtype, 2.0 * (1 + is_backward) * math.prod(inputs.dims[:2]) * directions * gates
+        return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
     return None
+
+
+def lstm_flops(inputs: Sequence[int], state: Sequence[int], is_backward: bool) -> float:
+    """Returns the FLOP of an LSTM of one layer, for inputs (B, T, features) and a state (directions, B, units).
+
+    A step multiplies its input and the state by the kernels of four gates. A backward pass takes twice as much.
+    """
+    directions, _, units = state
+    return 2.0 * (1 + is_backward) * directions * math.prod(inputs[:2]) * 4 * units * (inputs[2] + units)
 
 
 def workspace_bytes(computation: Computation, instruction: Instruction) -> int:
