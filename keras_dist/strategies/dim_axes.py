@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_tuple
-from keras_dist.strategies.jaxpr_dims import _GATHERED_DIMS, _regrouped
+from keras_dist.strategies.jaxpr_dims import GATHERED_DIMS, regrouped
 from keras_dist.strategies.traced_values import Node, node_of
 
 Axes = Sequence[str | Sequence[str] | None]
@@ -102,7 +102,7 @@ def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
         pairs = enumerate(params["broadcast_dimensions"])
         return [(inputs[0], before) for before, after in pairs if after == dim and _has(inputs[0], before, node, dim)]
     if name in ("reshape", "squeeze"):  # of dims that are merged or split, the outermost stays
-        groups = _regrouped(inputs[0].shape, node.shape)
+        groups = regrouped(inputs[0].shape, node.shape)
         return [(inputs[0], before[0]) for before, after in groups if before and after[:1] == [dim]]
     if name in _REDUCTIONS:
         return [(inputs[0], [kept for kept in range(len(inputs[0].shape)) if kept not in params["axes"]][dim])]
@@ -117,7 +117,7 @@ def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
         return [] if dim == params["dimension"] else [(operand, dim) for operand in inputs]
     if name in _UNCHANGED or name in _RESIZED:
         return [(inputs[0], dim)] if _has(inputs[0], dim, node, dim) else []
-    if name in _GATHERED_DIMS and dim in _GATHERED_DIMS[name](params, len(node.shape)):
+    if name in GATHERED_DIMS and dim in GATHERED_DIMS[name](params, len(node.shape)):
         return []
     has_body = any("jaxpr" in key or key == "branches" for key in params)  # a loop, for example
     same_rank = [operand for operand in inputs if operand.shape and not has_body]
@@ -148,7 +148,7 @@ def _repeats(node: Node, dim: int) -> int:
     """Returns how often each element of a value follows itself along a dim, as far as the operations show it."""
     while True:
         if node.primitive == "reshape":
-            groups = _regrouped(node.inputs[0].shape, node.shape)
+            groups = regrouped(node.inputs[0].shape, node.shape)
             places = next((before for before, after in groups if after == [dim]), [])
             node, dim = node.inputs[0], places[-1] if places else -1
             if not places or (len(places) > 1 and not _is_broadcast(node, dim)):

@@ -100,7 +100,7 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
 
 
 # Elementwise primitives that need all of some dims: functions of parameters and rank.
-_GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
+GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
     **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
     **dict.fromkeys(("concatenate", "sort"), lambda params, _: [params["dimension"]]),
@@ -111,7 +111,7 @@ _GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
 class _Equation:
     """One equation of a jaxpr: unites the dims of its inputs and outputs, and records what it communicates.
 
-    A primitive has a method `visit_<name>` or an entry in `_GATHERED_DIMS`. Any other is elementwise if the shapes
+    A primitive has a method `visit_<name>` or an entry in `GATHERED_DIMS`. Any other is elementwise if the shapes
     allow it; otherwise nothing is known of it, and all its inputs are gathered.
     """
 
@@ -131,8 +131,8 @@ class _Equation:
         if inner is not None and self._is_call_of(inner):
             return _read_jaxpr(self.graph, inner, self.inputs, self.repeats)
         rank = max(map(len, self.shapes), default=0)
-        if name in _GATHERED_DIMS:
-            return self._tensors(self._elementwise(_GATHERED_DIMS[name](self.params, rank)))
+        if name in GATHERED_DIMS:
+            return self._tensors(self._elementwise(GATHERED_DIMS[name](self.params, rank)))
         is_known = inner is None and self._is_elementwise()
         return self._tensors(self._elementwise(() if is_known else range(rank)))
 
@@ -224,7 +224,7 @@ class _Equation:
     def visit_reshape(self) -> list[_Tensor]:
         """Of dims that are merged or split, the outermost keeps its node, and the others are gathered."""
         output = list(self.graph.new_dims(self.out_shapes[0]))
-        for before, after in _regrouped(self.shapes[0], self.out_shapes[0]):
+        for before, after in regrouped(self.shapes[0], self.out_shapes[0]):
             outer, *inner = [self.dims[0][dim] for dim in before] or [None]
             outer_out = after[0] if after else None
             if outer_out is not None and outer is not None and output[outer_out] is not None:
@@ -366,12 +366,12 @@ class _Equation:
                 self.graph.unite(node, other_node)
 
 
-def _regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Returns the smallest groups of dims that a reshape turns into each other, without dims of size 1.
 
     Example:
 
-    >>> _regrouped((8, 1, 64), (8, 4, 16))
+    >>> regrouped((8, 1, 64), (8, 4, 16))
     [([0], [0]), ([2], [1, 2])]
     """
     groups, dims, out_dims = [], [], []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from keras_dist.strategies.jaxpr_dims import _regrouped
+from keras_dist.strategies.jaxpr_dims import regrouped
 from keras_dist.strategies.traced_values import Node
 
 BATCH, HEAD, QUERY, KEY = range(4)  # dims of a mask
@@ -58,7 +58,7 @@ class Read(NamedTuple):
                 if operand.shape[before] == node.shape[dim]:
                     source[before] = view[dim]
         elif node.primitive in ("reshape", "squeeze"):
-            for before, after in _regrouped(operand.shape, node.shape):
+            for before, after in regrouped(operand.shape, node.shape):
                 if len(before) != 1 or len(after) != 1:
                     return None
                 source[before[0]] = view[after[0]]
