@@ -70,7 +70,25 @@ def odd():
     return keras.Model(inputs, keras.layers.Dense(131, name="odd")(inputs))
 
 
+def attention(platform="cpu", dtype="float32", **options):
+    """Calls attention under a distribution, on devices of a platform."""
+    query = jax.ShapeDtypeStruct((8, 256, 4, 32), dtype)
+
+    def call(tensor):
+        return keras.ops.dot_product_attention(tensor, tensor, tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patch, kd.DataParallel().scope():
+        patch.setattr("keras_dist.strategies.attention.kernel_platform", lambda mesh: platform)
+        patch.setattr("keras_dist.strategies.attention._warned", set())
+        return jax.eval_shape(call, query)
+
+
 CASES = {
+    "a fused attention kernel that CPUs do not have": lambda: attention(flash_attention=True),
+    "a fused attention kernel for another dtype": lambda: attention("tpu", "float16", flash_attention=True),
+    "attention by XLA on TPUs, for its dtype": lambda: attention("tpu", "float16"),
+    "attention by XLA on TPUs, for its bias": lambda: attention("tpu", bias=jax.numpy.ones((1, 4, 256, 256))),
+    "attention by XLA on TPUs, for its mask": lambda: attention("tpu", mask=np.random.default_rng(0).random((256, 256)) > 0.5),
     "a batch axis that the mesh lacks": lambda: kd.ModelParallel(layout_map=rules(), batch_dim_name="batch"),
     "data parallel with a mesh and devices": lambda: kd.DataParallel(mesh(), devices=["cpu:0"]),
     "data parallel without devices": lambda: kd.DataParallel(devices=[]),
