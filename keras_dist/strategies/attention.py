@@ -93,10 +93,11 @@ def attention(
             call = _FusedCall(kernel, structure, scale, soft_cap, shards)
             _record(kernel.name, None, 0, call.flops(query, key, value))
             return call(query, key_heads, value_heads, bias)
-        _warn_once(reason)
+        if not flash_attention:
+            _warn_once(reason)
     if flash_attention:
         raise ValueError(
-            f"{internals.current_path()!r} asks for a fused attention kernel (flash_attention=True), but {reason}. "
+            f"{_caller()} asks for a fused attention kernel (flash_attention=True), but {reason}. "
             f"Received: query {query.dtype}{list(query.shape)}, key {list(key.shape)}. With flash_attention=None, XLA "
             "computes it."
         )
@@ -112,6 +113,11 @@ def _record(implementation: str, reason: str | None, logits_bytes: int, flops: f
         )
 
 
+def _caller() -> str:
+    path = internals.current_path()
+    return f"Layer {path!r}" if path else "A call of keras.ops.dot_product_attention"
+
+
 _warned: set[str] = set()
 
 
@@ -119,7 +125,7 @@ def _warn_once(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
         warnings.warn(
-            f"{internals.current_path()!r} computes attention by XLA, which holds all logits (queries x keys for each "
+            f"{_caller()} computes attention by XLA, which holds all logits (queries x keys for each "
             f"head) in memory: {reason}.",
             stacklevel=2,
         )

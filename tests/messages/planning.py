@@ -182,8 +182,17 @@ CASES = {
     "a mesh axis that is not used": lambda: str(
         kd.plan(perceptron, rules(kd.create_device_mesh("data:2,model:4"), {}), 16).notes[0]
     ),
-    "a recurrent layer for GPUs that are not attached": lambda: "\n".join(
-        compilation._notes(types.SimpleNamespace(unknown_loops=0, opaque_calls=("cudnn_rnn_ffi",)), 1.0, False)
+    "cuDNN's kernels, for GPUs that are not attached": lambda: "\n".join(
+        compilation._notes(
+            types.SimpleNamespace(
+                unknown_loops=0,
+                opaque_calls=(),
+                closed_forms=("__cudnn$fmhaSoftmaxBackward", "cudnn_rnn_ffi"),
+                workspace_bytes=2**24,
+            ),
+            1.0,
+            False,
+        )
     ),
     "an operation that the target does not support": lambda: plan_of(with_kernel, step="predict"),
     "a large constant in the program": lambda: plan_of(lambda: sequential(Bakes(), layers.Dense(1), shape=(2**12,)), 8),

@@ -2,8 +2,10 @@
 
 from unittest import mock
 
+import jax
 import keras
 import numpy as np
+import pytest
 
 import keras_dist as kd
 
@@ -88,7 +90,9 @@ CASES = {
     "a fused attention kernel for another dtype": lambda: attention("tpu", "float16", flash_attention=True),
     "attention by XLA on TPUs, for its dtype": lambda: attention("tpu", "float16"),
     "attention by XLA on TPUs, for its bias": lambda: attention("tpu", bias=jax.numpy.ones((1, 4, 256, 256))),
-    "attention by XLA on TPUs, for its mask": lambda: attention("tpu", mask=np.random.default_rng(0).random((256, 256)) > 0.5),
+    "attention by XLA on TPUs, for its mask": lambda: attention(
+        "tpu", mask=np.random.default_rng(0).random((256, 256)) > 0.5
+    ),
     "a batch axis that the mesh lacks": lambda: kd.ModelParallel(layout_map=rules(), batch_dim_name="batch"),
     "data parallel with a mesh and devices": lambda: kd.DataParallel(mesh(), devices=["cpu:0"]),
     "data parallel without devices": lambda: kd.DataParallel(devices=[]),
