@@ -38,8 +38,17 @@ class Read(NamedTuple):
         return {dim for dim, _ in self.view if dim is not None}
 
     def operands(self) -> list["Read"]:
-        """What an elementwise operation read; a number may stand for an array."""
-        return [Read(operand, self.view if operand.shape else ()) for operand in self.node.inputs]
+        """What an elementwise operation read; operands may be numbers, or have dims of size 1 that are broadcast."""
+        return [
+            Read(
+                operand,
+                tuple(
+                    place if size == of_result else (None, 0)
+                    for place, size, of_result in zip(self.view, operand.shape, self.node.shape, strict=False)
+                ),
+            )
+            for operand in self.node.inputs
+        ]
 
     def source(self) -> "Read | None":
         """Returns the same elements in the value of which this is a rearrangement, if it is one."""

@@ -156,6 +156,14 @@ CASES = {
         lambda padding: with_sharding_constraint(hub_mask(padding), SingleDeviceSharding(jax.devices()[0])),
         (None, 0, ["key_valid"]),
     ),
+    "dims of size 1": (
+        lambda padding: (
+            (jnp.arange(T)[:, None] - jax.lax.broadcasted_iota("int32", (1, S), 0) > 2)
+            & jnp.tril(padding[:1, None, None] * jnp.ones((1, 1, T, 1), "int32") > 0)
+            & (padding[:, None, None] > 0)
+        ),
+        (None, 0, ["query_valid", "key_valid"]),
+    ),
     "all": (lambda _: jnp.ones((1, 1, T, S), bool), (None, None, [])),
     "none": (lambda _: jnp.zeros((1, 1, T, S), bool), (None, None, ["key_valid"])),
     "strided": (lambda _: jnp.tril(jnp.ones((2 * T, 2 * S), bool))[::2, ::2], (None, None, ["dense"])),
@@ -286,6 +294,7 @@ def test_other_biases_are_not_masks():
         (None, {"use_causal_mask": True}, (None, 0, ["query_valid", "key_valid"])),
         (3, {}, (-2, 2, ["query_valid", "key_valid"])),
         (3, {"use_causal_mask": True}, (-2, 0, ["query_valid", "key_valid"])),
+        (None, {"attention_mask": np.tri(T, S, 1, dtype=bool)[None]}, (None, 1, ["query_valid", "key_valid"])),
     ],
 )
 def test_layers_of_keras(monkeypatch, layer, sliding_window, call, expected):

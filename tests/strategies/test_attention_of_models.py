@@ -136,8 +136,8 @@ def test_models(monkeypatch, fused_attention, name):
 
     found, equal = record_attention(monkeypatch, read_axes)
 
-    def axes_of_weight(leaf):
-        return layouts.get(id(leaf.root))
+    def axes_of_weight(value):
+        return layouts.get(id(value))
 
     layouts = {}
 
