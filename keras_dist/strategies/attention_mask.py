@@ -92,7 +92,10 @@ def recognize(mask: Any) -> AttentionMask:
     ```
     """
     conditions = _Conditions(mask)
-    conditions.require(conditions.whole, True)
+    try:
+        conditions.require(conditions.whole, True)
+    except RecursionError:  # a mask that depends on the activations of a deep model
+        return AttentionMask(dense=conditions.whole.placed(mask, conditions.reader.shape) != 0)
     return conditions.result()
 
 

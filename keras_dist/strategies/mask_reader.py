@@ -144,10 +144,10 @@ class MaskReader:
     def _varying_dims(self, read: Read) -> frozenset[int]:
         """Returns dims of the mask along which the elements may vary; without needless ones if they would be T x S."""
         dims = frozenset(read.mask_dims)
-        if not {QUERY, KEY} <= dims and HEAD not in dims:
-            return dims
         if (affine := self.affine(read)) is not None:
             return frozenset(dim for dim in range(4) if affine[dim])
+        if not {QUERY, KEY} <= dims and HEAD not in dims:
+            return dims
         if (source := read.source()) is not None:
             return self.varying_dims(source)
         if read.node.primitive in _ELEMENTWISE:

@@ -218,6 +218,15 @@ def test_conversions_that_make_zeros_are_computed():
     assert traced.parts == (None, None, ["key_valid"])
 
 
+def test_masks_of_deep_activations():
+    def mask(x):
+        for _ in range(2000):
+            x = x + 1
+        return x > 2004
+
+    assert Traced("jit", mask, np.arange(B * T * S).reshape(B, 1, T, S)).parts == (None, None, ["dense"])
+
+
 def test_sequences_of_a_million_tokens():
     length = 2**20
 
