@@ -12,7 +12,8 @@ import functools
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -28,7 +29,10 @@ STATE = "weights", "momentums", "velocities"
 
 @dataclass(frozen=True)
 class Gpt:
-    """Sizes of a decoder-only, pre-norm GPT with learned positions and an untied head; `rows` per batch shard."""
+    """Sizes of a decoder-only, pre-norm GPT with learned positions and an untied head; `rows` per batch shard.
+
+    `attention` is `"xla"`, or the fused kernel `"splash"` (TPU) or `"cudnn"` (NVIDIA GPU).
+    """
 
     vocabulary: int = 16384
     width: int = 1024
@@ -38,6 +42,7 @@ class Gpt:
     head_size: int = 64
     rows: int = 4
     dtype: str = "bfloat16"
+    attention: str = "xla"
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,22 @@ def layer_norm(x, gamma, beta):
     return (wide * inverse + (beta - mean * inverse)).astype(x.dtype)
 
 
-def apply_block(x, weights, moves, head_size):
+def splash_attention(query, key, value):
+    """Causal attention by JAX's Pallas kernel for TPUs, in blocks of 512 queries and keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads, head_size = query.shape[1:]
+    block = min(length, 512)
+    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    sizes = kernels.BlockSizes(**dict.fromkeys(sides, block))
+    kernel = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    query = query * jnp.asarray(1 / math.sqrt(head_size), query.dtype)
+    return jax.vmap(kernel)(*(each.transpose(0, 2, 1, 3) for each in (query, key, value))).transpose(0, 2, 1, 3)
+
+
+def apply_block(x, weights, moves, model: Gpt):
     """Applies one transformer block on one device."""
 
     def dense(x, name):
@@ -233,8 +253,11 @@ def apply_block(x, weights, moves, head_size):
 
     y = moves.enter(layer_norm(x, weights["norm1/gamma"], weights["norm1/beta"]))
     heads = (dense(y, name) for name in ("query", "key", "value"))
-    heads = (head.reshape(*head.shape[:-1], -1, head_size) for head in heads)
-    y = jax.nn.dot_product_attention(*heads, is_causal=True, implementation="xla")  # as Keras does
+    heads = (head.reshape(*head.shape[:-1], -1, model.head_size) for head in heads)
+    if model.attention == "splash":
+        y = splash_attention(*heads)
+    else:
+        y = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=model.attention)
     y = moves.matmul(y.reshape(*y.shape[:2], -1), weights["output/kernel"])
     x = x + (moves.leave(y) + weights["output/bias"])
     y = moves.enter(layer_norm(x, weights["norm2/gamma"], weights["norm2/beta"]))
@@ -264,7 +287,7 @@ def local_loss(weights, tokens, targets, model: Gpt, strategy: Strategy):
     for number in range(model.blocks):
         prefix = f"block{number}/"
         of_block = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        x = apply_block(x, of_block, moves, model.head_size)
+        x = apply_block(x, of_block, moves, model)
     x = moves.enter(layer_norm(x, weights["norm/gamma"], weights["norm/beta"]))
     logits = (
         x @ moves.gather(weights["head/kernel"]) + weights["head/bias"]
@@ -388,14 +411,34 @@ def floor(strategy: str, model: Gpt = Gpt()) -> float:
 # -------------------------------------------------------------------------------------------------------- measurement
 
 
-def measure(strategy: str, target: str, options: dict[str, str]) -> str:
-    """Compiles a strategy for hardware that is not attached; returns a row of a table in Markdown."""
+def compile_for(strategy: str, target: str, model: Gpt = Gpt(), options: Mapping[str, str | bool] | None = None):
+    """Compiles the step for hardware that need not be attached, with its kernel of attention.
+
+    A program that does not fit into memory is compiled, too, by libtpu before 0.0.50.
+    """
     import keras_dist
+    from keras_dist.planning.target_platform import answering_as
+
+    devices = list(keras_dist.target(target))
+    on_tpu = devices[0].platform == "tpu"
+    model = replace(model, attention="splash" if on_tpu else "cudnn")
+    with answering_as(devices):  # JAX asks which GPU and which cuDNN there are
+        function, state, batch = step(strategy, devices, model)
+        lowered = function.lower(state, batch)
+        try:
+            return lowered.compile(compiler_options=dict(options or {}) or None)
+        except jax.errors.JaxRuntimeError as error:
+            if not on_tpu or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+        return lowered.compile(compiler_options={**(options or {}), "xla_tpu_no_crash_on_oom": True})
+
+
+def measure(strategy: str, target: str, options: Mapping[str, str]) -> str:
+    """Compiles a strategy for hardware that is not attached; returns a row of a table in Markdown."""
     from keras_dist.planning.hlo.module_costs import read_module
 
-    function, state, batch = step(strategy, list(keras_dist.target(target)))
     started = time.perf_counter()
-    compiled = function.lower(state, batch).compile(compiler_options=options or None)
+    compiled = compile_for(strategy, target, options=options)
     seconds, memory, counts = time.perf_counter() - started, compiled.memory_analysis(), Counter()
     costs = read_module(compiled.as_text(), STRATEGIES[strategy].mesh)
     for each in costs.collectives:

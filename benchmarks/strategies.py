@@ -2,7 +2,8 @@
 
 One transformer with 4 blocks of width 1,024, 4,096 tokens per device, bfloat16 compute and float32 Adam, for eight
 devices that need not be attached. The hand-written program (`handwritten.py`) is the same model in `jax.shard_map`,
-with its collectives written out. One run compiles both and reads both compiled modules in the same way.
+with its collectives written out and the same fused kernel of attention. One run compiles both and reads both compiled
+modules in the same way.
 
 Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
 
@@ -76,6 +77,12 @@ def distribution(strategy: str, devices, builder) -> kd.Distribution:
     return kd.ModelParallel(layout_map=rules)
 
 
+def batch(strategy: str, sizes: handwritten.Gpt) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes of tokens and targets."""
+    plan = handwritten.STRATEGIES[strategy]
+    return (jax.ShapeDtypeStruct((sizes.rows * plan.size(*plan.batch_axes), sizes.length), "int32"),) * 2
+
+
 def state_floor(strategy: str, parameters: int) -> float:
     """Returns a lower bound of the bytes of weights and of Adam's state on one device."""
     plan = handwritten.STRATEGIES[strategy]
@@ -93,11 +100,9 @@ def count(collectives, kind: str) -> int:
 def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
     """Returns a row of the table."""
     devices, builder = kd.target(target), functools.partial(build, sizes)
-    function, state, batch = handwritten.step(strategy, list(devices), sizes)
-    compiled = function.lower(state, batch).compile()
+    compiled = handwritten.compile_for(strategy, target, sizes)
     by_hand, memory = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh), compiled.memory_analysis()
-    tokens = batch[0]
-    plan = kd.plan(builder, distribution(strategy, devices, builder), (tokens, tokens))
+    plan = kd.plan(builder, distribution(strategy, devices, builder), batch(strategy, sizes))
     floor, held = handwritten.floor(strategy, sizes), state_floor(strategy, plan.parameters)
     cells = [
         target,
@@ -158,6 +163,15 @@ def paths(sizes: handwritten.Gpt):
             yield f"{block}_{rest}"
 
 
+def installed_targets() -> list[str]:
+    """Returns the targets whose compiler is installed; exits if there are none."""
+    compilers = {"h100:8": "jax_cuda12_plugin", "v5e:2x4": "libtpu"}
+    targets = [target for target, package in compilers.items() if importlib.util.find_spec(package)]
+    if not targets:
+        sys.exit('No compiler is installed: pip install "keras-dist[tpu]" or "keras-dist[cuda12]".')
+    return targets
+
+
 def main():
     """Prints a table of all strategies, or of those passed, on one target or on all whose compiler is installed."""
     arguments = argparse.ArgumentParser()
@@ -169,10 +183,7 @@ def main():
     if asked.check:
         check(asked.strategies or handwritten.STRATEGIES)
         return
-    compilers = {"h100:8": "jax_cuda12_plugin", "v5e:2x4": "libtpu"}
-    targets = asked.target or [target for target, package in compilers.items() if importlib.util.find_spec(package)]
-    if not targets:
-        sys.exit('No compiler is installed: pip install "keras-dist[tpu]" or "keras-dist[cuda12]".')
+    targets = asked.target or installed_targets()
     keras.config.set_dtype_policy("mixed_bfloat16")
     print(f"JAX {jax.__version__}, {asked.blocks} blocks\n")
     columns = ("target", "strategy", "floor, MB sent", "by hand", "keras_dist", "all-to-all", "state")
