@@ -1,13 +1,13 @@
 """Patch of cuDNN's LSTM, which Keras calls on GPUs: each device computes the rows that it holds."""
 
-import functools
 from typing import Any
 
-import jax
 from jax.experimental import rnn
 from jax.sharding import PartitionSpec
 
 from keras_dist._keras.active_distribution import INSTALLED
+from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.strategies.per_device import call_per_device
 
 
 @INSTALLED.patch(
@@ -39,25 +39,14 @@ def _lstm(
             "the arrays, or use keras.layers.LSTM, which computes in a loop then."
         )
     sharding = distribution.batch_sharding(x.shape)
-    mesh, rows = sharding.mesh, sharding.spec  # over no axis if none divides the rows
-    if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
-        return original(*arrays, seq_lengths, *settings)
-    # All axes are manual, because XLA cannot partition the call over any. `jax.shard_map` would differentiate such a
-    # block by reducing gradients over the axes that replicate it too, so it is told how: by a block of its own.
+    rows = sharding.spec  # over no axis if none divides the rows
     states = PartitionSpec(None, *rows)
-    inputs, outputs = (rows, states, states, PartitionSpec(), rows), (rows, states, states)
-    residuals = *inputs, rows, rows  # besides the inputs, the outputs of all steps and cuDNN's reserve space
-    shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-
-    @functools.partial(shard_map, in_specs=inputs, out_specs=(outputs, residuals))
-    def forward(*arrays):
-        return rnn.lstm_fwd(*arrays, *settings)
-
-    @functools.partial(shard_map, in_specs=(residuals, outputs), out_specs=inputs)
-    def backward(residuals, gradients):
-        *of_rows, of_weights, of_lengths = rnn.lstm_bwd(*settings, residuals=residuals, gradients=gradients)
-        return *of_rows, jax.lax.psum(of_weights, rows[0]) if rows else of_weights, of_lengths
-
-    lstm = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
-    lstm.defvjp(forward, backward)
-    return lstm(*arrays, seq_lengths)
+    return call_per_device(
+        lambda *arrays: original(*arrays, *settings),
+        sharding.mesh,
+        (*arrays, seq_lengths),
+        specs=(rows, states, states, PartitionSpec(), rows),
+        out_spec=(rows, states, states),
+        differentiable=len(arrays),
+        summed_axes=((), (), (), tuple(axis_names(rows))),  # the gradient of the weights
+    )

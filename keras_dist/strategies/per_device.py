@@ -22,8 +22,11 @@ def call_per_device(
     is replicated over, although devices that repeat each other's work have equal gradients. Here only the axes that
     `summed_axes` names for an argument are summed over: those whose devices compute with other shards.
 
-    `differentiable` is the number of leading arguments with gradients.
+    `differentiable` is the number of leading arguments with gradients. Inside of a user's own `jax.shard_map` the
+    arguments are shards already, and the function is called as it is.
     """
+    if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
+        return function(*arguments)
     every_axis = PartitionSpec(mesh.axis_names)
 
     def sharded(body: Callable, in_specs: Any, out_specs: Any) -> Callable:

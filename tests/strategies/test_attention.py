@@ -116,3 +116,35 @@ def test_grouped_queries_and_any_scale(platform, key_heads):
     tensors = operands(128, key_heads=key_heads)
     assert_equals_one_device(distribution, *tensors, is_causal=True, scale=0.3)
     assert recorded(distribution, *tensors) == {(KERNEL[platform], None)}
+
+
+def test_inside_of_shard_map_operands_are_shards_already(platform):
+    distribution, (query, _, _) = kd.DataParallel(), operands(128)
+    spec = jax.sharding.PartitionSpec("batch")
+    mesh = distribution.device_mesh.backend_mesh
+
+    def attend(query):
+        return keras.ops.dot_product_attention(query, query, query, is_causal=True)
+
+    expected = jax.jit(attend)(query)
+    with distribution.scope():
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        np.testing.assert_allclose(jax.jit(mapped)(query), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap, "scan"])
+def test_under_other_transformations(platform, transform):
+    query = operands(128)[0]
+
+    def loss(query):
+        rows = query if query.ndim == 4 else query[None]
+        return (keras.ops.dot_product_attention(rows, rows, rows, is_causal=True) ** 2).sum()
+
+    def transformed(query):
+        if transform == "scan":
+            return jax.lax.scan(lambda total, _: (total + loss(query), None), 0.0, None, length=2)[0] / 2
+        return transform(loss)(query).sum()
+
+    expected = jax.jit(jax.grad(loss))(query)
+    with kd.DataParallel().scope():
+        np.testing.assert_allclose(jax.jit(jax.grad(transformed))(query), expected, rtol=1e-4, atol=1e-4)
