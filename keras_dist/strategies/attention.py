@@ -15,7 +15,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.strategies import attention_kernels as kernels
-from keras_dist.strategies.attention_mask import AttentionMask, recognize
+from keras_dist.strategies.attention_mask import AttentionMask, recognize, recognize_bias
 from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
 from keras_dist.strategies.per_device import call_per_device
 
@@ -87,12 +87,13 @@ def attention(
     if kernel is None:
         reason = "CPUs have none"
     elif flash_attention or (flash_attention is None and query.shape[1] >= _FEWEST_QUERIES):
-        structure, (key_heads, value_heads) = _structure(mask, is_causal), _without_repeats(key, value)
-        reason = kernel.why_not(query, key_heads, value_heads, bias, structure)
+        structure, numeric_bias = _structure(mask, bias, is_causal)
+        key_heads, value_heads = _without_repeats(key, value)
+        reason = kernel.why_not(query, key_heads, value_heads, numeric_bias, structure)
         if reason is None:
             call = _FusedCall(kernel, structure, scale, soft_cap, shards)
             _record(kernel.name, None, 0, call.flops(query, key, value))
-            return call(query, key_heads, value_heads, bias)
+            return call(query, key_heads, value_heads, numeric_bias)
         if not flash_attention:
             _warn_once(reason)
     if flash_attention:
@@ -134,11 +135,14 @@ def _warn_once(reason: str) -> None:
 # --------------------------------------------------------------------------------------------------------- operands
 
 
-def _structure(mask: Any, is_causal: bool) -> AttentionMask:
+def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, Any]:
+    """Returns which keys each query sees, and the bias unless all it does is to hide keys."""
     structure = AttentionMask() if mask is None else recognize(mask)
+    if mask is None and bias is not None and (of_bias := recognize_bias(bias)) is not None:
+        structure, bias = of_bias, None
     if is_causal:
         structure = replace(structure, upper=0 if structure.upper is None else min(structure.upper, 0))
-    return structure
+    return structure, bias
 
 
 def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:

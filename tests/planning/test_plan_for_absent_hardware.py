@@ -85,6 +85,7 @@ def test_collectives_across_slices_or_hosts_are_distinguished(target, slices):
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 @pytest.mark.parametrize("target", EIGHT)
 def test_extrapolation_equals_the_compiled_model(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
@@ -175,6 +176,7 @@ def test_keras_hub_task_that_compiles_itself(target):
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 def test_step_without_tile_sizes_is_compiled_without_triton():
     """XLA finds no tile sizes for one product of this ViT without a GPU to measure on: 197 tokens of 1,024 numbers."""
     keras_hub = pytest.importorskip("keras_hub")

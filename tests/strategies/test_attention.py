@@ -148,3 +148,16 @@ def test_under_other_transformations(platform, transform):
     expected = jax.jit(jax.grad(loss))(query)
     with kd.DataParallel().scope():
         np.testing.assert_allclose(jax.jit(jax.grad(transformed))(query), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_that_only_hides_keys_is_a_mask(platform):
+    tensors = operands(150)
+
+    def attend(query, key, value):
+        hidden = 1 - (causal(150, 150) & padding(LENGTHS, 150)[:, None, None]).astype("float32")
+        return keras.ops.dot_product_attention(query, key, value, bias=hidden * -1e9)
+
+    expected = attend(*tensors)
+    with kd.DataParallel().scope(), attention.recorded_attention() as calls:
+        np.testing.assert_allclose(jax.jit(attend)(*tensors), expected, atol=1e-5)
+    assert [call.implementation for call in calls] == [KERNEL[platform]]
