@@ -3,14 +3,12 @@
 The TPU kernel runs in Pallas's interpreter; in the place of cuDNN runs XLA with cuDNN's arguments.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from support.kernels_on_cpus import KERNEL, use_kernel_of
 
 import keras_dist as kd
 from keras_dist.strategies import attention
@@ -20,17 +18,7 @@ ROWS, HEADS, SIZE = 8, 4, 16
 
 @pytest.fixture(params=["tpu", "gpu"])
 def platform(request, monkeypatch):
-    """Makes attention use the kernel of a platform, in a form that CPUs can run."""
-    monkeypatch.setattr(attention, "kernel_platform", lambda mesh: request.param)
-    monkeypatch.setattr(attention, "_warned", set())
-    make_splash = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make_splash)
-    dot_product_attention = jax.nn.dot_product_attention
-
-    def as_cudnn(query, key, value, *args, implementation, **kwargs):
-        return dot_product_attention(query, key, value, *args, implementation="xla", **kwargs)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", as_cudnn)
+    use_kernel_of(request.param, monkeypatch)
     return request.param
 
 
@@ -69,9 +57,6 @@ def recorded(distribution, query, key, value, make_mask=lambda: None, **options)
     with attention.recorded_attention() as calls:
         output_and_gradients(distribution, query, key, value, make_mask, **options)
     return {(call.implementation, call.reason) for call in calls}
-
-
-KERNEL = {"tpu": "splash attention", "gpu": "cuDNN"}
 
 
 def padding(lengths, size, first=0):

@@ -1,0 +1,29 @@
+"""Makes CPUs compute attention as TPUs or GPUs do."""
+
+import functools
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+import keras_dist as kd
+from keras_dist.strategies import attention
+
+KERNEL = {"tpu": "splash attention", "gpu": "cuDNN"}
+DEVICES = {"cpu": jax.devices("cpu"), "tpu": kd.mock_tpus("v5e:2x4"), "gpu": kd.mock_gpus(1, 8)}
+
+
+def use_kernel_of(platform, monkeypatch):
+    """Makes distributions use the kernel of a platform, in a form that CPUs can run.
+
+    The TPU kernel runs in Pallas's interpreter; in the place of cuDNN runs XLA with cuDNN's arguments.
+    """
+    monkeypatch.setattr(attention, "kernel_platform", lambda mesh: platform)
+    monkeypatch.setattr(attention, "_warned", set())
+    make_splash = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make_splash)
+    dot_product_attention = jax.nn.dot_product_attention
+
+    def as_cudnn(query, key, value, *args, implementation, **kwargs):
+        return dot_product_attention(query, key, value, *args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", as_cudnn)
