@@ -6,7 +6,9 @@ Keras 3.15 does, so a test that fails there tells that Keras was mended; the oth
 
 import re
 
+import jax
 import keras
+import numpy as np
 import pytest
 from support.keras_scenarios import (
     KERAS,
@@ -18,8 +20,12 @@ from support.keras_scenarios import (
     shard_shape,
     start_anew,
 )
+from support.kernels_on_cpus import use_kernel_of
+from support.strategy_models import scope
 
 import keras_dist as kd
+from keras_dist.planning.target_platform import answering_as
+from keras_dist.strategies import attention
 
 
 def mesh_2x4(api, names=("data", "model")):
@@ -274,3 +280,65 @@ def test_a_name_given_by_the_user_is_part_of_the_path():
         model = keras.Sequential(layers, name="tower")
     assert model.weights[0].path == "tower/dense/kernel"
     assert shard_shape(model.weights[0]) == (4, 8)
+
+
+# --------------------------------------------------------------------------------------------------- attention on TPUs
+
+TOKENS, WIDTH = 128, 32
+
+
+def attention_step(api, devices=None, causal=False):
+    """A function of an attention layer, compiled under a module's distribution (None: none), and its arguments."""
+    start_anew()
+    distribution = None if api is None else api.DataParallel(devices=devices)
+    with scope(distribution):
+        layer = keras.layers.MultiHeadAttention(4, 16)
+        layer.build((8, TOKENS, WIDTH), (8, TOKENS, WIDTH))
+    x = np.random.default_rng(0).normal(size=(8, TOKENS, WIDTH)).astype("float32")
+    if distribution is not None:
+        layout = distribution.get_data_layout(x.shape)
+        x = jax.device_put(x, layout.backend_layout)
+
+    def call(weights, x):
+        with scope(distribution):
+            return layer.stateless_call(weights, [], x, x, use_causal_mask=causal)[0]
+
+    return jax.jit(call), [variable.value for variable in layer.trainable_variables], x
+
+
+def test_attention_on_a_mesh_of_tpus(monkeypatch):
+    def lowered(api):
+        step, *arguments = attention_step(api)
+        with answering_as(kd.mock_tpus("v5e:2x4")):
+            return step.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+
+    with pytest.raises(NotImplementedError, match="Mosaic kernels cannot be automatically partitioned"):
+        lowered(KERAS)
+    monkeypatch.setattr(attention, "kernel_platform", lambda mesh: "tpu")
+    assert lowered(kd).count("tpu_custom_call") == 1
+
+
+def test_numbers_of_attention_on_one_tpu(monkeypatch):
+    def outputs(api):
+        step, *arguments = attention_step(api, devices=jax.devices("cpu")[:1])
+        with answering_as(kd.mock_tpus("v5e:1x1")):
+            return np.asarray(step(*arguments))
+
+    step, *arguments = attention_step(None)
+    expected = np.asarray(step(*arguments))
+    use_kernel_of("tpu", monkeypatch)
+    # Keras does not scale the logits, and the attention is causal.
+    assert np.abs(outputs(None) - expected).max() > np.abs(expected).max()
+    np.testing.assert_allclose(outputs(kd), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_causal_attention_on_tpus_has_no_logits_of_all_tokens(monkeypatch):
+    def kernels_and_logits(api):
+        step, *arguments = attention_step(api, causal=True)
+        with answering_as(kd.mock_tpus("v5e:2x4")):
+            program = str(jax.make_jaxpr(step)(*arguments))
+        return program.count("pallas_call["), f"f32[8,4,{TOKENS},{TOKENS}]" in program
+
+    assert kernels_and_logits(KERAS) == (0, True)
+    monkeypatch.setattr(attention, "kernel_platform", lambda mesh: "tpu")
+    assert kernels_and_logits(kd) == (1, False)
