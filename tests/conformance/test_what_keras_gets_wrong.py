@@ -4,6 +4,7 @@ Each test runs one scenario on both: `KERAS` (the module `keras.distribution`) a
 Keras 3.15 does, so a test that fails there tells that Keras was mended; the others are what keras_dist promises.
 """
 
+import importlib.util
 import re
 
 import jax
@@ -342,3 +343,30 @@ def test_causal_attention_on_tpus_has_no_logits_of_all_tokens(monkeypatch):
     assert kernels_and_logits(KERAS) == (0, True)
     monkeypatch.setattr(attention, "kernel_platform", lambda mesh: "tpu")
     assert kernels_and_logits(kd) == (1, False)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
+def test_memory_of_causal_attention_compiled_for_tpus():
+    def model():
+        x = keras.Input((tokens, WIDTH))
+        model = keras.Model(x, keras.layers.MultiHeadAttention(8, 128)(x, x, use_causal_mask=True))
+        model.compile("sgd", "mse")
+        return model
+
+    tpus, tokens = kd.target("v5e:2x4"), 4096
+    logits, query = 4 * 8 * tokens**2, 4 * 8 * 128 * tokens
+
+    def on_one_tpu(value):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=jax.sharding.SingleDeviceSharding(tpus[0]))
+
+    of_keras = model()
+    arguments = [value.value for value in of_keras.trainable_variables], np.ones((1, tokens, WIDTH), "float32")
+    with answering_as(tpus):
+        step = jax.jit(jax.grad(lambda weights, x: of_keras.stateless_call(weights, [], x)[0].sum()))
+        compiled = step.lower(*jax.tree.map(on_one_tpu, arguments)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes > logits
+    plan = kd.plan(model, kd.DataParallel(kd.create_device_mesh("data:8", devices=tpus)), 8)
+    assert [(each.implementation, each.calls) for each in plan.attention] == [("splash attention", 1)]
+    assert plan.memory.temporaries < 9 * query  # queries, keys, values and outputs, and their gradients
