@@ -1,5 +1,6 @@
 """The FAQ quotes literal messages; each one is caused here, by plain Keras in a new process and by this package."""
 
+import functools
 import pathlib
 import re
 import subprocess
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
+from keras_dist.strategies import attention
 
 FAQ = (pathlib.Path(__file__).parents[2] / "docs" / "faq.md").read_text()
 
 PLAIN_KERAS = """
 import os
 os.environ |= {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "NPROC": "16"}
-import keras, numpy as np
+import unittest.mock
+import jax, keras, numpy as np
 D = keras.distribution
 x, y = np.ones((97, 4), "float32"), np.ones((97, 1), "float32")
 
@@ -52,6 +55,13 @@ def output_of_a_tuple():
     model.compile("sgd", "mse")
     model.fit(np.ones((8, 5, 4)), np.ones((8, 8)), verbose=0)
 
+def attention_on_tpus():
+    under()
+    query = D.distribute_tensor(np.ones((8, 128, 4, 16), "float32"), D.distribution().get_data_layout((8, 128, 4, 16)))
+    step = jax.jit(lambda query: keras.ops.dot_product_attention(query, query, query))
+    with unittest.mock.patch("jax.devices", lambda: [unittest.mock.Mock(platform="tpu")]):
+        step.trace(query).lower(lowering_platforms=("tpu",))
+
 for case in (
     lambda: (under(), build().fit(x, y, verbose=0)),
     lambda: (under({".*dense/kernel": (None, "model")}), build(10)),
@@ -63,6 +73,7 @@ for case in (
     lambda: D.DeviceMesh((3, 4), ["data", "model"]),
     lambda: D.ModelParallel(),
     output_of_a_tuple,
+    attention_on_tpus,
 ):
     D.set_distribution(None)
     keras.utils.clear_session()
@@ -88,14 +99,14 @@ def unquoted(fragments, messages):
 def test_quotes_of_keras_and_jax_are_literal():
     done = subprocess.run([sys.executable, "-c", PLAIN_KERAS], capture_output=True, text=True, check=False)
     messages = done.stdout.replace("{'model', 'data'}", "{'data', 'model'}").splitlines()
-    assert len(messages) >= 10, done.stderr
+    assert len(messages) >= 11, done.stderr
     several_processes = ("multi-worker", "non-addressable", "not the same on each process")
     found = [quote for quote in quotes(1) if not any(words in "".join(quote) for words in several_processes)]
-    assert len(found) == 10
+    assert len(found) == 11
     assert [quote for quote in found if unquoted(quote, messages)] == []
 
 
-def test_quotes_of_this_package_are_literal():
+def test_quotes_of_this_package_are_literal(monkeypatch):
     def build():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
         model.compile("adam", "mse")
@@ -115,8 +126,16 @@ def test_quotes_of_this_package_are_literal():
         kd.set_distribution(None)
         train(model)
 
+    def attention_in_float16():
+        monkeypatch.setattr(attention, "kernel_platform", lambda mesh: "tpu")
+        monkeypatch.setattr(attention, "_warned", set())
+        kd.set_distribution(kd.DataParallel())
+        layer, x = keras.layers.MultiHeadAttention(4, 16, dtype="float16", name="attention"), np.ones((8, 128, 4))
+        layer(x, x)
+
     messages = []
-    for case in (lambda: kd.create_device_mesh("data:3,model:4"), built_before, without_distribution):
+    no_mesh = functools.partial(kd.create_device_mesh, "data:3,model:4")
+    for case in (no_mesh, built_before, without_distribution, attention_in_float16):
         kd.set_distribution(None)
         keras.utils.clear_session(free_memory=False)
         with warnings.catch_warnings(record=True) as caught:
@@ -128,5 +147,5 @@ def test_quotes_of_this_package_are_literal():
         messages += [f"UserWarning: {warning.message}" for warning in caught]
     in_new_processes = ("JAX backend", "simulate_devices", "waiting for")  # tests/mesh/test_devices.py
     found = [quote for quote in quotes(2) if not any(words in "".join(quote) for words in in_new_processes)]
-    assert len(found) == 3
+    assert len(found) == 4
     assert [quote for quote in found if unquoted(quote, messages)] == []
