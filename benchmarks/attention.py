@@ -11,14 +11,13 @@ Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/att
 import argparse
 import functools
 
+import handwritten
+import jax
+import keras
 import strategies  # sets up eight simulated devices before JAX starts
 
-import handwritten  # noqa: E402  isort: skip
-import jax  # noqa: E402
-import keras  # noqa: E402
-
-import keras_dist as kd  # noqa: E402
-from keras_dist.planning.hlo.module_costs import read_module  # noqa: E402
+import keras_dist as kd
+from keras_dist.planning.hlo.module_costs import read_module
 
 LENGTHS = 4096, 16384, 65536
 STRATEGIES = "dp", "fsdp", "tp", "tp_sp", "fsdp_tp"

@@ -15,7 +15,7 @@ from keras_dist.strategies.attention_mask import AttentionMask
 
 _LANES = 128  # lengths of splash attention's blocks are multiples of this
 _LARGEST_BLOCK = 512  # as MaxText's default; larger ones may exceed the fast memory of a TPU core
-_QUERIES_AT_ONCE = 128  # of attention by XLA in blocks
+_QUERIES_AT_ONCE = 64  # of attention by XLA in blocks
 
 # ------------------------------------------------------------------------------------------- splash attention (TPU)
 
@@ -232,21 +232,26 @@ def xla_attention_in_blocks(
     num_queries, num_keys = query.shape[1], key.shape[1]
     missing = -num_queries % _QUERIES_AT_ONCE
     starts = jnp.arange(0, num_queries + missing, _QUERIES_AT_ONCE)
-    if missing:
-        query = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
 
     @jax.checkpoint
-    def block(start):
+    def block(queries, key, value, bias, start):
         # The last block may reach beyond the queries. Its rows there are dropped, so any mask will do for them.
         rows = jnp.minimum(start + jnp.arange(_QUERIES_AT_ONCE), num_queries - 1)
-        queries = jax.lax.dynamic_slice_in_dim(query, start, _QUERIES_AT_ONCE, axis=1)
-        biases = None if bias is None or bias.shape[2] == 1 else bias[:, :, rows]
-        return xla_attention(
-            queries, key, value, bias if biases is None else biases, mask.visible_keys(rows, num_keys), scale=scale
-        )
+        key, value = key.astype(queries.dtype), value.astype(queries.dtype)
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, rows]
+        return xla_attention(queries, key, value, bias, mask.visible_keys(rows, num_keys), scale=scale)
 
-    output = jax.lax.map(block, starts)
-    return jnp.moveaxis(output, 0, 1).reshape(query.shape[0], -1, *output.shape[3:])[:, :num_queries]
+    @jax.checkpoint  # keeps the operands as they came, not the copies in float32
+    def in_blocks(query, key, value, bias):
+        # The gradients of keys and values are sums over all blocks, which lose too many digits in half precision.
+        key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+        padded = jnp.pad(query, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        blocks = jnp.moveaxis(padded.reshape(query.shape[0], len(starts), -1, *query.shape[2:]), 1, 0)
+        output = jax.lax.map(lambda args: block(args[0], key, value, bias, args[1]), (blocks, starts))
+        return jnp.moveaxis(output, 0, 1).reshape(query.shape[0], -1, *output.shape[3:])[:, :num_queries]
+
+    return in_blocks(query, key, value, bias)
 
 
 def _with_head_size(tensor: jax.Array, size: int) -> jax.Array:

@@ -1,0 +1,107 @@
+"""What the compilers for GPUs and TPUs make of attention: memory linear in the length, and no traffic of its own.
+
+`benchmarks/attention.py` compares a larger model, at more lengths and under more strategies, with hand-written JAX.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import keras
+import pytest
+from keras import layers
+
+import keras_dist as kd
+
+TARGETS = [
+    pytest.param(
+        "v5e:2x4",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
+        ),
+    ),
+    pytest.param(
+        "h100:8",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("jax_cuda12_plugin") is None,
+            reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+        ),
+    ),
+]
+KERNELS = {"v5e:2x4": "splash attention", "h100:8": "cuDNN"}
+WIDTH, HEADS, SIZE = 512, 8, 128
+SHORT, LONG = 2048, 8192
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.parametrize("target", TARGETS),
+    pytest.mark.usefixtures("full_compilation"),
+]
+
+
+@pytest.fixture(autouse=True)
+def half_precision():
+    """Layers compute in bfloat16, from float32 weights."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def attention(length):
+    inputs = keras.Input((length, WIDTH))
+    x = layers.Dense(WIDTH, name="into")(inputs)
+    x = layers.MultiHeadAttention(HEADS, SIZE, name="attention")(x, x, use_causal_mask=True)
+    model = keras.Model(inputs, layers.Dense(WIDTH, name="out")(x), name="attention")
+    model.compile("sgd", "mse")
+    return model
+
+
+def plan_of(make_distribution, target, axes, length):
+    """The plan of one row on each device."""
+    build = functools.partial(attention, length)
+    distribution = make_distribution(kd.create_device_mesh(axes, devices=kd.target(target)), build)
+    rows = jax.ShapeDtypeStruct((distribution.num_model_replicas, length, WIDTH), "float32")
+    return kd.plan(build, distribution, (rows, rows))
+
+
+def data_parallel(mesh, build):
+    return kd.DataParallel(mesh)
+
+
+def tensor_parallel(mesh, build):
+    return kd.ModelParallel(layout_map=kd.tensor_parallel_layout_map(build, mesh))
+
+
+def fully_sharded_and_tensor_parallel(mesh, build):
+    return kd.FullyShardedDataParallel(layout_map=kd.tensor_parallel_layout_map(build, mesh))
+
+
+@pytest.mark.parametrize(
+    ("make_distribution", "axes"),
+    [
+        (data_parallel, "batch:8"),
+        (tensor_parallel, "batch:1,model:8"),
+        (fully_sharded_and_tensor_parallel, "fsdp:4,model:2"),
+    ],
+)
+def test_memory_is_linear_in_the_length(target, make_distribution, axes):
+    short, long = (plan_of(make_distribution, target, axes, length) for length in (SHORT, LONG))
+    for plan in short, long:
+        assert [(each.implementation, each.calls, each.logits_bytes) for each in plan.attention] == [
+            (KERNELS[target], 1, 0)
+        ]
+    # Weights, gradients and constants do not grow, so a factor of 4 in the length is at most that in memory.
+    assert long.memory.temporaries <= 1.05 * LONG / SHORT * short.memory.temporaries
+
+
+def test_kernel_sends_nothing(target):
+    arguments = fully_sharded_and_tensor_parallel, target, "fsdp:4,model:2", SHORT
+    by_kernel = plan_of(*arguments)
+    keras.config.disable_flash_attention()
+    try:
+        by_xla = plan_of(*arguments)
+    finally:
+        keras.config.enable_flash_attention()  # restores the default: where a kernel can compute it
+    assert by_xla.attention[0].implementation == "XLA"
+    assert by_kernel.wire_bytes <= 1.001 * by_xla.wire_bytes
+    assert by_kernel.memory.temporaries < by_xla.memory.temporaries
