@@ -11,10 +11,12 @@ Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/att
 import argparse
 import functools
 
+import strategies  # sets up eight simulated devices, before JAX is imported
+
+# isort: split
 import handwritten
 import jax
 import keras
-import strategies  # sets up eight simulated devices before JAX starts
 
 import keras_dist as kd
 from keras_dist.planning.hlo.module_costs import read_module
