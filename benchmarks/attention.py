@@ -32,8 +32,8 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt, shorter: tuple[i
     """
     devices, builder = kd.target(target), functools.partial(strategies.build, sizes)
     compiled = handwritten.compile_for(strategy, target, sizes)
-    sent = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh).wire_bytes
-    by_hand = compiled.memory_analysis().temp_size_in_bytes
+    costs = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh)
+    by_hand = strategies.temporaries(compiled, costs)
     plan = kd.plan(builder, strategies.distribution(strategy, devices, builder), strategies.batch(strategy, sizes))
     held = sizes.length, by_hand, plan.memory.temporaries
     tokens = held[0] - shorter[0]
@@ -46,7 +46,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt, shorter: tuple[i
         f"{held[2] / held[1]:.2f}",
         *(f"{(now - before) / tokens / 2**10:.1f}" for now, before in zip(held[1:], shorter[1:], strict=True)),
         ", ".join(f"{each.calls:.0f} x {each.implementation}" for each in plan.attention),
-        f"{plan.wire_bytes / sent:.3f}",
+        f"{plan.wire_bytes / costs.wire_bytes:.3f}",
         "yes" if plan.fits else "no",
     ]
     return held, f"| {' | '.join(cells)} |"

@@ -92,9 +92,7 @@ def test_lengths(platform, queries, keys, is_causal):
 
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_queries_and_any_scale(platform, key_heads):
-    calls = assert_equals_one_device(
-        kd.DataParallel(), *operands(128, key_heads=key_heads), is_causal=True, scale=0.3
-    )
+    calls = assert_equals_one_device(kd.DataParallel(), *operands(128, key_heads=key_heads), is_causal=True, scale=0.3)
     assert calls == [(KERNEL[platform], None)]
 
 
