@@ -121,6 +121,36 @@ MODELS = {
 }
 
 
+TRANSFORMS = {
+    "checkpoint": lambda attend, x: keras.remat(attend)(x),
+    "vmap": lambda attend, x: keras.ops.vectorized_map(lambda row: attend(row[None])[0], x),
+    "scan": lambda attend, x: keras.ops.scan(lambda y, _: (y + attend(y), None), x, None, length=2)[0],
+    "cond": lambda attend, x: keras.ops.cond(keras.ops.sum(x) > -1e9, lambda: attend(x), lambda: x),
+}
+
+
+class InTransform(keras.Layer):
+    """Attention that a layer computes inside of a transformation of JAX."""
+
+    def __init__(self, transform):
+        super().__init__(name="transform")
+        self.transform, self.attention = TRANSFORMS[transform], keras.layers.MultiHeadAttention(8, 4, name="attention")
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.transform(lambda y: self.attention(y, y, use_causal_mask=True), x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def in_transform(name):
+    x = keras.Input((LENGTH, WIDTH))
+    return keras.Model(x, keras.layers.Dense(1)(InTransform(name)(x)))
+
+
 def inputs_of(model):
     """Random values for the inputs of a model, with padding."""
     rng = np.random.default_rng(0)
@@ -219,6 +249,13 @@ CASES = list(itertools.product(KERNEL, DISTRIBUTIONS, MODELS))
 )
 def test_models_train_as_on_one_cpu(platform, strategy, name, monkeypatch):
     assert_trains_as_on_one_device(platform, monkeypatch, name, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_attention_inside_of_transformations(transform, monkeypatch):
+    monkeypatch.setitem(MODELS, transform, functools.partial(in_transform, transform))
+    assert_trains_as_on_one_device("tpu", monkeypatch, transform, "DP")
 
 
 @pytest.mark.slow
