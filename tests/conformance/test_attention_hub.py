@@ -205,10 +205,10 @@ def on_one_device(name, policy="float32"):
     return loss_and_gradients(MODELS[name], policy)
 
 
-def rules_for(build, axes="data:2,model:4"):
+def rules_for(build):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
-        return tensor_parallel(build, axes)
+        return tensor_parallel(build, "data:2,model:4")
 
 
 DISTRIBUTIONS = {
