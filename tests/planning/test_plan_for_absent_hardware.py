@@ -91,10 +91,10 @@ def test_extrapolation_equals_the_compiled_model(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
 
     def build(depth):  # large enough for activations to leave the on-chip memory of a TPU
-        return gpt(depth, width=64, heads=4, length=1024, vocabulary=256)
+        return gpt(depth, width=256, heads=4, length=1024, vocabulary=256)
 
-    whole = kd.plan(lambda: build(4), distribution, 32)
-    line = kd.plan(build, distribution, 32, depth=4, compile_depths=(1, 2))
+    whole = kd.plan(lambda: build(4), distribution, 64)
+    line = kd.plan(build, distribution, 64, depth=4, compile_depths=(1, 2))
     assert line.variables == whole.variables
     assert line.memory.state == whole.memory.state
     assert line.flops == pytest.approx(whole.flops, rel=0.01)
