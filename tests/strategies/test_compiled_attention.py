@@ -1,4 +1,4 @@
-"""What the compilers for GPUs and TPUs make of attention: memory linear in the length, and no traffic of its own.
+"""What the compilers for GPUs and TPUs make of attention: no memory for logits, and no traffic of its own.
 
 `benchmarks/attention.py` compares a larger model, at more lengths and under more strategies, with hand-written JAX.
 """
@@ -84,7 +84,7 @@ def fully_sharded_and_tensor_parallel(mesh, build):
         (fully_sharded_and_tensor_parallel, "fsdp:4,model:2", HEADS // 2),
     ],
 )
-def test_memory_is_linear_in_the_length(target, make_distribution, axes, heads):
+def test_memory_is_that_of_activations(target, make_distribution, axes, heads):
     plan = plan_of(make_distribution, target, axes, LONG)
     assert [(each.implementation, each.calls, each.logits_bytes) for each in plan.attention] == [
         (KERNELS[target], 1, 0)
