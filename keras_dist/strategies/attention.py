@@ -82,7 +82,6 @@ def attention(
     Raises a ValueError if `flash_attention` is True and no kernel can compute it.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    shards = _Shards(mesh, tuple(batch_axes), _head_axes(query, mesh, batch_axes, axes_of_weight))
     kernel, reason = _FUSED_KERNELS.get(kernel_platform(mesh)), None
     if kernel is None:
         reason = "CPUs have none"
@@ -91,6 +90,7 @@ def attention(
         key_heads, value_heads = _without_repeats(key, value)
         reason = kernel.why_not(query, key_heads, value_heads, numeric_bias, structure)
         if reason is None:
+            shards = _shards_of(query, mesh, batch_axes, axes_of_weight)
             call = _FusedCall(kernel, structure, scale, soft_cap, shards)
             _record(kernel.name, None, 0, call.flops(query, key, value))
             return call(query, key_heads, value_heads, numeric_bias)
@@ -102,8 +102,10 @@ def attention(
             f"Received: query {query.dtype}{list(query.shape)}, key {list(key.shape)}. With flash_attention=None, XLA "
             "computes it."
         )
-    logits = 4 * math.prod(query.shape[:3]) * key.shape[1]
-    _record("XLA", reason, logits // shards.count(shards.batch + shards.heads), 0.0)
+    if _recorded.value is not None:
+        shards = _shards_of(query, mesh, batch_axes, axes_of_weight)
+        logits = 4 * math.prod(query.shape[:3]) * key.shape[1]
+        _record("XLA", reason, logits // shards.count(shards.batch + shards.heads), 0.0)
     return kernels.xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
 
 
@@ -151,13 +153,6 @@ def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.A
     return (few_keys, few_values) if repeats == value_repeats else (key, value)
 
 
-def _head_axes(
-    query: jax.Array, mesh: Mesh, batch_axes: Sequence[str], axes_of_weight: Callable[[Any], Any]
-) -> tuple[str, ...]:
-    axes = tuple(name for name in axes_of_dim(query, 2, axes_of_weight) or () if name not in batch_axes)
-    return axes if query.shape[2] % math.prod(mesh.shape[name] for name in axes) == 0 else ()
-
-
 @dataclass(frozen=True)
 class _Shards:
     """How operands are sharded: rows over `batch` axes, heads over `heads` axes."""
@@ -177,6 +172,14 @@ class _Shards:
         if heads_dim is not None and tensor.shape[heads_dim] % self.count(self.heads) == 0:
             entries[heads_dim] = self.heads
         return PartitionSpec(*entries)
+
+
+def _shards_of(
+    query: jax.Array, mesh: Mesh, batch_axes: Sequence[str], axes_of_weight: Callable[[Any], Any]
+) -> _Shards:
+    heads = tuple(name for name in axes_of_dim(query, 2, axes_of_weight) or () if name not in batch_axes)
+    shards = _Shards(mesh, tuple(batch_axes), heads)
+    return shards if query.shape[2] % shards.count(heads) == 0 else replace(shards, heads=())
 
 
 # ---------------------------------------------------------------------------------------------------- fused kernels

@@ -267,11 +267,9 @@ def _with_head_size(tensor: jax.Array, size: int) -> jax.Array:
 def sees_a_key(mask: AttentionMask, num_queries: int, num_keys: int) -> Any:
     """Returns whether each query sees a key, as a boolean array (B or 1, T); None if all do.
 
-    Segments are not considered: every query sees the key of its own position (`is_reflexive`).
+    Segments are not considered: `why_not_splash` allows only those in which every query sees the key of its position.
     """
-    rows = np.arange(num_queries)
-    first = np.zeros_like(rows) if mask.lower is None else np.clip(rows + mask.lower, 0, num_keys)
-    end = np.full_like(rows, num_keys) if mask.upper is None else np.clip(rows + mask.upper + 1, 0, num_keys)
+    first, end = _band_of_queries(mask, num_queries, num_keys)
     seen: Any = (end > first)[None]
     if mask.key_valid is not None:
         counts = jnp.pad(jnp.cumsum(mask.key_valid, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -283,7 +281,13 @@ def sees_a_key(mask: AttentionMask, num_queries: int, num_keys: int) -> Any:
 
 def visible_fraction(mask: AttentionMask, num_queries: int, num_keys: int) -> float:
     """Returns the part of all pairs of a query and a key that a mask's band lets see each other."""
+    first, end = _band_of_queries(mask, num_queries, num_keys)
+    return math.fsum(np.maximum(end - first, 0)) / (num_queries * num_keys)
+
+
+def _band_of_queries(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first key in the band of each query, and the one after the last."""
     rows = np.arange(num_queries)
     first = np.zeros_like(rows) if mask.lower is None else np.clip(rows + mask.lower, 0, num_keys)
     end = np.full_like(rows, num_keys) if mask.upper is None else np.clip(rows + mask.upper + 1, 0, num_keys)
-    return math.fsum(np.maximum(end - first, 0)) / (num_queries * num_keys)
+    return first, end
