@@ -6,18 +6,11 @@ import jax
 import keras
 import pytest
 from keras import layers
+from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
 from support.planned_models import LargestDim, gpt, rules, tensor_parallel
 
 import keras_dist as kd
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
-)
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-)
-EIGHT = [pytest.param("v5e:2x4", marks=needs_libtpu), pytest.param("h100:8", marks=needs_cuda)]
 TWO_NETWORKS = [
     pytest.param("v5e:2x2", 2, marks=needs_libtpu),
     pytest.param("h100:2x4", 1, marks=needs_cuda),
@@ -31,7 +24,7 @@ def mesh_of(target, axes, slices=1):
     return kd.create_device_mesh(axes, devices=kd.target(target, slices=slices))
 
 
-@pytest.mark.parametrize("target", EIGHT)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_data_parallel_reduces_the_gradients_and_nothing_else(target):
     planned = kd.plan(lambda: gpt(width=64), kd.DataParallel(mesh_of(target, "data:8")), 16)
     floor = 2 * planned.memory.weights * 7 / 8
@@ -44,7 +37,7 @@ def test_data_parallel_reduces_the_gradients_and_nothing_else(target):
     assert planned.roofline.dcn_seconds == 0
 
 
-@pytest.mark.parametrize("target", EIGHT)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
     moved = []
@@ -58,7 +51,7 @@ def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target)
     assert (most - less) / activation == pytest.approx(4, rel=0.01)
 
 
-@pytest.mark.parametrize("target", EIGHT)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_state_equals_that_of_simulated_devices(target):
     here = kd.plan(gpt, LargestDim(kd.create_device_mesh("data:8"), ["data"], "data"), 16)
     there = kd.plan(gpt, LargestDim(mesh_of(target, "data:8"), ["data"], "data"), 16)
@@ -86,7 +79,7 @@ def test_collectives_across_slices_or_hosts_are_distinguished(target, slices):
 
 
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
-@pytest.mark.parametrize("target", EIGHT)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_extrapolation_equals_the_compiled_model(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
 
@@ -113,7 +106,7 @@ def wide():
     return model
 
 
-@pytest.mark.parametrize("target", EIGHT)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_plan_that_does_not_fit(target):
     mesh = mesh_of(target, "data:8")
     kernel = 4 * 2**31  # bytes; Adam holds three of it, and its gradient comes besides
@@ -145,7 +138,7 @@ def test_model_larger_than_any_host_is_planned():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install 'keras-dist[hub]'")
-@pytest.mark.parametrize("target", ["cpu:8", *EIGHT])
+@pytest.mark.parametrize("target", ["cpu:8", *EIGHT_DEVICES])
 def test_keras_hub_task_that_compiles_itself(target):
     import keras_hub
 

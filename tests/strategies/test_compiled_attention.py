@@ -4,47 +4,24 @@
 """
 
 import functools
-import importlib.util
 
 import jax
 import keras
 import pytest
 from keras import layers
+from support.compilers import EIGHT_DEVICES
 
 import keras_dist as kd
 
-TARGETS = [
-    pytest.param(
-        "v5e:2x4",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
-        ),
-    ),
-    pytest.param(
-        "h100:8",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("jax_cuda12_plugin") is None,
-            reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-        ),
-    ),
-]
 KERNELS = {"v5e:2x4": "splash attention", "h100:8": "cuDNN"}
 WIDTH, HEADS, SIZE = 512, 8, 128
 SHORT, LONG = 2048, 8192
 
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.parametrize("target", TARGETS),
-    pytest.mark.usefixtures("full_compilation"),
+    pytest.mark.parametrize("target", EIGHT_DEVICES),
+    pytest.mark.usefixtures("full_compilation", "half_precision"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def half_precision():
-    """Layers compute in bfloat16, from float32 weights."""
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    yield
-    keras.config.set_dtype_policy("float32")
 
 
 def attention(length):

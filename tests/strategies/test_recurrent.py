@@ -5,7 +5,6 @@ There is no GPU here. For the numbers, JAX's reference implementation stands in 
 
 import functools
 import importlib
-import importlib.util
 
 import jax
 import keras
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import rnn
 from keras import layers
+from support.compilers import needs_cuda
 from support.keras_scenarios import start_anew
 from support.strategy_models import fsdp, scope
 
@@ -125,12 +125,6 @@ def test_a_call_inside_shard_map_is_local_already(rows_of_calls):
         )
         assert by_rows(np.ones((16, LENGTH, WIDTH), "float32")).shape == (16, LENGTH, UNITS)
     assert rows_of_calls == [2]
-
-
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-)
 
 
 @pytest.mark.compiler
