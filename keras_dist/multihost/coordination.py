@@ -154,6 +154,11 @@ class _BoundedLibrary:
                 " Check the output of the missing processes, that num_processes is the number of processes started, "
                 "and that each has its own process_id; if they only start later, increase initialize(timeout=...)."
             )
+        if any(status in reason for status in ("UNAVAILABLE", "ABORTED", "CANCELLED")):
+            return (
+                f"Process {process} joined {address}, but process 0 ended or stopped waiting before the others joined: "
+                f"not all processes joined within its timeout. Check the output of process 0. JAX reports: {reason}"
+            )
         return f"Process {process} could not join the others at {address}. JAX reports: {reason}"
 
 

@@ -138,6 +138,7 @@ CASES = {
     "processes are missing": _not_joined(0, "DEADLINE_EXCEEDED", 4),
     "two processes with one id": _not_joined(1, "ALREADY_EXISTS"),
     "a process beyond the number of process 0": _not_joined(2, "Unexpected task"),
+    "process 0 ends while others join": _not_joined(1, "UNAVAILABLE: failed to connect to all addresses"),
     "another error of JAX": _not_joined(1, "INTERNAL: connection lost"),
     "processes have different numbers of processes": _different_numbers_of_processes,
     "a message after jax.distributed.shutdown": coordination.client,

@@ -36,7 +36,7 @@ def test_failed_attempts_are_errors_after_which_joining_works():
 
     assert "not all 3 processes" in duplicate[0][1]
     assert sorted("process_id=1" in duplicate[rank][1] for rank in (1, 2)) == [False, True]
-    assert sorted("not all" in duplicate[rank][1] for rank in (1, 2)) == [False, True]
+    assert sorted("not all" in duplicate[rank][1] for rank in (1, 2)) == [False, True], duplicate
 
     assert count[:2] == (None, None)
     assert count[2][0] == "RuntimeError"
