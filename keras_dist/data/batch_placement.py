@@ -15,19 +15,20 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 
 
 class BatchPlacer:
-    """Shards dim 0 of host batches over the batch axes of a mesh, outermost first.
+    """Shards dim 0 of host batches over the batch axes of a mesh, outermost first, and dim 1 over the sequence axes.
 
     Dim 0 is sharded over the subset of axes with the largest product that divides the number of rows; if no axis does,
-    the array is replicated. This changes how many devices share the work, and not the results.
+    the array is replicated. This changes how many devices share the work, and not the results. Dim 1 is sharded if the
+    sequence axes divide it.
 
     >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
     >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
     [('data', 'fsdp'), ('fsdp',), ('data',), ()]
     """
 
-    def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str]):
+    def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str], sequence_axes: Sequence[str] = ()):
         self.device_mesh = device_mesh
-        self.batch_axes = tuple(batch_axes)
+        self.batch_axes, self.sequence_axes = tuple(batch_axes), tuple(sequence_axes)
         self._subsets = [  # the product of the sizes of each subset of axes, largest first; ties: more axes first
             (math.prod(device_mesh.axis_sizes[name] for name in subset), subset)
             for count in range(len(self.batch_axes), -1, -1)
@@ -55,7 +56,13 @@ class BatchPlacer:
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding of an array of this shape; a 0-d array is replicated."""
-        return _sharding_over(self.axes_for(shape[0]) if len(shape) else (), self.device_mesh.backend_mesh)
+        rows = self.axes_for(shape[0]) if len(shape) else ()
+        return _sharding_over(rows, self.sequence_axes_for(shape), self.device_mesh.backend_mesh)
+
+    def sequence_axes_for(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Returns the axes to shard dim 1 of an array over, `()` if they do not divide it."""
+        size = math.prod(self.device_mesh.axis_sizes[name] for name in self.sequence_axes)
+        return self.sequence_axes if len(shape) > 1 and shape[1] % size == 0 else ()
 
     def place(self, batch: Any) -> Any:
         """Places all arrays of a nested global batch on the mesh, in one transfer.
@@ -159,9 +166,11 @@ class BatchPlacer:
 
 
 @functools.lru_cache  # the same object each time, since JAX computes once for each what goes to which device
-def _sharding_over(axes: tuple[str, ...], mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    spec = jax.sharding.PartitionSpec(axes) if axes else jax.sharding.PartitionSpec()
-    return jax.sharding.NamedSharding(mesh, spec)
+def _sharding_over(
+    rows: tuple[str, ...], sequence: tuple[str, ...], mesh: jax.sharding.Mesh
+) -> jax.sharding.NamedSharding:
+    entries = [rows or None, sequence] if sequence else [rows] if rows else []
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
 
 
 class LocalShards(NamedTuple):

@@ -16,6 +16,15 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.strategies import attention_kernels as kernels
 from keras_dist.strategies.attention_mask import AttentionMask, recognize, recognize_bias
+from keras_dist.strategies.context_parallel import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    gather_heads,
+    gather_positions,
+    padded,
+    padded_mask,
+    scatter_heads,
+)
 from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
 from keras_dist.strategies.per_device import call_per_device
 
@@ -71,6 +80,7 @@ def attention(
     soft_cap: float | None,
     mesh: Mesh,
     batch_axes: Sequence[str],
+    sequence_axes: Sequence[str],
     axes_of_weight: Callable[[Any], Any],
 ) -> jax.Array:
     """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
@@ -96,6 +106,11 @@ def attention(
             return call(query, key_heads, value_heads, numeric_bias)
         if not flash_attention:
             _warn_once(reason)
+    if shards.sequence and not flash_attention and min(query.shape[1], key.shape[1]) >= shards.count(shards.sequence):
+        structure, numeric_bias = _structure(mask, bias, is_causal)
+        call = _FusedCall(_XLA_IN_BLOCKS, structure, scale, soft_cap, shards)
+        _record("XLA", reason, 0, 0.0)
+        return call(query, *_without_repeats(key, value), numeric_bias)
     if flash_attention:
         raise ValueError(
             f"{_caller()} asks for a fused attention kernel (flash_attention=True), but {reason}. "
@@ -155,22 +170,25 @@ def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.A
 
 @dataclass(frozen=True)
 class _Shards:
-    """How operands are sharded: rows over `batch` axes, heads over `heads` axes."""
+    """How operands are sharded: rows over `batch` axes, heads over `heads` axes, positions over `sequence` axes."""
 
     mesh: Mesh
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    sequence: tuple[str, ...] = ()
 
     def count(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
 
-    def spec(self, tensor: Any, heads_dim: int | None = None) -> PartitionSpec:
-        """Returns the spec of a tensor with rows in dim 0. One row or head is for all of them."""
+    def spec(self, tensor: Any, heads_dim: int | None = None, sequence_dim: int | None = None) -> PartitionSpec:
+        """Returns the spec of a tensor with rows in dim 0. One row, head or position is for all of them."""
         entries: list[Any] = [None] * tensor.ndim
         if tensor.shape[0] > 1:
             entries[0] = self.batch
         if heads_dim is not None and tensor.shape[heads_dim] % self.count(self.heads) == 0:
             entries[heads_dim] = self.heads
+        if sequence_dim is not None and self.sequence and tensor.shape[sequence_dim] > 1:
+            entries[sequence_dim] = self.sequence
         return PartitionSpec(*entries)
 
 
@@ -197,6 +215,9 @@ _FUSED_KERNELS = {
 }
 
 
+_XLA_IN_BLOCKS = _FusedKernel("XLA", kernels.xla_attention_in_blocks, lambda *operands: None)
+
+
 def kernel_platform(mesh: Mesh) -> str:
     """Returns the platform whose kernel computes attention: that of the mesh's devices."""
     return mesh.devices.flat[0].platform
@@ -217,30 +238,64 @@ class _FusedCall:
         return 2.0 * fraction * math.prod(query.shape[:3]) * key.shape[1] * (query.shape[-1] + value.shape[-1])
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
-        spec = self.shards.spec
+        output = self._computed(query, key, value, bias)
+        return _with_mean_where_all_is_masked(output, value, self.mask)
+
+    def _computed(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
+        if not self.shards.sequence:
+            return self._on_shards(query, key, value, bias, self.mask, None)
+        devices, length = self.shards.count(self.shards.sequence), query.shape[1]
+        mask = padded_mask(self.mask, length, key.shape[1], devices)
+        bias = None if bias is None else padded(padded(bias, 2, devices), 3, devices)
+        query, key, value = (padded(tensor, 1, devices) for tensor in (query, key, value))
+        heads = [tensor.shape[2] // self.shards.count(self.shards.heads) for tensor in (query, key)]
+        exchange = ALL_TO_ALL if all(number and number % devices == 0 for number in heads) else ALL_GATHER
+        return self._on_shards(query, key, value, bias, mask, exchange)[:, :length]
+
+    def _on_shards(self, query, key, value, bias, mask, exchange: str | None) -> jax.Array:
+        shards, sequence = self.shards, self.shards.sequence
+        by_rows = replace(shards, sequence=())
+        by_head = replace(by_rows, heads=shards.heads + sequence) if exchange == ALL_TO_ALL else by_rows
+        of_queries = shards if exchange == ALL_GATHER else by_rows  # vectors of queries
         specs: tuple[Any, ...] = (
-            *(spec(tensor, heads_dim=2) for tensor in (query, key, value)),
-            None if bias is None else spec(bias, heads_dim=1),
-            replace(
-                jax.tree.map(spec, self.mask),
-                dense=None if self.mask.dense is None else spec(self.mask.dense, heads_dim=1),
+            *(shards.spec(tensor, heads_dim=2, sequence_dim=1) for tensor in (query, key, value)),
+            None if bias is None else (of_queries if exchange == ALL_GATHER else by_head).spec(bias, 1, 2),
+            AttentionMask(
+                mask.lower,
+                mask.upper,
+                query_valid=None if mask.query_valid is None else of_queries.spec(mask.query_valid, sequence_dim=1),
+                key_valid=None if mask.key_valid is None else by_rows.spec(mask.key_valid),
+                segments=None
+                if mask.segments is None
+                else (of_queries.spec(mask.segments[0], sequence_dim=1), by_rows.spec(mask.segments[1])),
+                dense=None
+                if mask.dense is None
+                else (of_queries if exchange == ALL_GATHER else by_head).spec(mask.dense, 1, 2),
             ),
         )
-        # Devices compute with other rows and heads. The gradient of what they share is the sum of theirs.
-        axes = self.shards.batch + self.shards.heads
+        # Devices compute with other rows, heads and positions. The gradient of what they share is the sum of theirs.
+        axes = shards.batch + shards.heads + sequence
         summed_axes = [tuple(name for name in axes if name not in axis_names(each or ())) for each in specs[:4]]
-        head_axes = self.shards.heads if axis_names(specs[1]) != axis_names(specs[0]) else ()
+        head_axes = shards.heads if set(shards.heads) - set(axis_names(specs[1])) else ()
 
         def on_device(query, key, value, bias, mask):
             if head_axes:
                 key, value = (self._heads_of(query, tensor, head_axes) for tensor in (key, value))
+            first: dict[str, Any] = {}
+            if exchange == ALL_TO_ALL:
+                query, key, value = (scatter_heads(tensor, sequence) for tensor in (query, key, value))
+            elif exchange == ALL_GATHER:
+                first["first"] = jax.lax.axis_index(sequence) * query.shape[1]
+                key, value = (gather_positions(tensor, sequence) for tensor in (key, value))
             fraction = kernels.visible_fraction(mask, query.shape[1], key.shape[1])
             with jax.named_scope(f"{KERNEL_SCOPE}{fraction:.6f}"):
-                output = self.kernel.compute(query, key, value, bias, mask, scale=self.scale, soft_cap=self.soft_cap)
-            return _with_mean_where_all_is_masked(output, value, mask)
+                output = self.kernel.compute(
+                    query, key, value, bias, mask, scale=self.scale, soft_cap=self.soft_cap, **first
+                )
+            return gather_heads(output, sequence) if exchange == ALL_TO_ALL else output
 
-        arguments = query, key, value, bias, self.mask
-        return call_per_device(on_device, self.shards.mesh, arguments, specs, specs[0], 4, summed_axes)
+        arguments = query, key, value, bias, mask
+        return call_per_device(on_device, shards.mesh, arguments, specs, specs[0], 4, summed_axes)
 
     def _heads_of(self, query: jax.Array, tensor: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Returns the key or value heads of a device's query heads, if it holds all of them."""

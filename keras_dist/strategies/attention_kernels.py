@@ -223,11 +223,19 @@ def xla_attention(
 
 
 def xla_attention_in_blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: AttentionMask, *, scale: float
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    first: Any = 0,
 ) -> jax.Array:
     """Computes attention by XLA for a block of queries at a time, so that the memory for logits is linear in T and S.
 
-    The backward pass computes the logits again.
+    The backward pass computes the logits again. `first` is the position of the first query.
     """
     num_queries, num_keys = query.shape[1], key.shape[1]
     missing = -num_queries % _QUERIES_AT_ONCE
@@ -240,7 +248,8 @@ def xla_attention_in_blocks(
         key, value = key.astype(queries.dtype), value.astype(queries.dtype)
         if bias is not None and bias.shape[2] > 1:
             bias = bias[:, :, rows]
-        return xla_attention(queries, key, value, bias, mask.visible_keys(rows, num_keys), scale=scale)
+        visible = mask.visible_keys(rows, num_keys, first)
+        return xla_attention(queries, key, value, bias, visible, scale=scale, soft_cap=soft_cap)
 
     @jax.checkpoint  # keeps the operands as they came, not the copies in float32
     def in_blocks(query, key, value, bias):

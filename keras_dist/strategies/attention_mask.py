@@ -59,22 +59,25 @@ class AttentionMask:
         """Returns the mask as booleans (B or 1, N or 1, T, S)."""
         return self.visible_keys(jnp.arange(num_queries), num_keys)
 
-    def visible_keys(self, positions: jax.Array, num_keys: int) -> jax.Array:
-        """Returns which keys the queries at some positions see, as booleans (B or 1, N or 1, positions, S)."""
-        distances = jnp.arange(num_keys) - positions[:, None]
+    def visible_keys(self, queries: jax.Array, num_keys: int, first: Any = 0) -> jax.Array:
+        """Returns which keys some queries see, as booleans (B or 1, N or 1, queries, S).
+
+        `first` is the position of the first query that the mask is of.
+        """
+        distances = jnp.arange(num_keys) - queries[:, None] - first
         visible = jnp.ones((1, 1, *distances.shape), bool)
         if self.lower is not None:
             visible &= distances >= self.lower
         if self.upper is not None:
             visible &= distances <= self.upper
         if self.query_valid is not None:
-            visible &= self.query_valid[:, None, positions, None]
+            visible &= self.query_valid[:, None, queries, None]
         if self.key_valid is not None:
             visible &= self.key_valid[:, None, None, :]
         if self.segments is not None:
-            queries, keys = self.segments
-            visible &= queries[:, None, positions, None] == keys[:, None, None, :]
-        return visible if self.dense is None else visible & self.dense[:, :, positions]
+            query_ids, key_ids = self.segments
+            visible &= query_ids[:, None, queries, None] == key_ids[:, None, None, :]
+        return visible if self.dense is None else visible & self.dense[:, :, queries]
 
 
 def recognize(mask: Any) -> AttentionMask:

@@ -42,9 +42,11 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes rows of its own, any number of them, and the
             global batch is their union.
+        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
 
     Raises:
-        ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch axis that the mesh does not have.
+        ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
+            does not have or that is named twice.
     """
 
     def __init__(
@@ -52,22 +54,29 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh,
         batch_dim_name: BatchDimName = None,
         auto_shard_dataset: bool = True,
+        sequence_dim_name: BatchDimName = None,
     ):
         self._device_mesh = as_auto_mesh(device_mesh)
-        batch_axes = axis_tuple(batch_dim_name)
-        for name in batch_axes:
-            if name not in self._device_mesh.axis_sizes or batch_axes.count(name) > 1:
-                raise ValueError(
-                    f"batch_dim_name={batch_dim_name!r} must name axes of the mesh, each once. The mesh has the axes "
-                    f"{list(self._device_mesh.axis_sizes)}."
-                )
-        self._batch_dim_name = batch_dim_name
+        batch_axes, sequence_axes = axis_tuple(batch_dim_name), axis_tuple(sequence_dim_name)
+        for argument, axes in (("batch_dim_name", batch_axes), ("sequence_dim_name", sequence_axes)):
+            for name in axes:
+                if name not in self._device_mesh.axis_sizes or axes.count(name) > 1:
+                    raise ValueError(
+                        f"{argument}={axes if len(axes) > 1 else axes[0]!r} must name axes of the mesh, each once. The "
+                        f"mesh has the axes {list(self._device_mesh.axis_sizes)}."
+                    )
+        if set(batch_axes) & set(sequence_axes):
+            raise ValueError(
+                f"sequence_dim_name={sequence_dim_name!r} and batch_dim_name={batch_dim_name!r} share an axis. Choose "
+                f"another axis of the mesh, {list(self._device_mesh.axis_sizes)}, or add one."
+            )
+        self._batch_dim_name, self._sequence_dim_name = batch_dim_name, sequence_dim_name
         self._auto_shard_dataset = auto_shard_dataset
         self._num_processes = internals.num_processes()
         self._process_id = internals.process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = False
-        self._placer = BatchPlacer(self._device_mesh, batch_axes)
+        self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
         self._comparisons: dict[bool, BatchComparison] = {}
         self._traced_weights = TracedWeights()
 
@@ -87,21 +96,26 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return self._batch_dim_name
 
     @property
+    def sequence_dim_name(self) -> BatchDimName:
+        """The mesh axis, or axes, that dim 1 of a batch is sharded over; `None` without context parallelism."""
+        return self._sequence_dim_name
+
+    @property
     def num_model_replicas(self) -> int:
         """The number of shards of a global batch: the product of the sizes of the batch axes."""
         return math.prod(self._device_mesh.axis_sizes[name] for name in self._placer.batch_axes)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
-        """Returns the layout of a batch: dim 0 over the batch axes.
+        """Returns the layout of a batch: dim 0 over the batch axes, dim 1 over the sequence axes.
 
         A batch whose rows the axes do not divide has this layout too. When it is placed, it is sharded over the largest
-        part of the axes that divides it.
+        part of the axes that divides it. A dim 1 that the sequence axes do not divide is not sharded.
 
         Args:
             data_shape: the shape of one array of the batch. A 0-d array is replicated.
         """
-        batch = [self._placer.batch_axes] if len(data_shape) else []
-        return TensorLayout(batch + [None] * (len(data_shape) - 1), self._device_mesh)
+        entries = [self._placer.batch_axes, self._placer.sequence_axes_for(data_shape)][: len(data_shape)]
+        return TensorLayout([*entries, *[None] * (len(data_shape) - len(entries))], self._device_mesh)
 
     def get_variable_layout(self, variable) -> TensorLayout:
         """Returns the layout in which a variable is stored.
@@ -243,7 +257,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             self._traced_weights.add(value, getattr(stored, "axes", ()))
             return value
         used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
-        value = to_compute_layout(value, stored, used, update, self._placer.batch_axes)
+        value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
         self._traced_weights.add(value, used.axes)
         return value
 
@@ -257,6 +271,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             **options,
             mesh=self._device_mesh.backend_mesh,
             batch_axes=self._placer.axes_for(query.shape[0]),
+            sequence_axes=self._placer.sequence_axes,
             axes_of_weight=self._traced_weights.axes_of,
         )
 

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 
 from keras_dist._keras import internals
-from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
-from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.base import BatchDimName, Distribution
 from keras_dist.strategies.shard_dim import shard_one_more_dim
 
 
@@ -25,6 +25,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
+        sequence_dim_name: the second axis of a mesh with two, to shard dim 1 of the batch over (context parallelism).
 
     Raises:
         ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh.
@@ -44,6 +45,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         auto_shard_dataset: bool = True,
         *,
         shard_optimizer_state: bool = False,
+        sequence_dim_name: BatchDimName = None,
     ):
         if device_mesh is not None and devices is not None:
             raise ValueError(
@@ -61,14 +63,14 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 device_mesh = DeviceMesh(np.shape(devices), names, devices)
         device_mesh = as_auto_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
-        if device_mesh.devices.ndim != 1:
+        if set(device_mesh.axis_names[1:]) - set(axis_tuple(sequence_dim_name)):
             warnings.warn(
                 f"DataParallel expects a 1D mesh, but got {device_mesh}. The batch is sharded over the first axis, "
                 f"{first_axis!r}, only; along the other axes all devices compute the same. To shard the batch over "
                 "several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
                 stacklevel=2,
             )
-        super().__init__(device_mesh, first_axis, auto_shard_dataset)
+        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name)
         self._shard_optimizer_state = shard_optimizer_state
 
     def get_update_layout(self, variable) -> TensorLayout:

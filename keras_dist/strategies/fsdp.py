@@ -40,6 +40,8 @@ class FullyShardedDataParallel(ModelParallel):
         auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
             devices their rows. `False`: each process is passed its own share.
         strict: as for `ModelParallel`.
+        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
+            parallelism). Weights are replicated over it.
 
     Raises:
         ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
@@ -69,18 +71,20 @@ class FullyShardedDataParallel(ModelParallel):
         reshard_after_forward: bool = False,
         auto_shard_dataset: bool = True,
         strict: bool = False,
+        sequence_dim_name: BatchDimName = None,
     ):
         if layout_map is None:
             mesh = create_device_mesh((-1,), axis_names=["fsdp"]) if device_mesh is None else device_mesh
             layout_map = LayoutMap(mesh)
         layout_map = as_layout_map(layout_map)
-        replica_axes, shard_axes = _replica_and_shard_axes(layout_map, shard_axis, replica_axis)
+        replica_axes, shard_axes = _replica_and_shard_axes(layout_map, shard_axis, replica_axis, sequence_dim_name)
         super().__init__(
             layout_map=layout_map,
             batch_dim_name=replica_axes + shard_axes,
             auto_shard_dataset=auto_shard_dataset,
             device_mesh=device_mesh,
             strict=strict,
+            sequence_dim_name=sequence_dim_name,
         )
         self._shard_axes, self._min_shard_bytes = shard_axes, min_shard_bytes
         self.reshard_after_forward = reshard_after_forward
@@ -105,7 +109,7 @@ class FullyShardedDataParallel(ModelParallel):
 
 
 def _replica_and_shard_axes(
-    layout_map: LayoutMap, shard_axis: BatchDimName, replica_axis: BatchDimName
+    layout_map: LayoutMap, shard_axis: BatchDimName, replica_axis: BatchDimName, sequence_dim_name: BatchDimName
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     mesh = layout_map.device_mesh
     sizes = {} if mesh is None else mesh.axis_sizes
@@ -113,7 +117,8 @@ def _replica_and_shard_axes(
     used = {name for layout in weight_rules for name in axis_names(layout.axes)}
     replica_axes, shard_axes = axis_tuple(replica_axis), axis_tuple(shard_axis)
     if not shard_axes:
-        free = [name for name in sizes if name not in used and name not in replica_axes]
+        taken = {*used, *replica_axes, *axis_tuple(sequence_dim_name)}
+        free = [name for name in sizes if name not in taken]
         if not free or len(free) > 2:
             raise ValueError(
                 f"FullyShardedDataParallel cannot choose an axis to shard weights over: of the mesh's axes {sizes}, "

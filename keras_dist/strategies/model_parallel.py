@@ -3,7 +3,7 @@
 import keras
 
 from keras_dist.layout.layout_map import Rule, as_layout_map
-from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
 
@@ -18,6 +18,8 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
             devices their rows. `False`: each process is passed its own share.
         device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
+        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
+            parallelism). No rule for a weight may use it.
         strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
             reported once, as a `LayoutMapWarning`.
@@ -46,6 +48,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         auto_shard_dataset: bool = True,
         device_mesh=None,
         strict: bool = False,
+        sequence_dim_name: BatchDimName = None,
     ):
         if layout_map is None:
             raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
@@ -56,7 +59,15 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 f"ModelParallel uses the mesh of its layout map, {mesh}, but got device_mesh={device_mesh}. "
                 "Create the map with LayoutMap(device_mesh)."
             )
-        super().__init__(mesh, mesh.axis_names[0] if batch_dim_name is None else batch_dim_name, auto_shard_dataset)
+        batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
+        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name)
+        for pattern, layout in layout_map.items():
+            shared = set(axis_names(layout.axes)) & set(axis_tuple(sequence_dim_name))
+            if shared and not pattern.endswith(("/input", "/output")):
+                raise ValueError(
+                    f"Layout map rule {pattern!r} shards a weight over {shared.pop()!r}, which sequence_dim_name="
+                    f"{sequence_dim_name!r} shards sequences over. Use another axis for one of them."
+                )
         self._layout_map = layout_map
         self.strict = strict
         replicas = self.num_model_replicas
