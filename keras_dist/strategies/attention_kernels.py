@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_dist.strategies.attention_mask import AttentionMask
+from keras_dist.strategies.splash_blocks import QueryRuns, band_function, block_tables
+
+KEPT = "kept_for_backward"  # name of what a rematerialized kernel keeps
 
 _LANES = 128  # lengths of splash attention's blocks are multiples of this
-_LARGEST_BLOCK = 512  # as MaxText's default; larger ones may exceed the fast memory of a TPU core
+_BLOCK_SIZES = 512, 1024  # MaxText's default, and the largest that fits into the fast memory of a TPU core
+_TABLE_BYTES = 768 * 1024  # of scalar memory for three bytes a block of queries and keys; a TPU core has 1 MiB
+MOST_PAIRS_OF_SPLASH = _TABLE_BYTES // 3 * _BLOCK_SIZES[-1] ** 2  # of a query and a key on one device, under a mask
 _QUERIES_AT_ONCE = 64  # of attention by XLA in blocks
 
 # ------------------------------------------------------------------------------------------- splash attention (TPU)
@@ -51,27 +56,33 @@ def splash_attention(
     *,
     scale: float,
     soft_cap: float | None,
+    runs: QueryRuns | None = None,
 ) -> jax.Array:
-    """Computes attention by JAX's splash attention, a Pallas kernel. Lengths are padded to multiples of 128."""
+    """Computes attention by JAX's splash attention, a Pallas kernel. Lengths are padded to multiples of 128.
+
+    `runs` are the positions of the queries if they are not all. Their lengths are multiples of 128.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     num_queries, num_keys = query.shape[1], key.shape[1]
     query = _padded(query * jnp.asarray(scale, query.dtype))
     key, value = _padded(key), _padded(value)
     lengths = query.shape[1], key.shape[1]
+    runs = runs or QueryRuns(np.zeros((1, 1), int), lengths[0], 0)
+    block_q, block_kv = _block_sizes(runs.length, *lengths)
     if mask.lower is None and mask.upper is None:
-        static_mask = masks.FullMask(lengths)
+        by_queries = by_keys = MaskInfo(None, None, None, None, None)
+        mask_function = None
     else:
-        left = None if mask.lower is None else -mask.lower
-        static_mask = masks.LocalMask(lengths, (left, mask.upper), offset=0)
-    block_q, block_kv = (
-        max(size for size in range(_LANES, _LARGEST_BLOCK + 1, _LANES) if length % size == 0) for length in lengths
-    )
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([static_mask] * query.shape[2]),
-        head_shards=1,
-        q_seq_shards=1,
+        tables = block_tables(mask.lower, mask.upper, runs, lengths[1], block_q, block_kv)
+        by_queries = MaskInfo(tables.keys, None, tables.has_keys, None, runs.positions())  # pyright: ignore
+        by_keys = MaskInfo(tables.queries, None, tables.has_queries, None, runs.positions())  # pyright: ignore
+        mask_function = band_function(mask.lower, mask.upper)
+    kernel = kernels.SplashAttentionKernel(
+        by_queries,
+        by_queries,
+        by_keys,
         block_sizes=kernels.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
@@ -80,13 +91,31 @@ def splash_attention(
             block_q_dq=block_q,
             block_kv_dq=block_kv,
         ),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernels.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=KEPT,
+        mask_function=mask_function,
+        interpret=False,
     )
     output: Any = jax.vmap(kernel)(
         *(tensor.transpose(0, 2, 1, 3) for tensor in (query, key, value)),
         _splash_segments(kernels.SegmentIds, mask, query.shape[0], (num_queries, num_keys), lengths),
     )
     return output.transpose(0, 2, 1, 3)[:, :num_queries]
+
+
+def _block_sizes(run: int, num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Returns the sizes of the blocks of queries, which do not reach beyond a run, and of keys."""
+    default, largest = _BLOCK_SIZES
+    has_few = 3 * num_queries * num_keys <= _TABLE_BYTES * default**2
+
+    def block_size(length: int) -> int:
+        sizes = range(_LANES, (default if has_few else largest) + 1, _LANES)
+        return max(size for size in sizes if length % size == 0)
+
+    return block_size(run), block_size(num_keys)
 
 
 def _splash_segments(
@@ -231,15 +260,16 @@ def xla_attention_in_blocks(
     *,
     scale: float,
     soft_cap: float | None = None,
-    first: Any = 0,
+    runs: QueryRuns | None = None,
 ) -> jax.Array:
     """Computes attention by XLA for a block of queries at a time, so that the memory for logits is linear in T and S.
 
-    The backward pass computes the logits again. `first` is the position of the first query.
+    The backward pass computes the logits again. `runs` are the positions of the queries if they are not all.
     """
     num_queries, num_keys = query.shape[1], key.shape[1]
     missing = -num_queries % _QUERIES_AT_ONCE
     starts = jnp.arange(0, num_queries + missing, _QUERIES_AT_ONCE)
+    positions = jnp.arange(num_queries) if runs is None else runs.positions()
 
     @jax.checkpoint
     def block(queries, key, value, bias, start):
@@ -248,7 +278,7 @@ def xla_attention_in_blocks(
         key, value = key.astype(queries.dtype), value.astype(queries.dtype)
         if bias is not None and bias.shape[2] > 1:
             bias = bias[:, :, rows]
-        visible = mask.visible_keys(rows, num_keys, first)
+        visible = mask.visible_keys(rows, num_keys, positions[rows])
         return xla_attention(queries, key, value, bias, visible, scale=scale, soft_cap=soft_cap)
 
     @jax.checkpoint  # keeps the operands as they came, not the copies in float32

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,8 @@ class AttentionMask:
         upper: Key position - query position is at most this (causal: 0; a prompt in a cache from index c: c).
         query_valid: Booleans (B or 1, T), or None.
         key_valid: Booleans (B or 1, S), or None.
-        segments: Integers (B or 1, T) and (B or 1, S) of packed sequences: query and key have the same; or None.
+        segments: Integers (B or 1, T) and (B or 1, S) of packed sequences: query and key have the same; or None. One
+            array if the ids of queries and keys are the same.
         dense: Booleans (B or 1, N or 1, T, S): the conditions that were not recognized; or None.
     """
 
@@ -59,12 +60,36 @@ class AttentionMask:
         """Returns the mask as booleans (B or 1, N or 1, T, S)."""
         return self.visible_keys(jnp.arange(num_queries), num_keys)
 
-    def visible_keys(self, queries: jax.Array, num_keys: int, first: Any = 0) -> jax.Array:
+    def padded(self, lengths: tuple[int, int], to: tuple[int, int]) -> "AttentionMask":
+        """Returns the mask of more queries and keys, of which no query of this one sees any that was added."""
+        key_valid, segments = self.key_valid, self.segments
+        hides_padded_keys = self.upper is not None and lengths[0] - 1 + self.upper < lengths[1]
+        if to[1] > lengths[1] and key_valid is None and not hides_padded_keys:
+            key_valid = jnp.ones((1, lengths[1]), bool)
+        if segments is not None and to != lengths:
+            of_padding = jnp.maximum(segments[0].max(), segments[1].max()) + 1
+            segments = tuple(_padded(ids, 1, length, of_padding) for ids, length in zip(segments, to, strict=True))
+        return AttentionMask(
+            self.lower,
+            self.upper,
+            query_valid=_padded(self.query_valid, 1, to[0], True),
+            key_valid=_padded(key_valid, 1, to[1], False),
+            segments=segments,
+            dense=_padded(_padded(self.dense, 2, to[0], False), 3, to[1], False),
+        )
+
+    def at(self, queries: jax.Array) -> "AttentionMask":
+        """Returns the mask of some queries; its band, and arrays with a value for each pair, stay as they are."""
+        if self.segments is None:
+            return self
+        return replace(self, segments=(self.segments[0][:, queries], self.segments[1]))
+
+    def visible_keys(self, queries: jax.Array, num_keys: int, positions: jax.Array | None = None) -> jax.Array:
         """Returns which keys some queries see, as booleans (B or 1, N or 1, queries, S).
 
-        `first` is the position of the first query that the mask is of.
+        `positions` are those of the queries if the mask is not of all queries.
         """
-        distances = jnp.arange(num_keys) - queries[:, None] - first
+        distances = jnp.arange(num_keys) - (queries if positions is None else positions)[:, None]
         visible = jnp.ones((1, 1, *distances.shape), bool)
         if self.lower is not None:
             visible &= distances >= self.lower
@@ -233,8 +258,10 @@ class _Conditions:
                 continue
             is_band = self.reader.affine(left) is not None and self.reader.affine(right) is not None
             if self.segments is None and not is_band and jnp.issubdtype(left.node.dtype, jnp.integer):
-                query_ids, key_ids = self.reader.build(queries, dims), self.reader.build(keys, key_dims)
-                self.segments = query_ids[:, 0, :, 0], key_ids[:, 0, 0, :]
+                query_ids, key_ids = self.reader.build(queries, dims)[:, 0, :, 0], self.reader.build(keys, key_dims)
+                # The same ids of both are one array: then every query sees the key of its own position.
+                is_same = queries.origin() == keys.origin().with_dim(KEY, QUERY)
+                self.segments = query_ids, query_ids if is_same else key_ids[:, 0, 0, :]
                 return True
         return False
 
@@ -267,6 +294,14 @@ class _Conditions:
                     return True
         source = operands[0] if node.primitive == "convert_element_type" else read.source()
         return source is not None and self.require_no_bias(source)
+
+
+def _padded(array: Any, dim: int, length: int, value: Any) -> Any:
+    """Pads a dim to a length; one of size 1 is for all queries or keys."""
+    if array is None or array.shape[dim] in (1, length):
+        return array
+    widths = [(0, length - array.shape[dim] if number == dim else 0) for number in range(array.ndim)]
+    return jnp.pad(array, widths, constant_values=value)
 
 
 def _all(conditions: list[Any]) -> Any | None:

@@ -272,6 +272,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             mesh=self._device_mesh.backend_mesh,
             batch_axes=self._placer.axes_for(query.shape[0]),
             sequence_axes=self._placer.sequence_axes,
+            sequence_exchange=None,
             axes_of_weight=self._traced_weights.axes_of,
         )
 

@@ -78,6 +78,15 @@ class Read(NamedTuple):
             source = [(dim, offset + start) for (dim, offset), start in zip(view, starts, strict=True)]
         return Read(operand, tuple(source))
 
+    def origin(self) -> "Read":
+        """Returns the same elements in the value that they were taken from by rearrangements."""
+        source = self.source()
+        return self if source is None else source.origin()
+
+    def with_dim(self, dim: int, other: int) -> "Read":
+        """Returns what is read where one dim of the mask is indexed in place of another."""
+        return Read(self.node, tuple((other if each == dim else each, offset) for each, offset in self.view))
+
     def placed(self, value: Any, mask_shape: Sequence[int]) -> Any:
         """Returns the elements of `value` that the mask reads, as (B, N, T, S); 1 for dims that it has not."""
         slices, dims = [], []

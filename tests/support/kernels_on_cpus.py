@@ -1,7 +1,5 @@
 """Makes CPUs compute attention as TPUs or GPUs do."""
 
-import functools
-
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -19,8 +17,12 @@ def use_kernel_of(platform, monkeypatch):
     """
     monkeypatch.setattr(attention, "kernel_platform", lambda mesh: platform)
     monkeypatch.setattr(attention, "_warned", set())
-    make_splash = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make_splash)
+    make_kernel = splash_attention_kernel.SplashAttentionKernel
+
+    def in_interpreter(*args, **kwargs):
+        return make_kernel(*args, **(kwargs | {"interpret": True}))
+
+    monkeypatch.setattr(splash_attention_kernel, "SplashAttentionKernel", in_interpreter)
     dot_product_attention = jax.nn.dot_product_attention
 
     def as_cudnn(query, key, value, *args, implementation, **kwargs):

@@ -1,0 +1,105 @@
+"""Which blocks of keys each block of queries sees: the tables that splash attention reads.
+
+JAX's own functions make them from masks, by looking at every block of T x S, which takes minutes for long sequences.
+Here they follow from the limits of a band. They also serve queries that are not consecutive, and differ by device.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class QueryRuns:
+    """The positions of a device's queries, which are runs of consecutive ones.
+
+    Attributes:
+        starts: where the runs of each group of devices begin, (groups, runs), ascending in each group.
+        length: number of positions of a run.
+        group: the group of this device.
+    """
+
+    starts: np.ndarray
+    length: int
+    group: Any
+
+    def positions(self) -> jax.Array:
+        """Returns the positions of this device's queries."""
+        starts = jnp.asarray(self.starts, jnp.int32)[self.group]
+        return (starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)).reshape(-1)
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """The tables of one device, with a dim for heads in front. A step is of the kernel's grid.
+
+    Attributes:
+        keys: the block of keys that each block of queries takes at each step, (1, query blocks, steps).
+        has_keys: whether it takes one, of the same shape.
+        queries: the block of queries that each block of keys takes at each step, (1, steps, key blocks).
+        has_queries: whether it takes one, of the same shape.
+    """
+
+    keys: jax.Array
+    has_keys: jax.Array
+    queries: jax.Array
+    has_queries: jax.Array
+
+
+def block_tables(
+    lower: int | None, upper: int | None, runs: QueryRuns, num_keys: int, block_q: int, block_kv: int
+) -> BlockTables:
+    """Returns the tables of a band: a query sees the keys at distances from `lower` to `upper` of its position.
+
+    Example: 4 queries and keys in blocks of 2, causal. Query block 0 takes key block 0, query block 1 takes 0 and 1.
+
+    >>> tables = block_tables(None, 0, QueryRuns(np.array([[0]]), 4, 0), 4, 2, 2)
+    >>> tables.keys[0].tolist(), tables.has_keys[0].tolist()
+    ([[0, 0], [0, 1]], [[1, 0], [1, 1]])
+    >>> tables.queries[0].tolist(), tables.has_queries[0].tolist()
+    ([[0, 1], [1, 1]], [[1, 1], [1, 0]])
+    """
+    first = (runs.starts[:, :, None] + np.arange(0, runs.length, block_q)).reshape(len(runs.starts), -1)
+    begin = np.zeros_like(first) if lower is None else np.clip(first + lower, 0, num_keys) // block_kv
+    last_key = first * 0 + num_keys - 1 if upper is None else np.minimum(first + block_q - 1 + upper, num_keys - 1)
+    end = last_key // block_kv + 1  # 0 or less where no key is seen
+    keys, has_keys = _steps(begin, end)
+
+    blocks = np.arange(num_keys // block_kv)
+    seen = (begin[..., None] <= blocks) & (blocks < end[..., None])  # (groups, query blocks, key blocks)
+    first_query = seen.argmax(1)
+    queries, has_queries = _steps(first_query, first_query + seen.sum(1))
+
+    def of_device(table: np.ndarray) -> jax.Array:
+        small = next(kind for kind in (np.int8, np.int16, np.int32) if table.max() <= np.iinfo(kind).max)
+        return jnp.asarray(table.astype(small))[runs.group][None]
+
+    return BlockTables(
+        of_device(keys), of_device(has_keys), of_device(queries.swapaxes(1, 2)), of_device(has_queries.swapaxes(1, 2))
+    )
+
+
+def _steps(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the block of each step, the last one repeated where there are no more, and whether there is one."""
+    steps = np.arange(max(1, (end - begin).max()))
+    blocks = np.minimum(begin[..., None] + steps, np.maximum(end, begin + 1)[..., None] - 1)
+    return np.maximum(blocks, 0), (steps < (end - begin)[..., None]).astype(np.int8)
+
+
+@functools.lru_cache
+def band_function(lower: int | None, upper: int | None) -> Callable:
+    """Returns the function that a kernel computes the mask of a block with; the same one for equal limits."""
+
+    def sees(queries, keys):
+        seen = None if lower is None else queries + lower <= keys
+        if upper is None:
+            return seen
+        below = keys <= queries + upper
+        return below if seen is None else seen & below
+
+    return sees
