@@ -181,10 +181,11 @@ def _notes_on_idle_axes(
 ) -> tuple[str, ...]:
     """Notes on mesh axes over which neither variables nor the batch are sharded, and no collective runs."""
     used = {axis for variable in variables for axis in axis_names(variable.axes)}
-    used |= {axis for each in traffic for axis in each.axes or ()} | set(axis_tuple(distribution.batch_dim_name))
+    used |= {axis for each in traffic for axis in each.axes or ()}
+    used |= {*axis_tuple(distribution.batch_dim_name), *axis_tuple(distribution.sequence_dim_name)}
     return tuple(
         f"Mesh axis '{axis}' (size {size}) is unused: its {size} devices hold the same values and repeat the same "
-        "work. Shard weights over it with layout map rules, or add it to the batch axes."
+        "work. Shard weights over it with layout map rules, or add it to the batch axes or the sequence axes."
         for axis, size in distribution.device_mesh.axis_sizes.items()
         if size > 1 and axis not in used
     )

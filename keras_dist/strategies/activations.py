@@ -20,16 +20,18 @@ def distribute_tensors(
     tensors: Any,
     layout: Any,
     batch_axes: Sequence[str],
+    sequence_axes: Sequence[str] = (),
     *,
     role: str = "output",
     gradient_layout: TensorLayout | None = None,
 ) -> Any:
     """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
 
-    While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only, and dim
-    0 of inputs and outputs of layers, may have any size: it is sharded over those of its axes with the largest product
-    that divides it. `role` is "input" or "output", for errors. `gradient_layout` applies while tracing. Raises
-    ValueError if the layout has more entries than every tensor has dims, or an axis does not divide its dim.
+    While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
+    any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
+    its axes with the largest product that divides it. `role` is "input" or "output", for errors. `gradient_layout`
+    applies while tracing. Raises ValueError if the layout has more entries than every tensor has dims, or an axis does
+    not divide its dim.
     """
     if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
         return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
@@ -37,27 +39,31 @@ def distribute_tensors(
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes and max(map(len, shapes)) < len(layout.axes):
         _require_fit(layout.axes, max(shapes, key=len), layout, role)
+    axes = batch_axes, sequence_axes
     for index, shape in enumerate(shapes):
         if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
             continue
-        fitted = _fit(layout, shape, batch_axes, role)
+        fitted = _fit(layout, shape, *axes, role)
         if gradient_layout is not None and isinstance(leaves[index], Tracer):
-            fitted_gradient = _fit(gradient_layout, shape, batch_axes, role)
+            fitted_gradient = _fit(gradient_layout, shape, *axes, role)
             leaves[index] = with_gradient_layout(leaves[index], fitted, fitted_gradient)
         else:
             leaves[index] = _distribute(leaves[index], fitted)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fit(layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], role: str) -> Any:
+def _fit(
+    layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], sequence_axes: Sequence[str], role: str
+) -> Any:
     mesh = as_device_mesh(layout.device_mesh)
     axes = list(layout.axes)
     is_in_layer = bool(internals.current_path())
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
-        # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number.
-        is_batch_dim = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes)
-        if is_batch_dim and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
+        # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
+        # have sequences: `generate()` calls layers on one token.
+        has_any_size = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes) or set(names) & set(sequence_axes)
+        if has_any_size and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
             axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
     _require_fit(tuple(axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)

@@ -240,15 +240,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
         path = internals.current_path()
         inputs = self.get_tensor_layout(f"{path}/input") if path else None
-        return distribute_tensors(
-            outputs, layout, self._placer.batch_axes, gradient_layout=_gradient_layout(inputs, layout)
-        )
+        axes = self._placer.batch_axes, self._placer.sequence_axes
+        return distribute_tensors(outputs, layout, *axes, gradient_layout=_gradient_layout(inputs, layout))
 
     def distribute_inputs(self, path: str, inputs: Any) -> Any:
         layout = self.get_tensor_layout(path)
         if not layout or not jax.tree.leaves(inputs):
             return inputs
-        return distribute_tensors(inputs, layout, self._placer.batch_axes, role="input")
+        return distribute_tensors(inputs, layout, self._placer.batch_axes, self._placer.sequence_axes, role="input")
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         spec = VariableSpec.of(variable)

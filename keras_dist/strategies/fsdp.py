@@ -30,7 +30,7 @@ class FullyShardedDataParallel(ModelParallel):
         device_mesh: the mesh. By default that of the layout map, or one axis "fsdp" over all devices.
         layout_map: rules for weights that other axes shard, and for inputs and outputs of layers.
         shard_axis: the mesh axis, or axes, to shard weights over. By default the last one that no rule for a weight
-            uses.
+            uses, and those of `sequence_dim_name`.
         replica_axis: the mesh axis, or axes, of the replicas (HSDP). By default, if `shard_axis` is not passed either,
             the other axis that no rule for a weight uses, if there is one.
         min_shard_bytes: weights of which a device holds at most this many bytes before FSDP stay replicated. The
@@ -41,7 +41,7 @@ class FullyShardedDataParallel(ModelParallel):
             devices their rows. `False`: each process is passed its own share.
         strict: as for `ModelParallel`.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
-            parallelism). Weights are replicated over it.
+            parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.
 
     Raises:
         ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
@@ -80,7 +80,7 @@ class FullyShardedDataParallel(ModelParallel):
         replica_axes, shard_axes = _replica_and_shard_axes(layout_map, shard_axis, replica_axis, sequence_dim_name)
         super().__init__(
             layout_map=layout_map,
-            batch_dim_name=replica_axes + shard_axes,
+            batch_dim_name=tuple(n for n in replica_axes + shard_axes if n not in axis_tuple(sequence_dim_name)),
             auto_shard_dataset=auto_shard_dataset,
             device_mesh=device_mesh,
             strict=strict,
@@ -117,15 +117,15 @@ def _replica_and_shard_axes(
     used = {name for layout in weight_rules for name in axis_names(layout.axes)}
     replica_axes, shard_axes = axis_tuple(replica_axis), axis_tuple(shard_axis)
     if not shard_axes:
-        taken = {*used, *replica_axes, *axis_tuple(sequence_dim_name)}
-        free = [name for name in sizes if name not in taken]
-        if not free or len(free) > 2:
+        sequence_axes = tuple(name for name in axis_tuple(sequence_dim_name) if name not in replica_axes)
+        free = [name for name in sizes if name not in {*used, *replica_axes, *sequence_axes}]
+        if (not free and not sequence_axes) or len(free) > 2:
             raise ValueError(
                 f"FullyShardedDataParallel cannot choose an axis to shard weights over: of the mesh's axes {sizes}, "
                 f"{len(free)} are free, and rules for weights use {sorted(used)}. "
                 + ("Pass shard_axis, and replica_axis for HSDP." if free else "Add an axis to the mesh.")
             )
-        shard_axes = (free[-1],)
+        shard_axes = (*free[-1:], *sequence_axes)
         if not replica_axes and len(free) == 2:
             replica_axes = (free[0],)
     axes = (*replica_axes, *shard_axes)

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_dist.layout.layout_map import Rule, as_layout_map
+from keras_dist.layout.layout_map import LayoutMap, Rule, as_layout_map
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
@@ -61,13 +61,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             )
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
         super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name)
-        for pattern, layout in layout_map.items():
-            shared = set(axis_names(layout.axes)) & set(axis_tuple(sequence_dim_name))
-            if shared and not pattern.endswith(("/input", "/output")):
-                raise ValueError(
-                    f"Layout map rule {pattern!r} shards a weight over {shared.pop()!r}, which sequence_dim_name="
-                    f"{sequence_dim_name!r} shards sequences over. Use another axis for one of them."
-                )
+        _require_free_sequence_axes(layout_map, sequence_dim_name)
         self._layout_map = layout_map
         self.strict = strict
         replicas = self.num_model_replicas
@@ -112,3 +106,15 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
     def layout_rules(self) -> list[tuple[str, tuple]]:
         """Returns the patterns and axes of the layout map."""
         return [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]
+
+
+def _require_free_sequence_axes(layout_map: LayoutMap, sequence_dim_name: BatchDimName) -> None:
+    for pattern, layout in layout_map.items():
+        is_weight = not pattern.endswith(("/input", "/output"))
+        shared = set(axis_names(layout.axes if is_weight else layout.axes[:1])) & set(axis_tuple(sequence_dim_name))
+        if shared:
+            raise ValueError(
+                f"Layout map rule {pattern!r}, {layout.axes}, shards {'a weight' if is_weight else 'the batch'} over "
+                f"{shared.pop()!r}, which sequence_dim_name={sequence_dim_name!r} shards sequences over. Use another "
+                "axis for one of them. tensor_parallel_layout_map takes sequence_dim_name, too."
+            )

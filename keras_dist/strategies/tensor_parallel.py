@@ -14,7 +14,7 @@ from keras_dist._keras import internals
 from keras_dist._report.units import bytes_text
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
-from keras_dist.layout.tensor_layout import Axes
+from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.dim_graph import DimGraph, Dims
 from keras_dist.strategies.jaxpr_dims import read_dims
@@ -31,6 +31,7 @@ def tensor_parallel_layout_map(
     axis: str = "model",
     sequence_parallel: bool = False,
     batch: Any = None,
+    sequence_dim_name: str | Sequence[str] | None = None,
 ) -> LayoutMap:
     """Returns rules that shard the weights of any model over one mesh axis (tensor parallelism).
 
@@ -44,7 +45,7 @@ def tensor_parallel_layout_map(
     Args:
         model_or_builder: a built model, deferred or not, or a function without arguments that returns one. A model that
             is neither functional nor sequential needs `batch`.
-        device_mesh: the mesh. Batches are assumed to be sharded over its other axes.
+        device_mesh: the mesh. Batches are assumed to be sharded over the axes that the other arguments do not name.
         axis: the axis to shard weights over.
         sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
@@ -52,13 +53,16 @@ def tensor_parallel_layout_map(
             of arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
             names. Targets and values are not used, and any number of rows will do. By default, sizes are tried in turn
             for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of them.
+        sequence_dim_name: the mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
+            it is passed to `ModelParallel`. No rule shards a weight over it, and rules for activations shard dim 1 over
+            it, with sequence parallelism over both.
 
     Returns:
         A map that can be printed, edited and merged: `print(layout_map.to_source())`.
 
     Raises:
-        ValueError: the mesh has no such axis, or the model is not built, does not know its inputs, or cannot be traced,
-            or the batch does not fit its inputs.
+        ValueError: the mesh has no such axis, or one axis is named twice, or the model is not built, does not know its
+            inputs, or cannot be traced, or the batch does not fit its inputs.
         TypeError: neither a model nor a function that returns one.
 
     Example:
@@ -85,6 +89,19 @@ def tensor_parallel_layout_map(
     >>> layout_map["narrow/kernel"].axes
     ('model', None)
 
+    With context parallelism:
+
+    >>> mesh = create_device_mesh("data:2,context:2,model:2")
+    >>> inputs = keras.Input((32, 64))
+    >>> hidden = keras.layers.Dense(256, name="wide")(keras.layers.LayerNormalization(name="norm")(inputs))
+    >>> model = keras.Model(inputs, keras.layers.Dense(64, name="narrow")(hidden))
+    >>> layout_map = tensor_parallel_layout_map(model, mesh, sequence_parallel=True, sequence_dim_name="context")
+    >>> layout_map["wide/kernel"].axes, layout_map["wide/output"].axes
+    ((None, 'model'), ('data', 'context', 'model'))
+    >>> layout_map["norm/output"].axes
+    ('data', ('context', 'model'), None)
+    >>> distribution = ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name="context")
+
     Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models", 2022 (sequence parallelism).
     """
@@ -93,8 +110,15 @@ def tensor_parallel_layout_map(
         raise ValueError(
             f"Cannot shard weights over axis {axis!r}: the mesh has the axes {list(mesh.axis_sizes)}. Pass one of them."
         )
+    sequence_axes = axis_tuple(sequence_dim_name)
+    for name in sequence_axes:
+        if name not in mesh.axis_sizes or (*sequence_axes, axis).count(name) > 1:
+            raise ValueError(
+                f"Cannot shard sequences over sequence_dim_name={sequence_dim_name!r} and weights over axis {axis!r}: "
+                f"they must be different axes of the mesh, which has {list(mesh.axis_sizes)}."
+            )
     with built(model_or_builder) as model:
-        solution = _solve(model, mesh, axis, batch)
+        solution = _solve(model, mesh, axis, batch, sequence_axes)
     rules = {weight.path: solution.axes_of(weight.dims) for weight in solution.weights}
     tables = solution.table_rules(sequence_parallel)
     rules |= tables | solution.activation_rules(tables, sequence_parallel)
@@ -117,7 +141,7 @@ class _Weight(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs."""
+    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1."""
 
     graph: DimGraph
     weights: list[_Weight]
@@ -125,6 +149,8 @@ class _Solution(NamedTuple):
     axis: str
     batch_axes: tuple[str, ...]
     batch: int | None
+    sequence_axes: tuple[str, ...]
+    lengths: set[tuple[int | None, int]]
 
     def axes_of(self, dims: Dims) -> Axes:
         """Returns the axes of a tensor.
@@ -141,9 +167,11 @@ class _Solution(NamedTuple):
     def table_rules(self, sequence_parallel: bool) -> dict[str, Axes]:
         """Returns axes for large weights that are looked up or added, such as embeddings, by path.
 
-        With sequence parallelism they are sharded along the sequence if they have it. Otherwise the last dim is best:
-        the lookup is local, and gathering its result is the cheapest collective.
+        With sequence parallelism they are sharded along the sequence if they have it, but not if each device has a part
+        of it only. Otherwise the last dim is best: the lookup is local, and gathering its result is the cheapest
+        collective.
         """
+        sequence_parallel = sequence_parallel and not self.sequence_axes
         lengths = {self.graph.find(t.dims)[1] for t in self.graph.named_tensors if len(t.dims) == 3}
         rules: dict[str, Axes] = {}
         for weight in self.weights:
@@ -177,7 +205,10 @@ class _Solution(NamedTuple):
                 continue
             axes = list(self.axes_of(dims))
             is_replicated = not any(axes)
-            axes[0] = self.batch_axes if len(self.batch_axes) != 1 else self.batch_axes[0]
+            axes[0] = _entry(self.batch_axes)
+            has_window = (self.graph.find(dims)[1], len(shape)) in window_dims
+            is_sequence = len(shape) > 2 and _length(self.graph, dims, shape) in self.lengths and not has_window
+            axes[1] = _entry(self.sequence_axes) if is_sequence and axes[1] is None else axes[1]
             if not sequence_parallel:
                 if layer in tables and is_output and is_replicated:
                     found[name].add(tuple(axes))
@@ -185,17 +216,28 @@ class _Solution(NamedTuple):
             if len(shape) < 3 or (not is_output and layer not in sharded):
                 continue
             length = self.graph.find(dims)[1]
-            if is_replicated and is_output and length is not None and (length, len(shape)) not in window_dims:
-                axes[1] = self.axis
+            if is_replicated and is_output and length is not None and not has_window:
+                axes[1] = _entry((*self.sequence_axes, self.axis) if is_sequence else (self.axis,))
             found[name].add(tuple(axes))
         return {name: next(iter(axes)) for name, axes in found.items() if len(axes) == 1}
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Returns axes as the entry of a layout."""
+    return axes if len(axes) > 1 else next(iter(axes), None)
+
+
+def _length(graph: DimGraph, dims: Dims, shape: Sequence[int]) -> tuple[int | None, int]:
+    """Identifies dim 1 of a tensor: by its node, or by its size where it has none, as the axis does not divide it."""
+    node = graph.find(dims)[1]
+    return node, shape[1] if node is None else 0
 
 
 def _layer(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> _Solution:
+def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any, sequence_axes: tuple[str, ...]) -> _Solution:
     axis_size = mesh.axis_sizes[axis]
     jaxpr, heads = trace_model(model, mesh, axis_size, batch), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
@@ -208,8 +250,11 @@ def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> _Solu
         weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head))
     inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
     rows = graph.find(inputs[0])[0] if inputs else None
-    batch_axes = tuple(name for name in mesh.axis_names if name != axis)
-    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, rows)
+    shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
+    tokens = zip(graph.inputs[len(variables) :], shapes, strict=True)
+    lengths = {_length(graph, dims, shape) for dims, shape in tokens if len(shape) > 1}
+    batch_axes = tuple(name for name in mesh.axis_names if name != axis and name not in sequence_axes)
+    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, rows, sequence_axes, lengths)
 
 
 def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:

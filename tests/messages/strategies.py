@@ -128,6 +128,15 @@ CASES = {
     "a tensor parallel map over an axis that the mesh lacks": lambda: kd.tensor_parallel_layout_map(
         odd, mesh(), axis="tensor"
     ),
+    "a tensor parallel map with one axis for weights and sequences": lambda: kd.tensor_parallel_layout_map(
+        odd, mesh(), sequence_dim_name="model"
+    ),
+    "a rule that shards the batch over the sequence axis": lambda: kd.ModelParallel(
+        layout_map=rules(dense__output=("data", None)), batch_dim_name="model", sequence_dim_name="data"
+    ),
+    "a rule that shards a weight over the sequence axis": lambda: kd.ModelParallel(
+        layout_map=rules(dense__kernel=(None, "model")), batch_dim_name="data", sequence_dim_name="model"
+    ),
     "a tensor parallel map of a model that is not built": lambda: kd.tensor_parallel_layout_map(
         keras.Sequential([keras.layers.Dense(4)]), mesh()
     ),

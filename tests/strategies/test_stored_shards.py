@@ -57,6 +57,24 @@ def test_hsdp_shards_within_a_group():
     assert first.index == second.index  # devices 0 and 4 store the same shard
 
 
+@pytest.mark.parametrize(
+    ("axes", "options", "shape", "batch_axes"),
+    [
+        ("fsdp:2,context:4", {}, (1, 16, 32), ("fsdp",)),
+        ("context:8", {}, (1, 16, 32), ()),
+        ("replica:2,fsdp:2,context:2", {}, (2, 16, 32), ("replica", "fsdp")),
+        ("fsdp:2,context:4", {"shard_axis": "fsdp"}, (4, 16, 32), ("fsdp",)),
+    ],
+)
+def test_fsdp_shards_over_the_devices_that_share_a_sequence(axes, options, shape, batch_axes):
+    build, _, _ = MODELS["mixture"]
+    distribution = fsdp(axes, sequence_dim_name="context", **options)
+    assert distribution.batch_dim_name == batch_axes
+    with distribution.scope():
+        model = build()
+    assert shard_shapes(model.weights)["experts/up"] == shape
+
+
 @pytest.mark.usefixtures("shard_small_optimizer_state")
 def test_zero_1_shards_optimizer_state_only():
     build, x, y = MODELS["mixture"]

@@ -9,7 +9,19 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.strategy_models import LENGTH, WIDTH, Experts, block, convnet, transformer
+from support.keras_scenarios import start_anew
+from support.strategy_models import (
+    LENGTH,
+    MODELS,
+    WIDTH,
+    Experts,
+    assert_same_numbers,
+    block,
+    convnet,
+    fsdp,
+    scope,
+    transformer,
+)
 
 import keras_dist as kd
 
@@ -226,6 +238,121 @@ class TestSequenceParallel:
         found = {name: layout.axes for name, layout in rules_for(patches, sequence_parallel=True).items()}
         assert found["patch/output"] == ("data", None, None, None)
         assert found["flat/output"] == ("data", "model", None)
+
+
+class TestContextParallel:
+    @staticmethod
+    def rules(build, axes="data:2,context:2,model:2", sequence_parallel=False, sequence_dim_name="context"):
+        mesh = kd.create_device_mesh(axes, devices=6 if "3" in axes else 8)
+        found = kd.tensor_parallel_layout_map(
+            build, mesh, sequence_parallel=sequence_parallel, sequence_dim_name=sequence_dim_name
+        )
+        return {name: layout.axes for name, layout in found.items()}
+
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    def test_weights_have_the_rules_that_they_have_without_it(self, sequence_parallel):
+        found = self.rules(big_embedding, sequence_parallel=sequence_parallel)
+        expected = {name: layout.axes for name, layout in rules_for(big_embedding).items()}
+        is_weight = {name: not name.endswith(("/input", "/output")) for name in (*found, *expected)}
+        assert {n: a for n, a in found.items() if is_weight[n]} == {n: a for n, a in expected.items() if is_weight[n]}
+        assert found["position/embeddings"] == found["embedding/embeddings"] == (None, "model")
+
+    def test_what_a_table_returns_is_sharded_by_position(self):
+        found = self.rules(big_embedding)
+        assert found["position/output"] == ("data", "context", None)
+        assert len([name for name in found if name.endswith(("/input", "/output"))]) == 1
+        found = self.rules(big_embedding, sequence_dim_name=None)
+        assert found["position/output"] == (("data", "context"), None, None)
+
+    def test_with_sequence_parallelism_positions_are_sharded_over_both(self):
+        found = self.rules(transformer, sequence_parallel=True)
+        for name in ("block_norm[0-9]+", "block_add[0-9]+", "block_down", "block_attention/attention_output", "norm"):
+            assert found[f"{name}/output"] == ("data", ("context", "model"), None), name
+        for name in ("block_up", "block_attention/query", "head"):
+            assert found[f"{name}/input"] == ("data", "context", None), name
+        assert found["block_up/output"] == found["block_down/input"] == ("data", "context", "model")
+        assert found["block_attention/query/output"] == ("data", "context", "model", None)
+
+    def test_several_axes(self):
+        found = self.rules(transformer, "data:1,host:2,chip:2,model:2", True, ("host", "chip"))
+        assert found["norm/output"] == ("data", ("host", "chip", "model"), None)
+        assert found["head/input"] == ("data", ("host", "chip"), None)
+
+    def test_what_has_no_sequence_has_no_sequence_axis(self):
+        def build():
+            inputs = keras.Input((LENGTH, WIDTH))
+            x = layers.Dense(64, name="up")(inputs)
+            x = layers.Dense(WIDTH, name="down")(x)
+            x = layers.Reshape((4, 8, WIDTH // 4), name="other")(layers.GlobalAveragePooling1D()(layers.Dense(128)(x)))
+            return keras.Model(inputs, x)
+
+        found = self.rules(build, sequence_parallel=True)
+        assert found["down/output"] == ("data", ("context", "model"), None)
+        assert "context" not in str(found["other/output"])
+
+    def test_a_length_that_the_weight_axis_does_not_divide(self):
+        def build():
+            inputs = keras.Input((15, WIDTH))
+            return keras.Model(inputs, layers.Dense(WIDTH, name="down")(layers.Dense(64, name="up")(inputs)))
+
+        found = self.rules(build, "data:1,context:3,model:2", True)
+        assert found["down/output"] == ("data", "context", None)
+        assert found["up/output"] == ("data", "context", "model")
+
+    @pytest.mark.parametrize(
+        ("axes", "sequence_parallel", "fully_sharded"),
+        [
+            ("data:2,context:2,model:2", False, False),
+            ("data:1,context:4,model:2", True, False),
+            pytest.param("data:2,context:2,model:2", True, True, marks=pytest.mark.slow),
+        ],
+    )
+    def test_numbers_are_those_of_one_device(self, axes, sequence_parallel, fully_sharded):
+        """With batches of 5 rows, which no axis divides."""
+        _, x, y = MODELS["transformer"]
+        mesh = kd.create_device_mesh(axes)
+        rules = kd.tensor_parallel_layout_map(
+            transformer, mesh, sequence_parallel=sequence_parallel, sequence_dim_name="context"
+        )
+        if fully_sharded:
+            distribution = fsdp(layout_map=rules, sequence_dim_name="context")
+        else:
+            distribution = kd.ModelParallel(layout_map=rules, batch_dim_name="data", sequence_dim_name="context")
+
+        def run(distribution=None):
+            start_anew()
+            with scope(distribution):
+                model = transformer()
+                losses = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"]
+                return {"losses": np.array(losses), "predictions": model.predict(x, batch_size=5, verbose=0)}
+
+        assert_same_numbers(run(distribution), run(), 1e-4)
+
+    def test_axes_that_are_used_twice(self):
+        mesh = kd.create_device_mesh("data:2,context:2,model:2")
+        for name in ("model", ("context", "context"), "sequence"):
+            with pytest.raises(ValueError, match=rf"{re.escape(repr(name))}.*\['data', 'context', 'model'\]"):
+                kd.tensor_parallel_layout_map(transformer, mesh, sequence_dim_name=name)
+        rules = kd.tensor_parallel_layout_map(transformer, mesh, sequence_parallel=True)  # batches over "context", too
+        with pytest.raises(ValueError, match=r"'.*put'.*\('data', 'context'\).*'context'"):
+            kd.ModelParallel(layout_map=rules, batch_dim_name="data", sequence_dim_name="context")
+
+
+class Positions(layers.Layer):
+    """Adds a learned embedding of each position."""
+
+    def build(self, shape):
+        self.embeddings = self.add_weight(shape=shape[1:], name="embeddings")
+
+    def call(self, x):
+        return x + self.embeddings
+
+
+def big_embedding():
+    """A block after two tables that are large enough to be sharded."""
+    tokens = keras.Input((2048,), dtype="int32")
+    x = Positions(name="position")(layers.Embedding(2048, WIDTH, name="embedding")(tokens))
+    return keras.Model(tokens, layers.Dense(WIDTH, name="down")(layers.Dense(64, name="up")(x)))
 
 
 def recurrent():
