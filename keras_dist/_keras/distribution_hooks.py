@@ -83,6 +83,24 @@ class DistributionHooks(Protocol):
         """Returns what `keras.ops.dot_product_attention` does, for operands of one dtype and a boolean mask."""
         ...
 
+    def compute_convolution(
+        self, convolve: Callable, inputs: Any, kernel: Any, *, groups: int, channels_dim: int, filters_dim: int
+    ) -> Any:
+        """Returns `convolve(inputs, kernel)`; the dims are those of channels of inputs and of filters of the kernel."""
+        ...
+
+    def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
+        """Returns the inputs of a model in a step, with sequences of any length sharded over the sequence axes."""
+        ...
+
+    def gather_sequences(self, tensors: Any) -> Any:
+        """Returns arrays with dim 1 gathered, for a computation that cannot be split along the sequence."""
+        ...
+
+    def shard_sequences(self, tensors: Any) -> Any:
+        """Returns what was computed from gathered sequences, with dim 1 sharded over the sequence axes again."""
+        ...
+
     def regathers_weights(self, layer: keras.Layer) -> bool:
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         ...

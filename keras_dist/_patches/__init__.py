@@ -3,7 +3,8 @@
 * `distribution_lookup.py`: which distribution Keras finds, and layouts of new variables.
 * `training.py`: steps, and optimizer state.
 * `layer_call.py`: calls of models and layers, and the variables that they read.
-* `recurrent.py`: recurrent layers that cuDNN computes.
+* `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
+* `convolution.py`: convolutions that XLA would partition with wrong numbers.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
@@ -22,8 +23,8 @@ import importlib
 from keras_dist._keras.active_distribution import ALWAYS
 
 _TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "deferred_creation", "epoch_iterator"),
-    *("resumable_iterator", "weight_loading", "variable_access", "file_saving", "orbax_loading"),
+    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution", "deferred_creation"),
+    *("epoch_iterator", "resumable_iterator", "weight_loading", "variable_access", "file_saving", "orbax_loading"),
 )
 
 

@@ -65,6 +65,9 @@ _current_call: ThreadValue[_StatelessCall | None] = ThreadValue(None)  # the inn
     every_thread=True,
 )
 def _stateless_call(original, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs):
+    distribution = active_distribution()
+    if distribution is not None and _current_call.value is None and isinstance(self, keras.Model):
+        args, kwargs = distribution.distribute_step_inputs(self, (args, kwargs))
     values = {id(value) for value in (*trainable_variables, *non_trainable_variables)}
     with _current_call.set_to(_StatelessCall(self, _current_trace(), values)):
         return original(

@@ -1,13 +1,29 @@
-"""Patch of cuDNN's LSTM, which Keras calls on GPUs: each device computes the rows that it holds."""
+"""Patches of recurrent layers: each device computes all positions of the rows that it holds, by cuDNN or in a loop."""
 
 from typing import Any
 
+import keras
 from jax.experimental import rnn
 from jax.sharding import PartitionSpec
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.strategies.per_device import call_per_device
+
+
+@INSTALLED.patch(
+    keras.layers.RNN,
+    "call",
+    reason="a loop over a sequence that is sharded over devices sends data between them at every position",
+)
+def _call_recurrent(original, distribution, self, sequences, initial_state=None, mask=None, training=False):
+    sequences, mask = distribution.gather_sequences((sequences, mask))
+    outputs = original(self, sequences, initial_state=initial_state, mask=mask, training=training)
+    if not self.return_sequences:
+        return outputs
+    if not self.return_state:
+        return distribution.shard_sequences(outputs)
+    return distribution.shard_sequences(outputs[0]), *outputs[1:]
 
 
 @INSTALLED.patch(
@@ -38,10 +54,10 @@ def _lstm(
             f"cuDNN's LSTM computes in float32 only, but got {', '.join(str(array.dtype) for array in arrays)}. Cast "
             "the arrays, or use keras.layers.LSTM, which computes in a loop then."
         )
-    sharding = distribution.batch_sharding(x.shape)
+    sharding = distribution.batch_sharding(x.shape[:1])
     rows = sharding.spec  # over no axis if none divides the rows
     states = PartitionSpec(None, *rows)
-    return call_per_device(
+    outputs, *last_states = call_per_device(
         lambda *arrays: original(*arrays, *settings),
         sharding.mesh,
         (*arrays, seq_lengths),
@@ -50,3 +66,4 @@ def _lstm(
         differentiable=len(arrays),
         summed_axes=((), (), (), tuple(axis_names(rows))),  # the gradient of the weights
     )
+    return distribution.shard_sequences(outputs), *last_states

@@ -29,6 +29,7 @@ class BatchPlacer:
     def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str], sequence_axes: Sequence[str] = ()):
         self.device_mesh = device_mesh
         self.batch_axes, self.sequence_axes = tuple(batch_axes), tuple(sequence_axes)
+        self.num_sequence_shards = math.prod(device_mesh.axis_sizes[name] for name in self.sequence_axes)
         self._subsets = [  # the product of the sizes of each subset of axes, largest first; ties: more axes first
             (math.prod(device_mesh.axis_sizes[name] for name in subset), subset)
             for count in range(len(self.batch_axes), -1, -1)
@@ -61,8 +62,11 @@ class BatchPlacer:
 
     def sequence_axes_for(self, shape: Sequence[int]) -> tuple[str, ...]:
         """Returns the axes to shard dim 1 of an array over, `()` if they do not divide it."""
-        size = math.prod(self.device_mesh.axis_sizes[name] for name in self.sequence_axes)
-        return self.sequence_axes if len(shape) > 1 and shape[1] % size == 0 else ()
+        return self.sequence_axes if self.is_sequence(shape) and shape[1] % self.num_sequence_shards == 0 else ()
+
+    def is_sequence(self, shape: Sequence[int]) -> bool:
+        """Returns whether an array has a dim 1 with a position for each shard of a sequence."""
+        return len(shape) > 1 and shape[1] >= self.num_sequence_shards
 
     def place(self, batch: Any) -> Any:
         """Places all arrays of a nested global batch on the mesh, in one transfer.

@@ -292,7 +292,7 @@ def _idle_axes(
     """Returns the mesh axes that shard nothing; none for a distribution whose layouts cannot be known in advance."""
     if not type(distribution).__module__.startswith("keras_dist"):
         return ()
-    used = set(distribution._placer.batch_axes)
+    used = {*distribution._placer.batch_axes, *distribution._placer.sequence_axes}
     all_axes = {v.axes for v in variables} | {layout.axes for layout in layout_map.values()}
     used.update(name for axes in all_axes for name in axis_names(axes))
     return tuple(name for name, size in distribution.device_mesh.axis_sizes.items() if size > 1 and name not in used)

@@ -22,7 +22,9 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_err
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
+from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.resharding import to_compute_layout
+from keras_dist.strategies.sequences import SequenceSharding
 from keras_dist.strategies.traced_weights import TracedWeights
 from keras_dist.variables.variable_layouts import VariableSpec, describe_variable, is_on_mesh, layout_under
 
@@ -62,7 +64,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             for name in axes:
                 if name not in self._device_mesh.axis_sizes or axes.count(name) > 1:
                     raise ValueError(
-                        f"{argument}={axes if len(axes) > 1 else axes[0]!r} must name axes of the mesh, each once. The "
+                        f"{argument}={axes if len(axes) > 1 else name!r} must name axes of the mesh, each once. The "
                         f"mesh has the axes {list(self._device_mesh.axis_sizes)}."
                     )
         if set(batch_axes) & set(sequence_axes):
@@ -77,6 +79,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
+        self._sequences = SequenceSharding(self._placer)
         self._comparisons: dict[bool, BatchComparison] = {}
         self._traced_weights = TracedWeights()
 
@@ -274,6 +277,29 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             sequence_exchange=None,
             axes_of_weight=self._traced_weights.axes_of,
         )
+
+    def compute_convolution(self, convolve: Callable, inputs: Any, kernel: Any, **dims) -> Any:
+        inputs, kernel = keras.ops.convert_to_tensor(inputs), keras.ops.convert_to_tensor(kernel)
+        outputs = convolution(
+            convolve,
+            inputs,
+            kernel,
+            **dims,
+            mesh=self._device_mesh.backend_mesh,
+            row_axes=self._placer.axes_for(inputs.shape[0]),
+            sequence_axes=self._placer.sequence_axes,
+            kernel_axes=self._traced_weights.axes_of(kernel),
+        )
+        return self._sequences.shard(outputs)
+
+    def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
+        return self._sequences.shard_inputs(model.name, inputs)
+
+    def gather_sequences(self, tensors: Any) -> Any:
+        return self._sequences.gather(tensors)
+
+    def shard_sequences(self, tensors: Any) -> Any:
+        return self._sequences.shard(tensors)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         return False

@@ -1,0 +1,68 @@
+"""Convolutions: where XLA would partition one with wrong numbers, each device computes its rows, and whole images."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_dist.layout.tensor_layout import Axes, axis_tuple
+from keras_dist.strategies.per_device import call_per_device
+from keras_dist.variables.variable_layouts import is_on_mesh
+
+
+def convolution(
+    convolve: Callable,
+    inputs: Any,
+    kernel: Any,
+    *,
+    groups: int,
+    channels_dim: int,
+    filters_dim: int,
+    mesh: Mesh,
+    row_axes: Sequence[str],
+    sequence_axes: Sequence[str],
+    kernel_axes: Axes | None,
+) -> Any:
+    """Returns `convolve(inputs, kernel)`.
+
+    XLA's partitioner is wrong about two: a strided convolution along a dim that is sharded, and the gradient of the
+    kernel of a grouped one, which it sums over all devices. Where an axis of the mesh repeats rows, it counts them
+    several times. Both are computed on each device: its rows, and its filters if they are sharded.
+
+    Args:
+        convolve: Takes the number of groups from the shapes of its arguments.
+        inputs: Array (rows, ...).
+        kernel: Array.
+        groups: Number of groups of channels.
+        channels_dim: Dim of the channels of inputs and output.
+        filters_dim: Dim of the kernel for the channels of the output. With several groups it has these, too.
+        mesh: The mesh.
+        row_axes: Its axes that shard rows.
+        sequence_axes: Its axes that shard sequences.
+        kernel_axes: The axes of each dim of the kernel, if they are known.
+    """
+    are_rows_repeated = math.prod(mesh.shape[name] for name in row_axes) < mesh.size
+    is_right = not sequence_axes and (groups == 1 or not are_rows_repeated)
+    if is_right or not all(isinstance(array, Tracer) or is_on_mesh(array, mesh) for array in (inputs, kernel)):
+        return convolve(inputs, kernel)  # arrays that are elsewhere are eager
+    rows = tuple(row_axes)
+    filters = tuple(name for name in axis_tuple(kernel_axes[filters_dim] if kernel_axes else None) if name not in rows)
+    count = math.prod(mesh.shape[name] for name in filters)
+    if kernel.shape[filters_dim] % count or (groups > 1 and groups % count):
+        filters = ()
+    by_channel, of_kernel = _spec(inputs.ndim, {0: rows, channels_dim: filters}), {filters_dim: filters}
+    return call_per_device(
+        convolve,
+        mesh,
+        (inputs, kernel),
+        specs=(by_channel if groups > 1 else PartitionSpec(rows), _spec(kernel.ndim, of_kernel)),
+        out_spec=by_channel,
+        differentiable=2,
+        summed_axes=(() if groups > 1 else filters, rows),
+    )
+
+
+def _spec(rank: int, entries: dict[int, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(entries.get(dim) for dim in range(rank)))

@@ -1,0 +1,105 @@
+"""Convolutions that XLA's partitioner computes with wrong numbers have those of one device."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from keras import layers, ops
+from support.keras_scenarios import start_anew
+from support.strategy_models import assert_same_numbers, scope
+
+import keras_dist as kd
+
+CHANNELS = 8
+CONVOLUTIONS = {
+    "depthwise": lambda: layers.DepthwiseConv1D(3, padding="same"),
+    "groups": lambda: layers.Conv1D(16, 3, groups=4),
+    "separable": lambda: layers.SeparableConv1D(6, 3, depth_multiplier=2, padding="same"),
+    "strided": lambda: layers.Conv1D(16, 4, strides=4),
+    "causal": lambda: layers.Conv1D(6, 3, padding="causal"),
+    "dilated": lambda: layers.Conv1D(6, 3, dilation_rate=2, padding="same"),
+    "transposed": lambda: layers.Conv1DTranspose(6, 4, strides=2, padding="same"),
+}
+
+
+def gradients(convolution, distribution, length=9):
+    """Returns predictions, and what a step of gradient descent adds to each weight."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(6, length, CHANNELS)).astype("float32"), random.normal(size=(6, 3))
+    start_anew()
+    with scope(distribution):
+        model = keras.Sequential(
+            [
+                keras.Input((length, CHANNELS)),
+                layers.Dense(CHANNELS),
+                CONVOLUTIONS[convolution](),
+                layers.MaxPooling1D(2, padding="same"),
+                layers.GlobalAveragePooling1D(),
+                layers.Dense(3),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        before, predicted = model.get_weights(), model.predict_on_batch(x)
+        model.train_on_batch(x, y)
+        return predicted, [new - old for new, old in zip(model.get_weights(), before, strict=True)]
+
+
+def tensor_parallel(rule):
+    layout_map = kd.LayoutMap(kd.DeviceMesh((2, 4), ["data", "model"]))
+    layout_map[".*conv.*/kernel"] = rule
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+
+
+@pytest.mark.parametrize(
+    ("convolution", "rule"),
+    [
+        ("depthwise", None),
+        ("depthwise", (None, "model", None)),
+        ("groups", (None, None, "model")),
+        pytest.param("separable", None, marks=pytest.mark.slow),
+        pytest.param("groups", None, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
+    """XLA's gradient of such a kernel is larger by the size of the axis."""
+    distribution = tensor_parallel(rule or ())
+    assert_same_numbers(gradients(convolution, distribution), gradients(convolution, None), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [pytest.param(name, marks=() if name in ("strided", "depthwise") else pytest.mark.slow) for name in CONVOLUTIONS],
+)
+@pytest.mark.parametrize("length", [9, pytest.param(16, marks=pytest.mark.slow)])
+def test_convolutions_of_sharded_sequences(convolution, length):
+    mesh = kd.DeviceMesh((2, 4), ["data", "context"])
+    distribution = kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, sequence_dim_name="context")
+    expected = gradients(convolution, None, length)
+    assert_same_numbers(gradients(convolution, distribution, length), expected, 1e-5)
+
+
+def test_filters_stay_sharded():
+    """A kernel whose filters a rule shards is not gathered: each device computes its channels of the output."""
+    distribution = tensor_parallel((None, None, "model"))
+    mesh = distribution.device_mesh.backend_mesh
+    images = jax.ShapeDtypeStruct((4, 8, CHANNELS), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+    start_anew()
+    with distribution.scope():
+        layer = layers.Conv1D(16, 3, groups=4, name="conv", use_bias=False)
+        layer.build((None, 8, CHANNELS))
+        values = [variable.value for variable in layer.variables]
+
+        def forward(values, images):
+            return layer.stateless_call(values, [], images)[0]
+
+        text = jax.jit(forward).lower(values, images).compile().as_text()
+    assert "all-gather" not in text
+    assert "f32[2,6,4]" in text  # half of the rows, a quarter of the channels
+
+
+def test_eager_arrays_elsewhere_are_not_moved():
+    with kd.DataParallel(kd.DeviceMesh((2, 4), ["data", "context"]), sequence_dim_name="context").scope():
+        images = jax.device_put(np.ones((2, 8, 3), "float32"), jax.devices()[1])
+        kernel = jax.device_put(np.ones((3, 3, 4), "float32"), jax.devices()[1])
+        assert ops.conv(images, kernel).devices() == {jax.devices()[1]}
