@@ -69,12 +69,20 @@ class Attention:
         logits_bytes: size of the largest logits (rows x heads x queries x keys) that XLA holds on one device; 0 for
             kernels, which hold none.
         reason: why a device that has a kernel does not use it, and what would change that; None otherwise.
+        exchange: how devices that share sequences exchange operands (context parallelism), such as `"all-to-all over
+            'context'"`; None if they share none.
     """
 
     implementation: str
     calls: float
     logits_bytes: int
     reason: str | None
+    exchange: str | None = None
+
+    @property
+    def way(self) -> tuple[str, str | None, str | None]:
+        """In which way the calls are computed."""
+        return self.implementation, self.reason, self.exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +258,10 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
 def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
     groups: dict[tuple, list[AttentionCall]] = defaultdict(list)
     for call in calls:
-        groups[call.implementation, call.reason].append(call)
+        groups[call.implementation, call.reason, call.exchange].append(call)
     return tuple(
-        Attention(implementation, len(group), max(call.logits_bytes for call in group), reason)
-        for (implementation, reason), group in groups.items()
+        Attention(implementation, len(group), max(call.logits_bytes for call in group), reason, exchange)
+        for (implementation, reason, exchange), group in groups.items()
     )
 
 
@@ -280,11 +288,8 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         first = before.get((each.kind, each.axes, each.crosses_network))
         sums = {name: extrapolate(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
         traffic.append(replace(each, **sums))
-    calls = {(each.implementation, each.reason): each.calls for each in shallow.attention}
-    attention = tuple(
-        replace(each, calls=extrapolate(calls.get((each.implementation, each.reason), 0), each.calls))
-        for each in deep.attention
-    )
+    calls = {each.way: each.calls for each in shallow.attention}
+    attention = tuple(replace(e, calls=extrapolate(calls.get(e.way, 0), e.calls)) for e in deep.attention)
     return replace(
         deep,
         **figures,

@@ -271,6 +271,7 @@ def _attention_text(attention: Attention) -> str:
     text = f"{attention.implementation}, {count_text(attention.calls)} call{'s' * (attention.calls != 1)}"
     if attention.logits_bytes:
         text += f", {bytes_text(attention.logits_bytes)} of logits each (queries x keys)"
+    text += f", {attention.exchange}" if attention.exchange else ""
     return f"{text}: {attention.reason}." if attention.reason else f"{text}."
 
 

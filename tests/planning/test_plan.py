@@ -393,6 +393,32 @@ def test_unused_mesh_axis_is_noted():
     assert kd.plan(perceptron, tensor_parallel(kd.create_device_mesh("data:4,model:2")), 16).notes == ()
 
 
+def test_the_exchange_of_attention_is_part_of_a_plan():
+    mesh = kd.create_device_mesh("data:2,context:4")
+    planned = kd.plan(gpt, kd.DataParallel(mesh, sequence_dim_name="context"), 16, depth=6, compile_depths=(1, 2))
+    [attention] = planned.attention
+    assert attention.calls == 6
+    assert attention.exchange == "all-to-all over 'context'"
+    assert attention.exchange in str(planned)
+    assert json.loads(planned.to_json())["attention"][0]["exchange"] == attention.exchange
+    [without] = kd.plan(gpt, kd.DataParallel(), 16).attention
+    assert without.exchange is None
+    assert not [note for note in planned.notes if "unused" in note]
+
+
+def test_an_axis_of_sequences_is_used_without_attention():
+    def build():
+        inputs = keras.Input((16, 8))
+        model = keras.Model(inputs, layers.Dense(8)(inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    mesh = kd.create_device_mesh("data:2,context:4")
+    planned = kd.plan(build, kd.DataParallel(mesh, sequence_dim_name="context"), 16, step="predict")
+    assert planned.notes == ()
+    assert planned.memory.batch == 16 * 16 * 8 * 4 // 8
+
+
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: lambda: model])
 def test_wrapped_optimizer_is_built_once_and_the_model_is_unchanged(make):
     distribution = kd.DataParallel()
