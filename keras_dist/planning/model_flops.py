@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
-from keras_dist.strategies.attention import KERNEL_SCOPE
+from keras_dist.strategies.sharded_attention import KERNEL_SCOPE
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 

@@ -5,7 +5,7 @@ Shapes: B rows, T queries, S keys, N query heads, K key and value heads (N is a 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +298,30 @@ def _with_head_size(tensor: jax.Array, size: int) -> jax.Array:
     if tensor.shape[-1] == size:
         return tensor
     return jnp.pad(tensor, ((0, 0), (0, 0), (0, 0), (0, size - tensor.shape[-1])))
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
+class Kernel(NamedTuple):
+    """A way to compute attention on a device.
+
+    `run_multiple` is what the lengths of runs of queries must be a multiple of; None if it takes all positions only.
+    `most_pairs` is how many pairs of a query and a key it takes under a mask.
+    """
+
+    name: str
+    compute: Callable[..., jax.Array]
+    why_not: Callable[..., str | None]
+    run_multiple: int | None
+    most_pairs: float = math.inf
+
+
+FUSED_KERNELS = {
+    "tpu": Kernel("splash attention", splash_attention, why_not_splash, 128, MOST_PAIRS_OF_SPLASH),
+    "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None),
+}
+XLA_IN_BLOCKS = Kernel("XLA in blocks", xla_attention_in_blocks, lambda *operands: None, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
