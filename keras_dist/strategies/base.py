@@ -22,6 +22,7 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_err
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
+from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.sequences import SequenceSharding
@@ -45,10 +46,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             devices take their rows. With `False` every process passes rows of its own, any number of them, and the
             global batch is their union.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
+        sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
+            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
 
     Raises:
         ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
-            does not have or that is named twice.
+            does not have or that is named twice, or an unknown exchange.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         batch_dim_name: BatchDimName = None,
         auto_shard_dataset: bool = True,
         sequence_dim_name: BatchDimName = None,
+        sequence_exchange: str | None = None,
     ):
         self._device_mesh = as_auto_mesh(device_mesh)
         batch_axes, sequence_axes = axis_tuple(batch_dim_name), axis_tuple(sequence_dim_name)
@@ -72,7 +76,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
                 f"sequence_dim_name={sequence_dim_name!r} and batch_dim_name={batch_dim_name!r} share an axis. Choose "
                 f"another axis of the mesh, {list(self._device_mesh.axis_sizes)}, or add one."
             )
+        if sequence_exchange not in (None, *EXCHANGES) or (sequence_exchange and not sequence_axes):
+            raise ValueError(
+                f"sequence_exchange={sequence_exchange!r} with sequence_dim_name={sequence_dim_name!r}: it must be "
+                f"one of {list(EXCHANGES)}, and needs an axis that sequences are sharded over. By default the exchange "
+                "that sends the fewest bytes is used."
+            )
         self._batch_dim_name, self._sequence_dim_name = batch_dim_name, sequence_dim_name
+        self._sequence_exchange = sequence_exchange
         self._auto_shard_dataset = auto_shard_dataset
         self._num_processes = internals.num_processes()
         self._process_id = internals.process_id()
@@ -274,7 +285,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             mesh=self._device_mesh.backend_mesh,
             batch_axes=self._placer.axes_for(query.shape[0]),
             sequence_axes=self._placer.sequence_axes,
-            sequence_exchange=None,
+            sequence_exchange=self._sequence_exchange,
             axes_of_weight=self._traced_weights.axes_of,
         )
 

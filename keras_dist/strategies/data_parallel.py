@@ -26,6 +26,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
         sequence_dim_name: the second axis of a mesh with two, to shard dim 1 of the batch over (context parallelism).
+        sequence_exchange: as for `ModelParallel`.
 
     Raises:
         ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh.
@@ -46,6 +47,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         *,
         shard_optimizer_state: bool = False,
         sequence_dim_name: BatchDimName = None,
+        sequence_exchange: str | None = None,
     ):
         if device_mesh is not None and devices is not None:
             raise ValueError(
@@ -70,7 +72,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 "several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
                 stacklevel=2,
             )
-        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name)
+        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange)
         self._shard_optimizer_state = shard_optimizer_state
 
     def get_update_layout(self, variable) -> TensorLayout:

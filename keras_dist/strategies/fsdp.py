@@ -42,6 +42,7 @@ class FullyShardedDataParallel(ModelParallel):
         strict: as for `ModelParallel`.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.
+        sequence_exchange: as for `ModelParallel`.
 
     Raises:
         ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
@@ -72,6 +73,7 @@ class FullyShardedDataParallel(ModelParallel):
         auto_shard_dataset: bool = True,
         strict: bool = False,
         sequence_dim_name: BatchDimName = None,
+        sequence_exchange: str | None = None,
     ):
         if layout_map is None:
             mesh = create_device_mesh((-1,), axis_names=["fsdp"]) if device_mesh is None else device_mesh
@@ -85,6 +87,7 @@ class FullyShardedDataParallel(ModelParallel):
             device_mesh=device_mesh,
             strict=strict,
             sequence_dim_name=sequence_dim_name,
+            sequence_exchange=sequence_exchange,
         )
         self._shard_axes, self._min_shard_bytes = shard_axes, min_shard_bytes
         self.reshard_after_forward = reshard_after_forward

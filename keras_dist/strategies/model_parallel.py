@@ -20,6 +20,8 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). No rule for a weight may use it.
+        sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
+            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
         strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
             reported once, as a `LayoutMapWarning`.
@@ -49,6 +51,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         device_mesh=None,
         strict: bool = False,
         sequence_dim_name: BatchDimName = None,
+        sequence_exchange: str | None = None,
     ):
         if layout_map is None:
             raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
@@ -60,7 +63,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 "Create the map with LayoutMap(device_mesh)."
             )
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
-        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name)
+        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange)
         _require_free_sequence_axes(layout_map, sequence_dim_name)
         self._layout_map = layout_map
         self.strict = strict

@@ -168,3 +168,15 @@ def test_the_exchange_that_sends_least_is_chosen():
     assert chosen(32, 8, 8, name="all_gather") == (1, 8)
     with pytest.raises(ValueError, match="12 query heads, which 8 does not divide"):
         chosen(12, 12, 8, name="all_to_all")
+
+
+def test_an_exchange_can_be_chosen():
+    distribution = context_parallel("data:2,context:4", sequence_exchange="all_gather")
+    assert exchange_of(distribution, 4, 4, 30, is_causal=True) == ("XLA in blocks", ALL_GATHER)
+    distribution = context_parallel("data:2,context:4", sequence_exchange="all_to_all")
+    with pytest.raises(ValueError, match="2 query heads, which 4 does not divide"):
+        exchange_of(distribution, 2, 2, 30)
+    with pytest.raises(ValueError, match="'ring'"):
+        context_parallel("data:2,context:4", sequence_exchange="ring")
+    with pytest.raises(ValueError, match="sequence_dim_name=None"):
+        kd.ModelParallel(layout_map=kd.LayoutMap(kd.create_device_mesh("data:8")), sequence_exchange="all_to_all")
