@@ -1,4 +1,4 @@
-"""One transformer under seven strategies: equal losses, and the memory and traffic of each.
+"""One transformer under eight strategies: equal losses, and the memory and traffic of each.
 
 First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
 once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy for
@@ -71,6 +71,8 @@ def strategies(build, devices=None) -> dict:
         "TP + SP": lambda: kd.ModelParallel(layout_map=rules("data:1,model:8", sequence_parallel=True)),
         # TP within pairs of devices, FSDP across the four pairs.
         "FSDP x TP": lambda: kd.FullyShardedDataParallel(layout_map=rules("fsdp:4,model:2")),
+        # Groups of four devices share sequences: each computes a quarter of the positions of all layers.
+        "FSDP x CP": lambda: kd.FullyShardedDataParallel(mesh("fsdp:2,context:4"), sequence_dim_name="context"),
     }
 
 

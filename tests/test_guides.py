@@ -105,7 +105,7 @@ def test_the_guide_to_strategies():
         [sys.executable, GUIDES / "strategies.py", "cpu:8"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    names = ("DP", "ZeRO-1", "FSDP", "HSDP", "TP", "TP + SP", "FSDP x TP")
+    names = ("DP", "ZeRO-1", "FSDP", "HSDP", "TP", "TP + SP", "FSDP x TP", "FSDP x CP")
     lines = done.stdout.splitlines()
     for name in names:
         trained, planned = (line for line in lines if line.startswith(f"{name:10} "))
