@@ -45,6 +45,7 @@ try:
     from keras.src.backend.jax import core as jax_core
     from keras.src.backend.jax import distribution_lib as backend_lib
     from keras.src.backend.jax import nn as nn
+    from keras.src.backend.jax import numpy as keras_numpy  # noqa: F401
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
@@ -311,22 +312,25 @@ def is_built(model) -> bool:
     return model.built and all(layer.built for layer in model._flatten_layers())
 
 
-def layer_paths(model) -> list[str]:
-    """Returns the paths of a model and all its layers, as Keras spells them when it asks for layouts of outputs.
+def layers_by_path(model) -> dict[str, Any]:
+    """Returns a model and all its layers by path, as Keras spells it when it asks for layouts of outputs.
 
     Keras sets the path of a layer at its first call. A layer that was never called gets the path of its owner.
     """
-    paths: dict[int, str] = {}
+    seen: set[int] = set()
+    layers: dict[str, Any] = {}
 
     def add(layer, owner):
-        if id(layer) not in paths:
+        if id(layer) not in seen:
+            seen.add(id(layer))
             parent = owner if layer._parent_path is None else layer._parent_path
-            paths[id(layer)] = f"{parent}/{layer.name}" if parent else layer.name
+            path = f"{parent}/{layer.name}" if parent else layer.name
+            layers.setdefault(path, layer)
             for inner in layer._flatten_layers(include_self=False, recursive=False):
-                add(inner, paths[id(layer)])
+                add(inner, path)
 
     add(model, "")
-    return list(dict.fromkeys(paths.values()))
+    return layers
 
 
 def symbolic_build(model, data) -> None:

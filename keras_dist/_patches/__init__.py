@@ -5,6 +5,7 @@
 * `layer_call.py`: calls of models and layers, and the variables that they read.
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
 * `convolution.py`: convolutions that XLA would partition with wrong numbers.
+* `sorting.py`: sorts along sequences that are sharded.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
@@ -23,8 +24,9 @@ import importlib
 from keras_dist._keras.active_distribution import ALWAYS
 
 _TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution", "deferred_creation"),
-    *("epoch_iterator", "resumable_iterator", "weight_loading", "variable_access", "file_saving", "orbax_loading"),
+    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution", "sorting"),
+    *("deferred_creation", "epoch_iterator", "resumable_iterator", "weight_loading", "variable_access"),
+    *("file_saving", "orbax_loading"),
 )
 
 

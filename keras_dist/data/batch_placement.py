@@ -66,7 +66,8 @@ class BatchPlacer:
 
     def is_sequence(self, shape: Sequence[int]) -> bool:
         """Returns whether an array has a dim 1 with a position for each shard of a sequence."""
-        return len(shape) > 1 and shape[1] >= self.num_sequence_shards
+        # A symbolic dim, of a layer that is built for any length, is not compared.
+        return len(shape) > 1 and isinstance(shape[1], int) and shape[1] >= self.num_sequence_shards
 
     def place(self, batch: Any) -> Any:
         """Places all arrays of a nested global batch on the mesh, in one transfer.

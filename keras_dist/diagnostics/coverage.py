@@ -18,6 +18,7 @@ SEVERAL_RULES = "several rules match"  # the reason why a variable has no layout
 
 _MOST_GROUPS = {"weights": 30, "optimizer": 6, "other": 6}  # rows per part of the model
 _MOST_FINDINGS = 20
+_MOST_LAYERS = 12  # listed that gather sequences
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class Coverage(Report):
             of paths; an empty dict means that it matches nothing.
         device_bytes: bytes of variables on each device, by device name.
         idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
+        sequence_axes: mesh axes that shard dim 1 of the batch.
+        whole_sequences: with sequence axes, the paths of Keras's layers that sequences are gathered for, and why. Other
+            layers that call `keras.ops.conv` gather them, too.
         notes: what the figures leave out.
         findings: likely mistakes. Those that prevent a layout come first.
     """
@@ -91,6 +95,8 @@ class Coverage(Report):
     unused: Mapping[str, Mapping[str, int]]
     device_bytes: Mapping[str, int]
     idle_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()
+    whole_sequences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
@@ -138,13 +144,23 @@ class Coverage(Report):
         yield f"{self.model}, {count_text(parameters)} parameters", [Lines(tuple(self._summary()))]
         if self.findings:
             yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MOST_FINDINGS, ".findings")))]
+        if self.whole_sequences:
+            yield "Layers that gather sequences", [Table(("layer", "reason"), self._whole_sequence_rows())]
         rows = variable_rows(self.variables, _MOST_GROUPS, lambda variable: variable.why)
         footer = ("total per device", "", "", "", bytes_text(self.bytes))
         yield "Variables, and their bytes per device", [Table(("path, reason", *VARIABLE_COLUMNS), rows, footer)]
 
+    def _whole_sequence_rows(self) -> list[tuple[str, str]]:
+        rows = list(self.whole_sequences.items())
+        more = len(rows) - _MOST_LAYERS
+        return rows if more <= 0 else [*rows[:_MOST_LAYERS], (f"... and {more} more", "see .whole_sequences")]
+
     def _summary(self) -> Iterator[str]:
         kind = self.distribution.lstrip("<").split()[0]
         yield f"{self.mesh.devices.size} devices, mesh {spell_axes(self.mesh.axis_sizes)}, {kind}"
+        if self.sequence_axes:
+            axes = spell_axes({name: self.mesh.axis_sizes[name] for name in self.sequence_axes})
+            yield f"Sequences, dim 1 of the batch, are sharded over {axes}."
         total = self.whole_bytes
         text = f"Each device holds {bytes_text(self.bytes)} of {bytes_text(total)}"
         text += f" (average replication factor {self.copies:.3g})."

@@ -18,6 +18,7 @@ from keras_dist._keras.active_distribution import distribution_of
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
+from keras_dist.diagnostics.whole_sequences import whole_sequence_layers
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, layout_error
@@ -137,7 +138,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         )
         bytes_on[devices] += row.bytes
         rows.append(row)
-    layers = internals.layer_paths(model)
+    layers = internals.layers_by_path(model)
     on_all_devices = bytes_on.pop(None, 0)
     mesh_devices = distribution.device_mesh.backend_mesh.devices.flat
     device_bytes = Counter({device_name(device): on_all_devices for device in mesh_devices})
@@ -154,6 +155,8 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         unused=_unused_rules(layout_map, rows, layers),
         device_bytes=device_bytes,
         idle_axes=_idle_axes(distribution, layout_map, rows),
+        sequence_axes=distribution._placer.sequence_axes,
+        whole_sequences=whole_sequence_layers(layers) if distribution._placer.sequence_axes else {},
         notes=_notes(model, optimizer),
     )
     return dataclasses.replace(coverage, findings=find_mistakes(coverage))

@@ -29,9 +29,9 @@ def distribute_tensors(
 
     While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
     any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
-    its axes with the largest product that divides it. `role` is "input" or "output", for errors. `gradient_layout`
-    applies while tracing. Raises ValueError if the layout has more entries than every tensor has dims, or an axis does
-    not divide its dim.
+    its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
+    sizes. `role` is "input" or "output", for errors. `gradient_layout` applies while tracing. Raises ValueError if the
+    layout has more entries than every tensor has dims, or an axis does not divide its dim.
     """
     if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
         return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
@@ -43,30 +43,44 @@ def distribute_tensors(
     for index, shape in enumerate(shapes):
         if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
             continue
-        fitted = _fit(layout, shape, *axes, role)
-        if gradient_layout is not None and isinstance(leaves[index], Tracer):
-            fitted_gradient = _fit(gradient_layout, shape, *axes, role)
-            leaves[index] = with_gradient_layout(leaves[index], fitted, fitted_gradient)
+        fitted = _fit(leaves[index], layout, *axes, role)
+        if isinstance(leaves[index], Tracer):
+            gradient = None if gradient_layout is None else _fit(leaves[index], gradient_layout, *axes, role)
+            leaves[index] = _constrain(leaves[index], fitted, gradient)
         else:
             leaves[index] = _distribute(leaves[index], fitted)
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fit(
-    layout: Any, shape: tuple[int, ...], batch_axes: Sequence[str], sequence_axes: Sequence[str], role: str
-) -> Any:
-    mesh = as_device_mesh(layout.device_mesh)
-    axes = list(layout.axes)
+def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], role: str) -> Any:
+    mesh, shape = as_device_mesh(layout.device_mesh), np.shape(leaf)
+    axes, even_axes = list(layout.axes), list(layout.axes)
     is_in_layer = bool(internals.current_path())
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
+        shards = math.prod(mesh.axis_sizes[name] for name in names)
+        if not shape[dim] % shards:
+            continue
+        is_sequence = bool(set(names) & set(sequence_axes))
+        if is_sequence and shape[dim] > shards and isinstance(leaf, Tracer):
+            even_axes[dim] = None  # a compiled step has shards of unequal sizes
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
         # have sequences: `generate()` calls layers on one token.
-        has_any_size = (dim == 0 and is_in_layer) or set(names) <= set(batch_axes) or set(names) & set(sequence_axes)
-        if has_any_size and shape[dim] % math.prod(mesh.axis_sizes[name] for name in names):
-            axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
-    _require_fit(tuple(axes), shape, layout, role)
+        elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
+            axes[dim] = even_axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
+    _require_fit(tuple(even_axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
+
+
+def _constrain(leaf: Tracer, layout: Any, gradient_layout: Any) -> Any:
+    def constrain(tensor):
+        if gradient_layout is None:
+            return internals.distribute_with_keras(tensor, layout)
+        return with_gradient_layout(tensor, layout, gradient_layout)
+
+    sizes = as_device_mesh(layout.device_mesh).axis_sizes
+    # Without a `jit`, the tracers of `fit(run_eagerly=True)` cannot have shards of unequal sizes.
+    return jax.jit(constrain)(leaf) if layout_error(layout.axes, leaf.shape, sizes) else constrain(leaf)
 
 
 def _distribute(leaf: Any, layout: Any) -> Any:

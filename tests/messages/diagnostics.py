@@ -69,6 +69,18 @@ def build_and_compile(rules, strict=False):
     return compile_model
 
 
+def tagger():
+    return keras.Sequential(
+        [
+            keras.Input((64, 16)),
+            keras.layers.Conv1D(16, 3, padding="causal"),
+            keras.layers.Bidirectional(keras.layers.LSTM(8, return_sequences=True)),
+            keras.layers.Conv1D(4, 1),
+        ],
+        name="tagger",
+    )
+
+
 def explain_before_the_first_step():
     model = tower()
     return str(kd.explain(model, kd.FullyShardedDataParallel()))
@@ -102,6 +114,9 @@ CASES = {
     "report of an empty map": report(tower, {}),
     "report of fully sharded data parallelism": lambda: str(
         kd.explain(decoder, kd.FullyShardedDataParallel(min_shard_bytes=1024))
+    ),
+    "report of sharded sequences": lambda: str(
+        kd.explain(tagger, kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context"))
     ),
     "report of a model before its first step": explain_before_the_first_step,
     "report of a model that is not compiled": report(lambda: tower(optimizer=None), {"up/kernel": COLUMNS}),

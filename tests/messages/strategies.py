@@ -27,6 +27,13 @@ def call_dense(layout_map, units=8, width=4):
         keras.layers.Dense(units, name="dense")(np.ones((8, width), "float32"))
 
 
+def fit_without_sequences():
+    with kd.DataParallel(mesh(), sequence_dim_name="model").scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="regression")
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
+
+
 def with_processes(number, function):
     with mock.patch("keras_dist._keras.internals.num_processes", return_value=number):
         function()
@@ -131,6 +138,11 @@ CASES = {
     "a tensor parallel map with one axis for weights and sequences": lambda: kd.tensor_parallel_layout_map(
         odd, mesh(), sequence_dim_name="model"
     ),
+    "a sequence axis that the mesh lacks": lambda: kd.ModelParallel(layout_map=rules(), sequence_dim_name="context"),
+    "a sequence axis that shards the batch": lambda: kd.ModelParallel(
+        layout_map=rules(), batch_dim_name="data", sequence_dim_name=("model", "data")
+    ),
+    "a batch without sequences": fit_without_sequences,
     "a rule that shards the batch over the sequence axis": lambda: kd.ModelParallel(
         layout_map=rules(dense__output=("data", None)), batch_dim_name="model", sequence_dim_name="data"
     ),

@@ -1,5 +1,7 @@
 """Convolutions that XLA's partitioner computes with wrong numbers have those of one device."""
 
+from typing import Any
+
 import jax
 import keras
 import numpy as np
@@ -102,4 +104,5 @@ def test_eager_arrays_elsewhere_are_not_moved():
     with kd.DataParallel(kd.DeviceMesh((2, 4), ["data", "context"]), sequence_dim_name="context").scope():
         images = jax.device_put(np.ones((2, 8, 3), "float32"), jax.devices()[1])
         kernel = jax.device_put(np.ones((3, 3, 4), "float32"), jax.devices()[1])
-        assert ops.conv(images, kernel).devices() == {jax.devices()[1]}
+        outputs: Any = ops.conv(images, kernel)
+        assert outputs.devices() == {jax.devices()[1]}

@@ -1,0 +1,28 @@
+"""Which layers of a model compute with whole sequences although sequences are sharded, and why."""
+
+from collections.abc import Mapping
+
+import keras
+
+from keras_dist.strategies.sequences import is_pointwise
+
+_CONVOLUTIONS = (
+    *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+    *(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose),
+    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
+    *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
+)
+
+
+def whole_sequence_layers(layers: Mapping[str, keras.Layer]) -> dict[str, str]:
+    """Returns the reasons of those of Keras's layers, by path, that gather the sequences that they are called with."""
+    reasons = {path: _reason(layer) for path, layer in layers.items()}
+    return {path: reason for path, reason in reasons.items() if reason is not None}
+
+
+def _reason(layer: keras.Layer) -> str | None:
+    if isinstance(layer, keras.layers.RNN):
+        return "recurrent: computes one position after another"
+    if isinstance(layer, _CONVOLUTIONS) and not is_pointwise(layer.kernel_size, layer.strides):
+        return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
+    return None
