@@ -203,11 +203,11 @@ def reversible_embeddings(model) -> set[int]:
     return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
 
 
-def rematerialized(layer, call: Callable):
-    """Calls a layer in a stateless scope, and saves only the results of matrix products for the backward pass.
+def rematerialized(layer, call: Callable, policy: Callable | None):
+    """Calls a function in a stateless scope, and saves for the backward pass only what the policy names.
 
     The backward pass computes everything else again, which includes gathering weights. Updates of variables (random
-    generators, moving averages) and losses go to the scope, as in a plain call.
+    generators, moving averages) go to the scope, as in a plain call, and so do losses, which are those of the layer.
     """
     outer: Any = get_stateless_scope()
 
@@ -220,11 +220,12 @@ def rematerialized(layer, call: Callable):
         }
         return outputs, changed, inner.losses
 
-    outputs, changed, losses = jax.checkpoint(function, policy=jax.checkpoint_policies.dots_saveable)()
+    outputs, changed, losses = jax.checkpoint(function, policy=policy)()
     outer.state_mapping.update(changed)
     for loss in losses:
         outer.add_loss(loss)
-        layer._loss_ids.add(id(loss))
+        if isinstance(layer, keras.Layer):
+            layer._loss_ids.add(id(loss))
     return outputs
 
 

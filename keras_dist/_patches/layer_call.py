@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any, NamedTuple
 
+import jax
 import keras
 from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
@@ -112,8 +113,33 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     ):
         return original(self, *args, **kwargs)
 
-    def call_layer():
-        with _current_call.set_to(call._replace(trace=_current_trace())):
-            return original(self, *args, **kwargs)
+    keep = jax.checkpoint_policies.dots_saveable
+    return _rematerialized(self, lambda: original(self, *args, **kwargs), keep)
 
-    return internals.rematerialized(self, call_layer)
+
+@INSTALLED.patch(
+    internals.jax_core,
+    "remat",
+    reason="`RematScope` fails for layers that branch on `training`, and leaks the state of random generators",
+    every_thread=True,
+)
+def _remat(original, f):
+    def call(*args, **kwargs):
+        if active_distribution() is None or not in_stateless_scope():
+            return original(f)(*args, **kwargs)
+        return _rematerialized(getattr(f, "__self__", None), lambda: f(*args, **kwargs))
+
+    return call
+
+
+def _rematerialized(layer, function, policy=None):
+    """Calls a function that is computed again for the backward pass, and gathers the weights that it reads again."""
+    call = _current_call.value
+    if call is None or call.is_in_loop():
+        return internals.rematerialized(layer, function, policy)
+
+    def in_trace():
+        with _current_call.set_to(call._replace(trace=_current_trace())):
+            return function()
+
+    return internals.rematerialized(layer, in_trace, policy)

@@ -205,16 +205,23 @@ def on_one_device(name, policy="float32"):
     return loss_and_gradients(MODELS[name], policy)
 
 
-def rules_for(build):
+def rules_for(build, axes="data:2,model:4", **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
-        return tensor_parallel(build, "data:2,model:4")
+        return tensor_parallel(build, axes, **options)
 
 
 DISTRIBUTIONS = {
     "DP": lambda build: kd.DataParallel(),
     "FSDP": lambda build: fsdp(),
     "TP": lambda build: model_parallel(rules_for(build)),
+    "FSDP x CP": lambda build: kd.FullyShardedDataParallel(
+        kd.create_device_mesh("fsdp:2,context:4"), min_shard_bytes=0, sequence_dim_name="context"
+    ),
+    "TP + SP x CP": lambda build: model_parallel(
+        rules_for(build, "data:2,context:2,model:2", sequence_parallel=True, sequence_dim_name="context"),
+        sequence_dim_name="context",
+    ),
 }
 
 

@@ -108,15 +108,17 @@ def fsdp(axes="fsdp:8", layout_map=None, **options):
     return kd.FullyShardedDataParallel(mesh, layout_map=layout_map, min_shard_bytes=0, **options)
 
 
-def tensor_parallel(build, axes="data:4,model:2", sequence_parallel=False):
+def tensor_parallel(build, axes="data:4,model:2", sequence_parallel=False, sequence_dim_name=None):
     """Tensor parallel rules of a model over the axis "model"."""
-    return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes), "model", sequence_parallel)
+    return kd.tensor_parallel_layout_map(
+        build, kd.create_device_mesh(axes), "model", sequence_parallel, sequence_dim_name=sequence_dim_name
+    )
 
 
-def model_parallel(layout_map):
-    """A distribution of the rules alone, with batches over all axes but "model"."""
-    batch = tuple(name for name in layout_map.device_mesh.axis_names if name != "model")
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name=batch)
+def model_parallel(layout_map, sequence_dim_name=None):
+    """A distribution of the rules alone, with batches over all axes but "model" and that of sequences."""
+    batch = tuple(name for name in layout_map.device_mesh.axis_names if name not in ("model", sequence_dim_name))
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name=batch, sequence_dim_name=sequence_dim_name)
 
 
 STRATEGIES = {
