@@ -31,7 +31,8 @@ STATE = "weights", "momentums", "velocities"
 class Gpt:
     """Sizes of a decoder-only, pre-norm GPT with learned positions and an untied head; `rows` per batch shard.
 
-    `attention` is `"xla"`, or the fused kernel `"splash"` (TPU) or `"cudnn"` (NVIDIA GPU).
+    `attention` is `"xla"`, or the fused kernel `"splash"` (TPU) or `"cudnn"` (NVIDIA GPU); `positions` is whether there
+    are learned ones, without which the number of weights does not depend on the length. `key_heads` is for Keras alone.
     """
 
     vocabulary: int = 16384
@@ -43,6 +44,8 @@ class Gpt:
     rows: int = 4
     dtype: str = "bfloat16"
     attention: str = "xla"
+    positions: bool = True
+    key_heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,25 +55,38 @@ class Strategy:
     Attributes:
         mesh: sizes of the mesh axes, outermost first.
         batch_axes: the axes that shard the batch.
-        fsdp_axis: the axis that shards the rows of kernels, which are gathered when they are used (FSDP).
+        fsdp_axis: the axis, or axes, that shards the rows of kernels, which are gathered when they are used (FSDP).
         reshards_after_forward: whether blocks free gathered kernels after the forward pass and gather them again for
             the backward pass.
         zero1_axis: the axis that shards Adam's state of kernels that are replicated themselves (ZeRO-1).
         tensor_axis: the axis that shards heads, hidden units and vocabulary (Megatron).
         sequence_parallel: whether activations between the sharded layers are sharded by position.
+        context_axis: the axis that shards positions in all layers (context parallelism). Attention exchanges them for
+            heads, with all-to-alls. Not for a model with learned positions.
     """
 
     mesh: dict[str, int]
     batch_axes: tuple[str, ...] = ()
-    fsdp_axis: str | None = None
+    fsdp_axis: str | tuple[str, ...] | None = None
     reshards_after_forward: bool = False
     zero1_axis: str | None = None
     tensor_axis: str | None = None
     sequence_parallel: bool = False
+    context_axis: str | None = None
 
-    def size(self, *axes: str | None) -> int:
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that shard the tokens of a batch."""
+        return (*self.batch_axes, *names(self.context_axis))
+
+    def size(self, *axes: str | tuple[str, ...] | None) -> int:
         """Returns the product of the sizes of some axes."""
-        return math.prod(self.mesh[axis] for axis in axes if axis)
+        return math.prod(self.mesh[name] for axis in axes for name in names(axis))
+
+
+def names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns an axis, axes or None as a tuple."""
+    return (axis,) if isinstance(axis, str) else axis or ()
 
 
 STRATEGIES = {
@@ -84,6 +100,16 @@ STRATEGIES = {
     "fsdp_tp": Strategy({"fsdp": 4, "model": 2}, batch_axes=("fsdp",), fsdp_axis="fsdp", tensor_axis="model"),
 }
 
+_DATA, _MODEL = {"data": 2, "context": 4}, {"data": 2, "context": 2, "model": 2}
+CONTEXT_STRATEGIES = {
+    "dp": Strategy(_DATA, batch_axes=("data",), context_axis="context"),
+    "fsdp": Strategy(_DATA, batch_axes=("data",), fsdp_axis=("data", "context"), context_axis="context"),
+    "tp": Strategy(_MODEL, batch_axes=("data",), tensor_axis="model", context_axis="context"),
+    "tp_sp": Strategy(
+        _MODEL, batch_axes=("data",), tensor_axis="model", sequence_parallel=True, context_axis="context"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -93,11 +119,11 @@ class Parameter:
     model_dim: int | None = None
     is_kernel: bool = True
 
-    def partition_spec(self, strategy: Strategy, axis: str | None) -> P:
+    def partition_spec(self, strategy: Strategy, axis: str | tuple[str, ...] | None) -> P:
         """Returns the layout of the weight: tensor parallelism, and dim 0 of kernels over `axis`."""
         entries = [strategy.tensor_axis if dim == self.model_dim else None for dim in range(len(self.shape))]
         if axis and self.is_kernel:
-            entries[0] = (strategy.tensor_axis, axis) if entries[0] else axis
+            entries[0] = (*names(entries[0]), *names(axis))
         return P(*entries)
 
     def flat(self, array):
@@ -119,7 +145,8 @@ def parameters(model: Gpt) -> dict[str, Parameter]:
         bias = Parameter(outputs, 0, False) if model_dim else replicated
         return {f"{name}/kernel": Parameter((*inputs, *outputs), model_dim), f"{name}/bias": bias}
 
-    found = {"embedding": Parameter((model.vocabulary, width), 1), "position": Parameter((model.length, width), 1)}
+    found = {"embedding": Parameter((model.vocabulary, width), 1)}
+    found |= {"position": Parameter((model.length, width), 1)} if model.positions else {}
     for block in (f"block{number}" for number in range(model.blocks)):
         for name in ("query", "key", "value"):
             found |= dense(f"{block}/{name}", (width,), heads, 1)
@@ -201,7 +228,12 @@ regathered_matmul.defvjp(lambda x, kernel, axis: (x @ gather(kernel, axis), (x, 
 def moves_of(strategy: Strategy) -> SimpleNamespace:
     """Returns how activations enter and leave sharded layers, and how kernels are used."""
     axis, same = strategy.tensor_axis, lambda x: x
-    moves = SimpleNamespace(embedded=same, enter=same, leave=same, gather=same, matmul=jnp.matmul)
+    moves = SimpleNamespace(
+        embedded=same, enter=same, leave=same, gather=same, matmul=jnp.matmul, heads=same, attended=same
+    )
+    if strategy.context_axis:
+        moves.heads = lambda x: lax.all_to_all(x, strategy.context_axis, split_axis=2, concat_axis=1, tiled=True)
+        moves.attended = lambda x: lax.all_to_all(x, strategy.context_axis, split_axis=1, concat_axis=2, tiled=True)
     if axis and strategy.sequence_parallel:
         # From a shard of the width of all positions to the full width of a shard of the positions.
         moves.embedded = lambda x: lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
@@ -253,11 +285,12 @@ def apply_block(x, weights, moves, model: Gpt):
 
     y = moves.enter(layer_norm(x, weights["norm1/gamma"], weights["norm1/beta"]))
     heads = (dense(y, name) for name in ("query", "key", "value"))
-    heads = (head.reshape(*head.shape[:-1], -1, model.head_size) for head in heads)
+    heads = (moves.heads(head.reshape(*head.shape[:-1], -1, model.head_size)) for head in heads)
     if model.attention == "splash":
         y = splash_attention(*heads)
     else:
         y = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=model.attention)
+    y = moves.attended(y)
     y = moves.matmul(y.reshape(*y.shape[:2], -1), weights["output/kernel"])
     x = x + (moves.leave(y) + weights["output/bias"])
     y = moves.enter(layer_norm(x, weights["norm2/gamma"], weights["norm2/beta"]))
@@ -282,7 +315,8 @@ def cross_entropy(logits, targets, axis):
 def local_loss(weights, tokens, targets, model: Gpt, strategy: Strategy):
     """Returns what the rows of one device contribute to the mean loss."""
     moves = moves_of(strategy)
-    x = jnp.take(moves.gather(weights["embedding"]), tokens, axis=0) + moves.gather(weights["position"])
+    x = jnp.take(moves.gather(weights["embedding"]), tokens, axis=0)
+    x = x + moves.gather(weights["position"]) if model.positions else x
     x = moves.embedded(x)
     for number in range(model.blocks):
         prefix = f"block{number}/"
@@ -293,7 +327,7 @@ def local_loss(weights, tokens, targets, model: Gpt, strategy: Strategy):
         x @ moves.gather(weights["head/kernel"]) + weights["head/bias"]
     )  # not gathered again: its backward pass comes next
     return jnp.sum(cross_entropy(logits, targets, strategy.tensor_axis)) / (
-        targets.size * strategy.size(*strategy.batch_axes)
+        targets.size * strategy.size(*strategy.token_axes)
     )
 
 
@@ -319,11 +353,11 @@ def local_step(state, batch, model: Gpt, strategy: Strategy):
     count, new = state["count"] + 1, {part: {} for part in STATE}
     update = functools.partial(adam, count=count.astype(jnp.float32))
     for name, parameter in split.items():
-        (weight, *moments), gradient, axes = old[name], gradients[name], strategy.batch_axes
+        (weight, *moments), gradient, axes = old[name], gradients[name], strategy.token_axes
         if strategy.sequence_parallel and parameter.model_dim is None:
             axes = (*axes, strategy.tensor_axis)  # each device has other positions
         if parameter.is_kernel and strategy.fsdp_axis:
-            axes = tuple(axis for axis in axes if axis != strategy.fsdp_axis)  # reduce-scattered already
+            axes = tuple(axis for axis in axes if axis not in names(strategy.fsdp_axis))  # reduce-scattered already
         if parameter.is_kernel and strategy.zero1_axis:
             shard, *moments = update(
                 local_shard(weight, strategy.zero1_axis, 0), *moments, scatter(gradient, strategy.zero1_axis)
@@ -333,7 +367,7 @@ def local_step(state, batch, model: Gpt, strategy: Strategy):
             updated = update(weight, *moments, lax.psum(gradient, axes) if axes else gradient)
         for part, value in zip(STATE, updated, strict=True):
             new[part][name] = value.reshape(state[part][name].shape)
-    return lax.psum(loss, strategy.batch_axes) if strategy.batch_axes else loss, {**new, "count": count}
+    return lax.psum(loss, strategy.token_axes) if strategy.token_axes else loss, {**new, "count": count}
 
 
 def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
@@ -361,7 +395,7 @@ def step(strategy: str | Strategy, devices, model: Gpt = Gpt()):
     moments, rows = specs(strategy.fsdp_axis or strategy.zero1_axis), model.rows * strategy.size(*strategy.batch_axes)
     state = {"weights": specs(strategy.fsdp_axis), "momentums": moments, "velocities": moments}
     state["count"] = spec((), jnp.int32, P())
-    batch = (spec((rows, model.length), jnp.int32, P(strategy.batch_axes or None, None)),) * 2
+    batch = (spec((rows, model.length), jnp.int32, P(strategy.batch_axes or None, strategy.context_axis)),) * 2
     parts = jax.tree.map(lambda leaf: leaf.sharding.spec, (state, batch))
     function = functools.partial(local_step, model=model, strategy=strategy)
     function = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=(P(), parts[0]), check_vma=False)
@@ -411,7 +445,9 @@ def floor(strategy: str, model: Gpt = Gpt()) -> float:
 # -------------------------------------------------------------------------------------------------------- measurement
 
 
-def compile_for(strategy: str, target: str, model: Gpt = Gpt(), options: Mapping[str, str | bool] | None = None):
+def compile_for(
+    strategy: str | Strategy, target: str, model: Gpt = Gpt(), options: Mapping[str, str | bool] | None = None
+):
     """Compiles the step for hardware that need not be attached, with its kernel of attention.
 
     A program that does not fit into memory is compiled, too, by libtpu before 0.0.50.

@@ -1,16 +1,24 @@
-"""Time and memory to plan the training of a Llama 3 on TPU v5p, on a laptop's CPU.
+"""Time and memory to plan the training of a Llama 3 on TPUs and GPUs, on a laptop's CPU.
 
-KerasHub's Llama 3 with 8 billion parameters on 64 chips, or 70 billion on 256: AdamW, bfloat16 compute, sequences of
-4,096 tokens, FSDP over one axis and TP over the other. By default, models of 2 and 4 blocks are compiled and the plan
-is extrapolated; `--whole` compiles all blocks, for comparison.
+KerasHub's Llama 3 with AdamW and bfloat16 compute:
 
-Run: pip install "keras-dist[tpu,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
+* `8b`: 8 billion parameters on 64 chips of TPU v5p, 32 sequences of 4,096 tokens, FSDP over one axis, TP over another
+* `70b`: 70 billion parameters on 256 chips, the same otherwise
+* `8b-128k`: one sequence of 131,072 tokens on 8 H100, FSDP and context parallelism over all of them
+* `8b-1m`: one sequence of 1,048,576 tokens on 256 chips of TPU v5p, TP + SP over 8 and context parallelism over 32
+
+By default, models of few blocks are compiled and the plan is extrapolated; `--whole` compiles all blocks. `8b-128k` is
+always compiled in full: it needs so much memory that the compiler computes some activations again.
+
+Run: pip install "keras-dist[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
 """
 
 import argparse
 import os
 import resource
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,8 +35,6 @@ SIZES = {
     "8b": {"layers": 32, "hidden_dim": 4096, "intermediate_dim": 14336, "num_query_heads": 32},
     "70b": {"layers": 80, "hidden_dim": 8192, "intermediate_dim": 28672, "num_query_heads": 64},
 }
-CLUSTERS = {"8b": ("v5p:4x4x4", "data:16,model:4"), "70b": ("v5p:4x8x8", "data:32,model:8")}
-LENGTH = 4096
 
 
 def build(depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: int) -> keras.Model:
@@ -48,7 +54,7 @@ def build(depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: i
     return model
 
 
-def layout(mesh: kd.DeviceMesh) -> kd.Distribution:
+def fully_sharded_and_tensor_parallel(mesh: kd.DeviceMesh, builder: Callable) -> kd.Distribution:
     """FSDP over "data" and TP over "model"; outputs of blocks are sharded over "data" only."""
     layout_map = kd.LayoutMap(mesh)
     layout_map["token_embedding/embeddings"] = ("model", "data")
@@ -61,24 +67,58 @@ def layout(mesh: kd.DeviceMesh) -> kd.Distribution:
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
 
 
+def fully_sharded_and_context_parallel(mesh: kd.DeviceMesh, builder: Callable) -> kd.Distribution:
+    """FSDP over both axes, and sequences over "context". Blocks gather their weights again for the backward pass."""
+    return kd.FullyShardedDataParallel(mesh, sequence_dim_name="context", reshard_after_forward=True)
+
+
+def tensor_and_context_parallel(mesh: kd.DeviceMesh, builder: Callable) -> kd.Distribution:
+    """TP and SP over "model", and sequences over "context"."""
+    rules = kd.tensor_parallel_layout_map(lambda: builder(2), mesh, sequence_parallel=True, sequence_dim_name="context")
+    return kd.ModelParallel(layout_map=rules, batch_dim_name="data", sequence_dim_name="context")
+
+
+class Case(NamedTuple):
+    """A model, a cluster and a batch. `compile_depths` of None: all blocks are compiled."""
+
+    size: str
+    target: str
+    axes: str
+    distribution: Callable[[kd.DeviceMesh, Callable], kd.Distribution]
+    rows: int
+    tokens: int
+    compile_depths: tuple[int, int] | None
+
+
+CASES = {
+    "8b": Case("8b", "v5p:4x4x4", "data:16,model:4", fully_sharded_and_tensor_parallel, 32, 4096, (2, 4)),
+    "70b": Case("70b", "v5p:4x8x8", "data:32,model:8", fully_sharded_and_tensor_parallel, 32, 4096, (2, 4)),
+    "8b-128k": Case("8b", "h100:8", "fsdp:1,context:8", fully_sharded_and_context_parallel, 1, 2**17, None),
+    "8b-1m": Case("8b", "v5p:4x8x8", "data:1,context:32,model:8", tensor_and_context_parallel, 1, 2**20, (1, 2)),
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("--whole", action="store_true", help="compile all blocks instead of 2 and 4")
-    parser.add_argument("--rows", type=int, default=32, help="sequences in a batch")
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--whole", action="store_true", help="compile all blocks instead of a few")
+    parser.add_argument("--rows", type=int, help="sequences in a batch")
     arguments = parser.parse_args()
-    sizes = dict(SIZES[arguments.size])
+    case = CASES[arguments.case]
+    sizes = dict(SIZES[case.size])
     depth = sizes.pop("layers")
-    target, axes = CLUSTERS[arguments.size]
-    mesh = kd.create_device_mesh(axes, devices=kd.target(target))
-    rows = arguments.rows
-    tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
-    batch = {"token_ids": tokens, "padding_mask": jax.ShapeDtypeStruct((rows, LENGTH), "bool")}, tokens
+    mesh = kd.create_device_mesh(case.axes, devices=kd.target(case.target))
+    shape = arguments.rows or case.rows, case.tokens
+    tokens = jax.ShapeDtypeStruct(shape, "int32")
+    batch = {"token_ids": tokens, "padding_mask": jax.ShapeDtypeStruct(shape, "bool")}, tokens
     started, cpu_started = time.perf_counter(), time.process_time()
-    if arguments.whole:
-        planned = kd.plan(lambda: build(depth, **sizes), layout(mesh), batch)
+    distribution = case.distribution(mesh, lambda blocks: build(blocks, **sizes))
+    if arguments.whole or case.compile_depths is None:
+        planned = kd.plan(lambda: build(depth, **sizes), distribution, batch)
     else:
-        planned = kd.plan(lambda blocks: build(blocks, **sizes), layout(mesh), batch, depth=depth)
+        planned = kd.plan(
+            lambda blocks: build(blocks, **sizes), distribution, batch, depth=depth, compile_depths=case.compile_depths
+        )
     print(planned)
     print(
         f"Planned in {time.perf_counter() - started:.0f} s ({time.process_time() - cpu_started:.0f} s of CPU time), "

@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -49,10 +50,14 @@ def build(sizes: handwritten.Gpt) -> keras.Model:
     """Returns the model of `handwritten.py` as a compiled Keras model."""
     tokens = keras.Input((sizes.length,), dtype="int32")
     x = layers.Embedding(sizes.vocabulary, sizes.width, name="embedding")(tokens)
-    x = Positions(name="position")(x)
+    x = Positions(name="position")(x) if sizes.positions else x
     for number in range(sizes.blocks):
         y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
-        attention = layers.MultiHeadAttention(sizes.heads, sizes.head_size, name=f"block{number}_attention")
+        attention = (
+            layers.GroupQueryAttention(sizes.head_size, sizes.heads, sizes.key_heads, name=f"block{number}_attention")
+            if sizes.key_heads
+            else layers.MultiHeadAttention(sizes.heads, sizes.head_size, name=f"block{number}_attention")
+        )
         x = layers.Add(name=f"block{number}_add1")([x, attention(y, y, use_causal_mask=True)])
         y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
         y = layers.Dense(4 * sizes.width, activation="gelu", name=f"block{number}_up")(y)
@@ -124,21 +129,21 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def check(names, steps: int = 5) -> None:
-    """Compares the losses of the hand-written step with those of Keras on one device.
+def check(found: Mapping[str, handwritten.Strategy], positions: bool = True, steps: int = 5) -> None:
+    """Compares the losses of the hand-written step under some strategies with those of Keras on one device.
 
     Raises:
         AssertionError: they differ by more than rounding errors.
     """
-    sizes = handwritten.Gpt(vocabulary=64, width=64, length=16, blocks=2, heads=8, head_size=8, dtype="float32")
+    sizes = handwritten.Gpt(64, 64, length=16, blocks=2, heads=8, head_size=8, dtype="float32", positions=positions)
     generator = np.random.default_rng(0)
     tokens, targets = generator.integers(0, sizes.vocabulary, (2, 8 * sizes.rows, sizes.length))
-    for name in names:
+    for name, strategy in found.items():
         keras.utils.clear_session()
         keras.utils.set_random_seed(0)
         model = build(sizes)
         weights = {weight.path: weight.numpy() for weight in model.weights if "seed" not in weight.path}
-        function, state, batch = handwritten.step(name, jax.devices(), sizes)
+        function, state, batch = handwritten.step(strategy, jax.devices(), sizes)
         rows = batch[0].shape[0]  # tensor parallelism does not shard the batch
         expected = [float(model.train_on_batch(tokens[:rows], targets[:rows])) for _ in range(steps)]
         values = dict(zip(handwritten.parameters(sizes), map(weights.__getitem__, paths(sizes)), strict=True))
@@ -187,7 +192,7 @@ def main():
     arguments.add_argument("--check", action="store_true", help="compare losses on simulated devices")
     asked = arguments.parse_args()
     if asked.check:
-        check(asked.strategies or handwritten.STRATEGIES)
+        check({name: handwritten.STRATEGIES[name] for name in asked.strategies or handwritten.STRATEGIES})
         return
     targets = asked.target or installed_targets()
     keras.config.set_dtype_policy("mixed_bfloat16")
