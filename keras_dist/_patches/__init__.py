@@ -4,7 +4,7 @@
 * `training.py`: steps, and optimizer state.
 * `layer_call.py`: calls of models and layers, and the variables that they read.
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
-* `convolution.py`: convolutions that XLA would partition with wrong numbers.
+* `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
 * `sorting.py`: sorts along sequences that are sharded.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.

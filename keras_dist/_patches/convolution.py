@@ -1,4 +1,4 @@
-"""Patches of convolutions, which XLA partitions with wrong numbers."""
+"""Patches of convolutions and of max pooling, which XLA partitions with wrong numbers."""
 
 from typing import Any
 
@@ -60,6 +60,21 @@ def _conv_transpose(
     return distribution.compute_convolution(
         convolve, inputs, kernel, groups=1, channels_dim=channels_dim, filters_dim=filters_dim
     )
+
+
+_OVERLAPPING = "XLA partitions the gradient of overlapping windows along a sharded dim with wrong numbers"
+
+
+@INSTALLED.patch(internals.nn, "max_pool", reason=_OVERLAPPING)
+def _max_pool(original, distribution, inputs, pool_size, strides=None, padding="valid", data_format=None):
+    inputs = distribution.gather_sequences(inputs)
+    return distribution.shard_sequences(original(inputs, pool_size, strides, padding, data_format))
+
+
+@INSTALLED.patch(internals.nn, "adaptive_max_pool", reason=_OVERLAPPING)
+def _adaptive_max_pool(original, distribution, inputs, output_size, data_format=None):
+    inputs = distribution.gather_sequences(inputs)
+    return distribution.shard_sequences(original(inputs, output_size, data_format))
 
 
 def _channels_dim(inputs: Any, data_format: str | None) -> int:

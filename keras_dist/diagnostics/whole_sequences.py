@@ -12,6 +12,7 @@ _CONVOLUTIONS = (
     *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
     *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
 )
+_MAX_POOLING = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
 
 
 def whole_sequence_layers(layers: Mapping[str, keras.Layer]) -> dict[str, str]:
@@ -25,4 +26,6 @@ def _reason(layer: keras.Layer) -> str | None:
         return "recurrent: computes one position after another"
     if isinstance(layer, _CONVOLUTIONS) and not is_pointwise(layer.kernel_size, layer.strides):
         return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
+    if isinstance(layer, _MAX_POOLING):
+        return f"max pooling: reads neighboring positions (window {layer.pool_size}, strides {layer.strides})"
     return None

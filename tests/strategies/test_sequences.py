@@ -106,12 +106,13 @@ class Sorted(layers.Layer):
         pytest.param(lambda x: ops.quantile(x, 0.3, axis=(1, 2), keepdims=True), marks=pytest.mark.slow),
         pytest.param(lambda x: ops.sparsemax(x, axis=1), marks=pytest.mark.slow),
         pytest.param(lambda x: ops.cumsum(x, axis=1) + ops.flip(x, 1) + ops.roll(x, 2, 1), marks=pytest.mark.slow),
-        pytest.param(lambda x: ops.max_pool(x, (3,), (1,), padding="same"), marks=pytest.mark.slow),
+        lambda x: ops.max_pool(x, (3,), (1,), padding="same"),
+        pytest.param(lambda x: ops.average_pool(x, (3,), (1,), padding="same"), marks=pytest.mark.slow),
     ],
-    ids=["sort", "median", "quantile", "sparsemax", "cumsum, flip, roll", "pooling"],
+    ids=["sort", "median", "quantile", "sparsemax", "cumsum, flip, roll", "max pool", "average pool"],
 )
 def test_functions_along_the_sequence(function, mesh):
-    """The partitioner ends the process on the gradient of a sort in shards of unequal sizes."""
+    """XLA ends the process on the gradient of a sort in unequal shards, and is wrong about that of a maximum."""
     tokens, targets, _ = tokens_and_targets(4)
 
     def trained(distribution):
@@ -121,6 +122,19 @@ def test_functions_along_the_sequence(function, mesh):
             return [model.train_on_batch(tokens, targets) for _ in range(2)], model.get_weights()
 
     assert_same_numbers(trained(model_parallel(mesh)), trained(None), 1e-5)
+
+
+def test_adaptive_max_pool(mesh):
+    x = np.random.default_rng(0).normal(size=(4, 9, WIDTH)).astype("float32")
+    distribution = DISTRIBUTIONS["data parallel"](mesh)
+
+    def loss(x):
+        (x,) = jax.tree.leaves(distribution.distribute_step_inputs(keras.Model(), x))
+        return ops.sum(ops.sin(ops.adaptive_max_pool(x, 3, "channels_last")))
+
+    expected = jax.grad(lambda x: ops.sum(ops.sin(ops.adaptive_max_pool(x, 3, "channels_last"))))(x)
+    with distribution.scope():
+        assert_same_numbers(jax.jit(jax.grad(loss))(x), expected, 1e-5)
 
 
 @pytest.mark.parametrize(
