@@ -101,6 +101,10 @@ class DistributionHooks(Protocol):
         """Returns what was computed from gathered sequences, with dim 1 sharded over the sequence axes again."""
         ...
 
+    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+        """Returns an array whose gradient has no shards of unequal sizes along some of its dims."""
+        ...
+
     def regathers_weights(self, layer: keras.Layer) -> bool:
         """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
         ...

@@ -5,6 +5,7 @@
 * `layer_call.py`: calls of models and layers, and the variables that they read.
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
 * `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
+* `indexing.py`: lookups by index, and their gradients.
 * `sorting.py`: sorts along sequences that are sharded.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
@@ -24,7 +25,8 @@ import importlib
 from keras_dist._keras.active_distribution import ALWAYS
 
 _TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution", "sorting"),
+    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution"),
+    *("indexing", "sorting"),
     *("deferred_creation", "epoch_iterator", "resumable_iterator", "weight_loading", "variable_access"),
     *("file_saving", "orbax_loading"),
 )

@@ -312,6 +312,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def shard_sequences(self, tensors: Any) -> Any:
         return self._sequences.shard(tensors)
 
+    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+        return self._sequences.with_whole_gradient(tensor, dims)
+
     def regathers_weights(self, layer: keras.Layer) -> bool:
         return False
 

@@ -41,21 +41,30 @@ def with_gradient_layout(value: Any, layout: TensorLayout, gradient_layout: Tens
 def _reshard(
     value: Any, layout: TensorLayout, reshard_gradient: Callable[[Any], Any], stored: TensorLayout | None = None
 ) -> Any:
-    @jax.custom_jvp
     def resharded(value):
         if stored is not None:  # for the value alone: a gradient stays in the layout it was scattered to
             value = with_sharding_constraint(value, stored.backend_layout)
         return with_sharding_constraint(value, layout.backend_layout)
 
-    @resharded.defjvp
+    return apply_to_gradient(reshard_gradient, value, resharded)
+
+
+def apply_to_gradient(function: Callable[[Any], Any], value: Any, to_value: Callable[[Any], Any] = lambda value: value):
+    """Returns `to_value(value)`, and applies a linear function to the gradient."""
+
+    @jax.custom_jvp
+    def changed(value):
+        return to_value(value)
+
+    @changed.defjvp
     def with_tangent(primals, tangents):
         (value,), (tangent,) = primals, tangents
         if tangent.dtype != jax.dtypes.float0:  # the tangent of integers
             # JAX transposes what is done to the tangent into what is done to the gradient.
-            (tangent,) = jax.linear_transpose(reshard_gradient, value)(tangent)
-        return resharded(value), tangent
+            (tangent,) = jax.linear_transpose(function, value)(tangent)
+        return changed(value), tangent
 
-    return resharded(value)
+    return changed(value)
 
 
 def _reduce_scatter(gradient: Any, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
 """Shards dim 1 of what a step computes with over the sequence axes, and gathers it where it cannot be split."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.strategies.resharding import apply_to_gradient
 from keras_dist.variables.variable_layouts import is_on_mesh
 
 _ANY = PartitionSpec.UNCONSTRAINED
@@ -50,6 +51,15 @@ class SequenceSharding:
     def gather(self, tensors: Any) -> Any:
         """Gathers dim 1 of arrays, and of their gradients."""
         return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
+
+    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+        """Returns a traced array whose gradient is gathered along those of its dims that would have unequal shards."""
+        whole = {dim for dim in dims if tensor.shape[dim] % self.placer.num_sequence_shards}
+        if self._is_inactive() or not whole or not isinstance(tensor, Tracer):
+            return tensor
+        spec = PartitionSpec(*(None if dim in whole else _ANY for dim in range(tensor.ndim)))
+        constrain = _constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec))
+        return apply_to_gradient(constrain, tensor)
 
     def _is_inactive(self) -> bool:
         return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)

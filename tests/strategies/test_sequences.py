@@ -208,3 +208,37 @@ def test_a_rule_for_outputs_with_any_length(mesh):
         for length, shard in ((9, "[2,3,6]"), (1, "[2,1,4]")):
             text = step.lower(np.ones((4, length, 4), "float32")).compile().as_text()
             assert f"f32{shard}" in text
+
+
+class Positions(keras.Layer):
+    """Adds a class token, and a learned vector for each position, looked up in a table."""
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[-1]), name="token")
+        self.table = keras.layers.Embedding(shape[1] + 1, shape[-1])
+        self.table.build((1, shape[1] + 1))
+
+    def call(self, x):
+        token = keras.ops.broadcast_to(self.token, (keras.ops.shape(x)[0], 1, x.shape[-1]))
+        return keras.ops.concatenate([token, x], 1) + self.table(keras.ops.arange(x.shape[1] + 1)[None])
+
+    def compute_output_shape(self, shape):
+        return shape[0], shape[1] + 1, shape[2]
+
+
+def test_positions_that_the_axis_does_not_divide_are_looked_up():
+    def gradients():
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12, 8))
+        model = keras.Model(inputs, keras.layers.Dense(1)(Positions()(inputs)))
+        model.compile(keras.optimizers.SGD(1.0, momentum=0.9), "mse")
+        x = np.random.default_rng(0).standard_normal((8, 12, 8))
+        weights = np.random.default_rng(1).random((8, 13))
+        model.train_on_batch(x, np.arange(13.0)[None, :, None] * np.ones((8, 1, 1)), sample_weight=weights)
+        return [np.asarray(variable.value) for variable in model.optimizer.variables]
+
+    expected = gradients()
+    with kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context").scope():
+        for ours, theirs in zip(gradients(), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
