@@ -79,20 +79,29 @@ def odd():
     return keras.Model(inputs, keras.layers.Dense(131, name="odd")(inputs))
 
 
-def attention(platform="cpu", dtype="float32", **options):
+def attention(platform="cpu", dtype="float32", distribution=None, heads=4, **options):
     """Calls attention under a distribution, on devices of a platform."""
-    query = jax.ShapeDtypeStruct((8, 256, 4, 32), dtype)
+    query = jax.ShapeDtypeStruct((8, 256, heads, 32), dtype)
 
     def call(tensor):
         return keras.ops.dot_product_attention(tensor, tensor, tensor, **options)
 
-    with pytest.MonkeyPatch.context() as patch, kd.DataParallel().scope():
+    with pytest.MonkeyPatch.context() as patch, (distribution or kd.DataParallel()).scope():
         patch.setattr("keras_dist.strategies.attention.kernel_platform", lambda mesh: platform)
         patch.setattr("keras_dist.strategies.attention._warned", set())
         return jax.eval_shape(call, query)
 
 
+def context_parallel(**options):
+    return kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context", **options)
+
+
 CASES = {
+    "an exchange that devices do not divide": lambda: attention(
+        distribution=context_parallel(sequence_exchange="all_to_all"), heads=6
+    ),
+    "an unknown exchange": lambda: context_parallel(sequence_exchange="ring"),
+    "an exchange without sequences": lambda: kd.DataParallel(sequence_exchange="all_to_all"),
     "a fused attention kernel that CPUs do not have": lambda: attention(flash_attention=True),
     "a fused attention kernel for another dtype": lambda: attention("tpu", "float16", flash_attention=True),
     "attention by XLA on TPUs, for its dtype": lambda: attention("tpu", "float16"),
