@@ -101,8 +101,12 @@ class DistributionHooks(Protocol):
         """Returns what was computed from gathered sequences, with dim 1 sharded over the sequence axes again."""
         ...
 
-    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
-        """Returns an array whose gradient has no shards of unequal sizes along some of its dims."""
+    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+        """Returns an array whose gradient is gathered along those of its dims that would have unequal shards."""
+        ...
+
+    def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
+        """Returns `function(tensor)`, which sorts along some dims, and may keep rows in dim 0."""
         ...
 
     def regathers_weights(self, layer: keras.Layer) -> bool:

@@ -6,7 +6,7 @@
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
 * `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
 * `indexing.py`: lookups by index, and their gradients.
-* `sorting.py`: sorts along sequences that are sharded.
+* `sorting.py`: sorts of sequences that are sharded.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.

@@ -1,4 +1,8 @@
-"""Patches of lookups by index: their gradients are added up from whole sequences where shards would be unequal."""
+"""Patches of lookups by index: where shards would be unequal, their gradients are added up from gathered arrays."""
+
+from typing import Any
+
+import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
@@ -8,14 +12,15 @@ _REASON = "where shards have unequal sizes, XLA adds their padding to the gradie
 
 @INSTALLED.patch(internals.keras_numpy, "take", reason=_REASON)
 def _take(original, distribution, x, indices, axis=None):
-    outputs = original(x, indices, axis)
-    rank = len(outputs.shape)
-    first = 0 if axis is None else axis % len(x.shape)
-    of_array = 0 if axis is None else len(x.shape) - 1
-    return distribution.with_whole_gradient(outputs, range(first, first + rank - of_array))
+    array: Any = keras.ops.convert_to_tensor(x)
+    outputs = original(array, indices, axis)
+    # The dims of the indices are in the place of the dim that is indexed: (4, 9, 5), axis 1, indices (2, 3) makes
+    # (4, 2, 3, 5), with those of the indices from 1 to 2.
+    first, other_dims = (0, 0) if axis is None else (axis % array.ndim, array.ndim - 1)
+    return distribution.gather_gradient(outputs, range(first, first + len(outputs.shape) - other_dims))
 
 
 @INSTALLED.patch(internals.keras_numpy, "take_along_axis", reason=_REASON)
 def _take_along_axis(original, distribution, x, indices, axis=None):
     outputs = original(x, indices, axis)
-    return distribution.with_whole_gradient(outputs, [0 if axis is None else axis % len(outputs.shape)])
+    return distribution.gather_gradient(outputs, [0 if axis is None else axis % len(outputs.shape)])

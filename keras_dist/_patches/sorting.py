@@ -1,7 +1,9 @@
-"""Patches of functions that sort: along sequences that are sharded, they are given whole ones."""
+"""Patches of functions that sort: each device sorts its rows, where XLA would partition sequences."""
 
 import inspect
 from typing import Any
+
+import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
@@ -12,22 +14,29 @@ def _patch(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
         owner,
         name,
         parameters=parameters,
-        reason="XLA ends the process where it partitions the gradient of a sort along a dim in shards of unequal sizes",
+        reason="XLA ends the process where it partitions the gradient of a sort of an array in shards of unequal sizes",
     )
     def sort(original, distribution, x, *args, **kwargs):
         arguments = inspect.signature(original).bind(x, *args, **kwargs)
         arguments.apply_defaults()
+        array: Any = keras.ops.convert_to_tensor(x)
         axes = arguments.arguments["axis"]
-        axes = axes if isinstance(axes, (tuple, list)) else [axes]
-        if len(x.shape) < 2 or not any(axis is None or axis % len(x.shape) == 1 for axis in axes):
-            return original(x, *args, **kwargs)
-        outputs = original(distribution.gather_sequences(x), *args, **kwargs)
-        return distribution.shard_sequences(outputs) if outputs.shape == x.shape else outputs
+        if axes is None:
+            axes = range(array.ndim)
+        axes = [axes] if isinstance(axes, int) else axes
+        dims = [axis % array.ndim for axis in axes]
+        keeps_rows = "q" not in parameters  # several quantiles are in dim 0
+        return distribution.compute_sort(lambda x: original(x, *args, **kwargs), array, dims, keeps_rows)
 
 
-for _nan in ("", "nan"):
-    _patch(internals.keras_numpy, f"{_nan}median", ("x", "axis", "keepdims"))
-    for _name in ("quantile", "percentile"):
-        _patch(internals.keras_numpy, f"{_nan}{_name}", ("x", "q", "axis", "method", "keepdims"))
-_patch(internals.keras_numpy, "sort", ("x", "axis"))
-_patch(internals.nn, "sparsemax", ("x", "axis"))
+for _owner, _name, _parameters in (
+    (internals.keras_numpy, "median", ("x", "axis", "keepdims")),
+    (internals.keras_numpy, "nanmedian", ("x", "axis", "keepdims")),
+    (internals.keras_numpy, "quantile", ("x", "q", "axis", "method", "keepdims")),
+    (internals.keras_numpy, "nanquantile", ("x", "q", "axis", "method", "keepdims")),
+    (internals.keras_numpy, "percentile", ("x", "q", "axis", "method", "keepdims")),
+    (internals.keras_numpy, "nanpercentile", ("x", "q", "axis", "method", "keepdims")),
+    (internals.keras_numpy, "sort", ("x", "axis")),
+    (internals.nn, "sparsemax", ("x", "axis")),
+):
+    _patch(_owner, _name, _parameters)

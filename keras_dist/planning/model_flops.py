@@ -80,7 +80,10 @@ class _Counter:
             elif name == "while" and any(flops):
                 times = math.nan
             elif name == "shard_map":  # its body has the shapes of one device
-                times = math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])
+                axes = (
+                    equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
+                )  # as JAX 0.10.0 has it
+                times = math.prod(equation.params["mesh"].shape[axis] for axis in axes)
             total = times * (max(flops) if name == "cond" else sum(flops))
             return total, [next(self.numbers) for _ in equation.outvars]
         key = name, tuple(operands), tuple((key, str(value)) for key, value in sorted(equation.params.items()))

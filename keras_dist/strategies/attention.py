@@ -149,7 +149,9 @@ def _warn_once(reason: str, is_in_blocks: bool) -> None:
 
 
 def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, Any]:
-    """Returns which keys each query sees, and the bias unless all it does is to hide keys."""
+    """Returns which keys each query sees, and the bias with four dims, unless all it does is to hide keys."""
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     structure = AttentionMask() if mask is None else recognize(mask)
     if mask is None and bias is not None and (of_bias := recognize_bias(bias)) is not None:
         structure, bias = of_bias, None

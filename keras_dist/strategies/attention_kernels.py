@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_dist.strategies.attention_mask import AttentionMask
+from keras_dist.strategies.attention_padding import pad_dim
 from keras_dist.strategies.splash_blocks import QueryRuns, band_function, block_tables
 
 KEPT = "kept_for_backward"  # name of what a rematerialized kernel keeps
@@ -66,8 +67,8 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     num_queries, num_keys = query.shape[1], key.shape[1]
-    query = _padded(query * jnp.asarray(scale, query.dtype))
-    key, value = _padded(key), _padded(value)
+    query = _pad_to_lanes(query * jnp.asarray(scale, query.dtype))
+    key, value = _pad_to_lanes(key), _pad_to_lanes(value)
     lengths = query.shape[1], key.shape[1]
     runs = runs or QueryRuns(np.zeros((1, 1), int), lengths[0], 0)
     block_q, block_kv = _block_sizes(runs.length, *lengths)
@@ -139,9 +140,8 @@ def _splash_segments(
     )
 
 
-def _padded(tensor: jax.Array) -> jax.Array:
-    missing = -tensor.shape[1] % _LANES
-    return jnp.pad(tensor, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else tensor
+def _pad_to_lanes(tensor: jax.Array) -> jax.Array:
+    return pad_dim(tensor, 1, -(-tensor.shape[1] // _LANES) * _LANES)
 
 
 # ------------------------------------------------------------------------------------------------------ cuDNN (GPU)
@@ -178,7 +178,7 @@ def cudnn_attention(
     """
     head_size = value.shape[-1]
     multiple = -max(query.shape[-1], head_size) % 8 + max(query.shape[-1], head_size)
-    query, key, value = (_with_head_size(tensor, multiple) for tensor in (query, key, value))
+    query, key, value = (pad_dim(tensor, -1, multiple) for tensor in (query, key, value))
 
     def fused(lengths=None, window: Any = None, is_causal=False, dense=None):
         return jax.nn.dot_product_attention(
@@ -228,7 +228,7 @@ def xla_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if soft_cap is None:
         head_size = value.shape[-1]
-        query, key, value = (_with_head_size(tensor, max(query.shape[-1], head_size)) for tensor in (query, key, value))
+        query, key, value = (pad_dim(tensor, -1, max(query.shape[-1], head_size)) for tensor in (query, key, value))
         output = jax.nn.dot_product_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, implementation="xla"
         )
@@ -291,13 +291,6 @@ def xla_attention_in_blocks(
         return jnp.moveaxis(output, 0, 1).reshape(query.shape[0], -1, *output.shape[3:])[:, :num_queries]
 
     return in_blocks(query, key, value, bias)
-
-
-def _with_head_size(tensor: jax.Array, size: int) -> jax.Array:
-    """Pads the last dim with zeros, which change no product of queries and keys."""
-    if tensor.shape[-1] == size:
-        return tensor
-    return jnp.pad(tensor, ((0, 0), (0, 0), (0, 0), (0, size - tensor.shape[-1])))
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels

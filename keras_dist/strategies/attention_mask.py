@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_dist.strategies.attention_padding import pad_dim
 from keras_dist.strategies.mask_reader import BATCH, HEAD, KEY, QUERY, REARRANGEMENTS, UNCHANGED, MaskReader, Read
 from keras_dist.strategies.traced_values import Node, node_of
 
@@ -60,22 +61,13 @@ class AttentionMask:
         """Returns the mask as booleans (B or 1, N or 1, T, S)."""
         return self.visible_keys(jnp.arange(num_queries), num_keys)
 
-    def padded(self, lengths: tuple[int, int], to: tuple[int, int]) -> "AttentionMask":
-        """Returns the mask of more queries and keys, of which no query of this one sees any that was added."""
-        key_valid, segments = self.key_valid, self.segments
-        hides_padded_keys = self.upper is not None and lengths[0] - 1 + self.upper < lengths[1]
-        if to[1] > lengths[1] and key_valid is None and not hides_padded_keys:
-            key_valid = jnp.ones((1, lengths[1]), bool)
-        if segments is not None and to != lengths:
-            of_padding = jnp.maximum(segments[0].max(), segments[1].max()) + 1
-            segments = tuple(_padded(ids, 1, length, of_padding) for ids, length in zip(segments, to, strict=True))
-        return AttentionMask(
-            self.lower,
-            self.upper,
-            query_valid=_padded(self.query_valid, 1, to[0], True),
-            key_valid=_padded(key_valid, 1, to[1], False),
-            segments=segments,
-            dense=_padded(_padded(self.dense, 2, to[0], False), 3, to[1], False),
+    def with_queries(self, length: int) -> "AttentionMask":
+        """Returns the mask of more queries, of which those that are added may see any keys."""
+        return replace(
+            self,
+            query_valid=_pad(self.query_valid, 1, length),
+            segments=self.segments and (_pad(self.segments[0], 1, length), self.segments[1]),
+            dense=_pad(self.dense, 2, length),
         )
 
     def at(self, queries: jax.Array) -> "AttentionMask":
@@ -296,12 +288,9 @@ class _Conditions:
         return source is not None and self.require_no_bias(source)
 
 
-def _padded(array: Any, dim: int, length: int, value: Any) -> Any:
-    """Pads a dim to a length; one of size 1 is for all queries or keys."""
-    if array is None or array.shape[dim] in (1, length):
-        return array
-    widths = [(0, length - array.shape[dim] if number == dim else 0) for number in range(array.ndim)]
-    return jnp.pad(array, widths, constant_values=value)
+def _pad(array: Any, dim: int, length: int) -> Any:
+    """Pads a dim that has a value for each query."""
+    return array if array is None or array.shape[dim] == 1 else pad_dim(array, dim, length)
 
 
 def _all(conditions: list[Any]) -> Any | None:

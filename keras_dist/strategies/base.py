@@ -73,8 +73,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
                     )
         if set(batch_axes) & set(sequence_axes):
             raise ValueError(
-                f"sequence_dim_name={sequence_dim_name!r} and batch_dim_name={batch_dim_name!r} share an axis. Choose "
-                f"another axis of the mesh, {list(self._device_mesh.axis_sizes)}, or add one."
+                f"sequence_dim_name={sequence_dim_name!r} names an axis that dim 0 of a batch is sharded over, "
+                f"{batch_dim_name!r}: that of batch_dim_name, or by default the first of the mesh, "
+                f"{list(self._device_mesh.axis_sizes)}. Choose another axis, or put that of batches first."
             )
         if sequence_exchange not in (None, *EXCHANGES) or (sequence_exchange and not sequence_axes):
             raise ValueError(
@@ -217,7 +218,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
                 or with its own rows, depending on `auto_shard_dataset`.
 
         Returns:
-            The same structure of `jax.Array`: dim 0 sharded over the batch axes, or over the largest part of them
+            The same structure of `jax.Array`: dim 1 sharded over the sequence axes if they divide it, and dim 0
+            sharded over the batch axes, or over the largest part of them
             that divides it.
 
         Example:
@@ -312,8 +314,11 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def shard_sequences(self, tensors: Any) -> Any:
         return self._sequences.shard(tensors)
 
-    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
-        return self._sequences.with_whole_gradient(tensor, dims)
+    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+        return self._sequences.gather_gradient(tensor, dims)
+
+    def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
+        return self._sequences.sort(function, tensor, dims, keeps_rows)
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         return False

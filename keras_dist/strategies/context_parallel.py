@@ -82,16 +82,24 @@ class Exchange:
         `queries` and `keys` are numbers of positions of all devices together, and of heads of one.
         """
         (num_queries, heads), (num_keys, key_heads) = queries, keys
-        part = (1 - 1 / self.devices) / 2 if self.swaps_queries else 1 - 1 / self.members
+        # The device in the middle of an odd number of them has nobody to swap with.
+        part = (1 - self.devices % 2 / self.devices) / 2 if self.swaps_queries else 1 - 1 / self.members
         of_queries = num_queries / self.devices * heads * part
         of_keys = num_keys * self.key_heads(heads, key_heads) / self.members * (1 - 1 / self.devices)
-        return 4 * of_queries + (4 if self.groups == 1 else 6) * of_keys  # `regathered` sends keys and values thrice
+        return 4 * of_queries + (4 if self.groups == 1 else 6) * of_keys  # `gather_again` sends keys and values thrice
 
     # --------------------------------------------------------------------------------------------------- positions
 
-    def device(self, member: int, group: int) -> int:
-        """Returns a device of a group. Members come from the start and the end in turn, so that groups are balanced."""
-        return member * self.groups + (self.groups - 1 - group if member % 2 else group)
+    @property
+    def devices_of_groups(self) -> list[list[int]]:
+        """The devices of each group: in turn one from the start and from the end, so that groups are balanced."""
+        return [
+            [
+                member * self.groups + (self.groups - 1 - group if member % 2 else group)
+                for member in range(self.members)
+            ]
+            for group in range(self.groups)
+        ]
 
     def starts(self, length: int) -> tuple[np.ndarray, int]:
         """Returns where the runs of consecutive queries of each group begin, in ascending order, and their length.
@@ -105,8 +113,7 @@ class Exchange:
         if self.swaps_queries:
             first, half = 2 * np.arange(self.devices), length // 2
             return np.stack([first, 2 * self.devices - 1 - first], axis=1) * half, half
-        devices = [[self.device(member, group) for member in range(self.members)] for group in range(self.groups)]
-        return np.asarray(devices) * length, length
+        return np.asarray(self.devices_of_groups) * length, length
 
     def query_runs(self, length: int) -> QueryRuns | None:
         """Returns the positions of this device's queries, None if they are all. `length` is as in `starts`."""
@@ -130,10 +137,10 @@ class Exchange:
             return self._swapped(tensor)
         if self.members == 1:
             return tensor
-        return jax.lax.all_to_all(tensor, self.axes, 1, 2, axis_index_groups=self._head_groups(), tiled=True)
+        return jax.lax.all_to_all(tensor, self.axes, 1, 2, axis_index_groups=self._index_groups(), tiled=True)
 
     def keys(self, tensor: jax.Array, num_heads: int) -> jax.Array:
-        """Returns all positions of the key or value heads (B, S, K, H) for this device's part of the query heads."""
+        """Returns all positions of the key or value heads (B, S, K, H) for this device's query heads."""
         repeats = self.key_heads(num_heads, tensor.shape[2]) // tensor.shape[2]
         if repeats > 1:
             tensor = jnp.repeat(tensor, repeats, axis=2)
@@ -142,19 +149,17 @@ class Exchange:
             tensor = self._scatter_heads(tensor)
         if self.groups == 1:
             return tensor
-        same_member = [[self.device(member, group) for group in range(self.groups)] for member in range(self.members)]
+        same_member = [list(members) for members in zip(*self.devices_of_groups, strict=True)]
         gathered = jax.lax.all_gather(tensor, self.axes, axis=1, axis_index_groups=same_member)
         runs = gathered.reshape(tensor.shape[0], self.groups, self.members, length, *tensor.shape[2:])
         in_order = [jnp.flip(runs[:, :, m], 1) if m % 2 else runs[:, :, m] for m in range(self.members)]
         return jnp.concatenate(in_order, axis=1).reshape(tensor.shape[0], -1, *tensor.shape[2:])
 
     def _scatter_heads(self, tensor: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(tensor, self.axes, 2, 1, axis_index_groups=self._head_groups(), tiled=True)
+        return jax.lax.all_to_all(tensor, self.axes, 2, 1, axis_index_groups=self._index_groups(), tiled=True)
 
-    def _head_groups(self) -> list[list[int]] | None:
-        if self.groups == 1:
-            return None
-        return [[self.device(member, group) for member in range(self.members)] for group in range(self.groups)]
+    def _index_groups(self) -> list[list[int]] | None:
+        return None if self.groups == 1 else self.devices_of_groups
 
     def _swapped(self, tensor: jax.Array) -> jax.Array:
         """Swaps the second half of the positions with the device at the same place from the other end."""
@@ -213,25 +218,16 @@ def choose_exchange(
     return min(candidates, key=lambda exchange: exchange.elements_sent(queries, keys))
 
 
-def regathered(function: Any, exchange: Exchange | None) -> Any:
+def gather_again(function: Any, exchange: Exchange) -> Any:
     """Makes a function gather keys and values again for its backward pass, in place of keeping them."""
-    if exchange is None or exchange.groups == 1:
+    if exchange.groups == 1:
         return function
     return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
 
 
-def kept(tensor: Any) -> Any:
-    """Marks what a `regathered` function keeps."""
+def mark_kept(tensor: Any) -> Any:
+    """Marks what a function that gathers again keeps."""
     return checkpoint_name(tensor, KEPT)
-
-
-def padded(tensor: Any, dim: int, length: int, value: Any = 0) -> Any:
-    """Pads a dim to a length; one of size 1 is the same for all positions."""
-    missing = length - tensor.shape[dim]
-    if not missing or tensor.shape[dim] == 1:
-        return tensor
-    widths = [(0, missing if number == dim else 0) for number in range(tensor.ndim)]
-    return jnp.pad(tensor, widths, constant_values=value)
 
 
 def padded_length(length: int, exchange: Exchange, block: int) -> int:

@@ -25,11 +25,13 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
-        sequence_dim_name: the second axis of a mesh with two, to shard dim 1 of the batch over (context parallelism).
+        sequence_dim_name: the axis, or axes, of the mesh after the first one to shard dim 1 of the batch over (context
+            parallelism).
         sequence_exchange: as for `ModelParallel`.
 
     Raises:
-        ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh.
+        ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh, or
+            a sequence axis that the mesh does not have or that is its first.
 
     Example:
 
@@ -65,6 +67,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 device_mesh = DeviceMesh(np.shape(devices), names, devices)
         device_mesh = as_auto_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
+        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange)
         if set(device_mesh.axis_names[1:]) - set(axis_tuple(sequence_dim_name)):
             warnings.warn(
                 f"DataParallel expects a 1D mesh, but got {device_mesh}. The batch is sharded over the first axis, "
@@ -72,7 +75,6 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 "several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
                 stacklevel=2,
             )
-        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange)
         self._shard_optimizer_state = shard_optimizer_state
 
     def get_update_layout(self, variable) -> TensorLayout:

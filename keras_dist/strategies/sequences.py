@@ -12,6 +12,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.strategies.per_device import call_per_device
 from keras_dist.strategies.resharding import apply_to_gradient
 from keras_dist.variables.variable_layouts import is_on_mesh
 
@@ -52,14 +53,33 @@ class SequenceSharding:
         """Gathers dim 1 of arrays, and of their gradients."""
         return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
 
-    def with_whole_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
+    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
         """Returns a traced array whose gradient is gathered along those of its dims that would have unequal shards."""
-        whole = {dim for dim in dims if tensor.shape[dim] % self.placer.num_sequence_shards}
-        if self._is_inactive() or not whole or not isinstance(tensor, Tracer):
+        unequal = self._unequal_dims(tensor, dims)
+        if not unequal:
             return tensor
-        spec = PartitionSpec(*(None if dim in whole else _ANY for dim in range(tensor.ndim)))
-        constrain = _constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec))
-        return apply_to_gradient(constrain, tensor)
+        spec = PartitionSpec(*(None if dim in unequal else _ANY for dim in range(tensor.ndim)))
+        return apply_to_gradient(_constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec)), tensor)
+
+    def sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
+        """Returns `function(tensor)`, which sorts along some dims; its partitioned gradient would end the process.
+
+        Each device computes its rows if the function keeps them in dim 0, and otherwise everything. That is only done
+        for traced arrays that are sorted along the sequence, or that would have unequal shards.
+        """
+        if self._is_inactive() or not isinstance(tensor, Tracer):
+            return function(tensor)
+        if 1 not in dims and not self._unequal_dims(tensor, range(tensor.ndim)):
+            return function(tensor)
+        rows = PartitionSpec(self.placer.axes_for(tensor.shape[0]) if keeps_rows and 0 not in dims else None)
+        mesh = self.placer.device_mesh.backend_mesh
+        outputs = call_per_device(function, mesh, (tensor,), (rows,), rows, 1, ((),))
+        return self.shard(outputs) if outputs.shape == tensor.shape else outputs
+
+    def _unequal_dims(self, tensor: Any, dims: Iterable[int]) -> set[int]:
+        if self._is_inactive() or not isinstance(tensor, Tracer):
+            return set()
+        return {dim for dim in dims if tensor.shape[dim] % self.placer.num_sequence_shards}
 
     def _is_inactive(self) -> bool:
         return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)

@@ -12,14 +12,14 @@ from jax.sharding import Mesh, PartitionSpec
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.strategies.attention_kernels import Kernel, sees_a_key, visible_fraction
 from keras_dist.strategies.attention_mask import AttentionMask
+from keras_dist.strategies.attention_padding import pad_dim
 from keras_dist.strategies.context_parallel import (
     ALL_TO_ALL,
     Exchange,
     choose_exchange,
-    kept,
-    padded,
+    gather_again,
+    mark_kept,
     padded_length,
-    regathered,
 )
 from keras_dist.strategies.dim_axes import axes_of_dim
 from keras_dist.strategies.per_device import call_per_device
@@ -76,7 +76,7 @@ class Shards:
             (key.shape[1], key_heads),
             is_balanced=has_array or (mask.lower is None) == (mask.upper is None),
             is_grouped=not has_array,
-            most_pairs=kernel.most_pairs,
+            most_pairs=math.inf if mask.lower is mask.upper is None else kernel.most_pairs,
             name=name,
         )
 
@@ -86,6 +86,8 @@ class Shards:
         """Returns why a kernel cannot compute what a device has after the exchange."""
         groups = 1 if exchange is None else exchange.groups
         if groups > 1 and kernel.run_multiple is None:
+            if self.heads_of_device(query, key)[0] % self.count(self.sequence) == 0:
+                return f"{kernel.name} needs all positions of a sequence; use sequence_exchange=None or 'all_to_all'"
             return (
                 f"{kernel.name} needs all positions of a sequence, so the {self.count(self.sequence)} devices that "
                 f"share one must divide the {self.heads_of_device(query, key)[0]} query heads of each; use fewer "
@@ -138,18 +140,27 @@ class ShardedCall:
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
         length, mask, values = query.shape[1], self.mask, value
         if self.exchange is not None:
-            lengths, multiple = (query.shape[1], key.shape[1]), self.kernel.run_multiple or 1
-            to = padded_length(lengths[0], self.exchange, multiple), padded_length(lengths[1], self.exchange, multiple)
+            multiple = self.kernel.run_multiple or 1
+            query = pad_dim(query, 1, padded_length(length, self.exchange, multiple))
+            key, value = (
+                pad_dim(each, 1, padded_length(each.shape[1], self.exchange, multiple)) for each in (key, value)
+            )
             # Queries that are themselves padding get the mean of all values below.
-            mask = replace(mask, query_valid=None).padded(lengths, to)
-            query, key, value = padded(query, 1, to[0]), padded(key, 1, to[1]), padded(value, 1, to[1])
-            bias = None if bias is None else padded(padded(bias, 2, to[0]), 3, to[1])
-        output = self._on_shards(query, key, value, bias, mask)[:, :length]
+            mask = replace(mask, query_valid=None).with_queries(query.shape[1])
+            bias = bias if bias is None or bias.shape[2] == 1 else pad_dim(bias, 2, query.shape[1])
+        output = self._on_shards(query, key, value, bias, mask, values.shape[1])[:, :length]
         return _with_mean_where_all_is_masked(output, values, self.mask)
 
     def _on_shards(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: AttentionMask
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None,
+        mask: AttentionMask,
+        num_keys: int,
     ) -> jax.Array:
+        """Computes attention on each device. Keys beyond `num_keys` are padding, which no query may see."""
         shards, exchange = self.shards, self.exchange
         by_rows = of_pairs = replace(shards, sequence=())  # how arrays with a value for each query and key are sharded
         if exchange is not None:
@@ -170,7 +181,7 @@ class ShardedCall:
         axes = shards.batch + shards.heads + shards.sequence
         summed_axes = [tuple(name for name in axes if name not in axis_names(each or ())) for each in specs[:4]]
         head_axes = shards.heads if set(shards.heads) - set(axis_names(specs[1])) else ()
-        fraction = visible_fraction(mask, query.shape[1], key.shape[1])
+        fraction = visible_fraction(mask, query.shape[1], num_keys)
 
         def on_device(query, key, value, bias, mask):
             if head_axes:
@@ -178,8 +189,8 @@ class ShardedCall:
             options: dict[str, Any] = {}
             if exchange is not None:
                 runs, heads = exchange.query_runs(query.shape[1]), query.shape[2]
-                query = query if exchange.keeps_positions else kept(exchange.queries(query))
-                key, value = (exchange.keys(tensor, heads) for tensor in (key, value))
+                query = query if exchange.keeps_positions else mark_kept(exchange.queries(query))
+                key, value = (exchange.keys(tensor, heads)[:, :num_keys] for tensor in (key, value))
                 if runs is not None:
                     options["runs"], mask = runs, mask.at(runs.positions())
             with jax.named_scope(f"{KERNEL_SCOPE}{fraction:.6f}"):
@@ -189,7 +200,7 @@ class ShardedCall:
             return output if exchange is None else exchange.output(output)
 
         arguments = query, key, value, bias, mask
-        function = on_device if exchange is None else regathered(on_device, exchange)
+        function = on_device if exchange is None else gather_again(on_device, exchange)
         return call_per_device(function, shards.mesh, arguments, specs, specs[0], 4, summed_axes)
 
     def _heads_of(self, query: jax.Array, tensor: jax.Array, axes: tuple[str, ...]) -> jax.Array:

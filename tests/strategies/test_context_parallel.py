@@ -95,7 +95,10 @@ MASKS = {
     "causal, padding": lambda: causal(250) & padding([250, 128, 1, 77], 250)[:, None, None],
 }
 CASES = [
-    (exchange, mask) for exchange in EXCHANGES for mask in MASKS if exchange != ALL_TO_ALL or mask in "causal, padding"
+    (exchange, mask)
+    for exchange in EXCHANGES
+    for mask in MASKS
+    if exchange != ALL_TO_ALL or mask in ("causal", "padding", "causal, padding")
 ]
 
 
@@ -121,6 +124,21 @@ def test_masks_and_biases_of_any_form_give_the_numbers_of_one_device(heads, expe
     arguments = context_parallel("data:2,context:4"), heads, 2, 30
     assert exchange_of(*arguments, make_mask=lambda: jnp.asarray(mask))[1] == expected
     assert exchange_of(*arguments, make_bias=lambda: jnp.asarray(bias, "float32"))[1] == expected
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_queries_without_keys_have_the_mean_of_the_values_that_there_are(exchange):
+    mesh, heads, key_heads = EXCHANGES[exchange]
+    ids = jnp.asarray(np.arange(30) // 7 * (np.arange(30) % 5 > 0))[None]
+    packed_or_padding = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids != 0)[:, None, None, :]
+    any_form = jnp.asarray((np.random.default_rng(0).random((30, 30)) < 0.6) & (np.arange(30) > 3)[:, None])[None, None]
+    for mask in (packed_or_padding, any_form):
+        exchange_of(context_parallel(mesh), heads, key_heads, 30, make_mask=lambda mask=mask: mask)
+
+
+def test_a_bias_of_three_dims():
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((4, 30, 30)), "float32")
+    assert exchange_of(context_parallel("data:2,context:4"), 4, 4, 30, make_bias=lambda: bias)[1] == ALL_TO_ALL
 
 
 def test_several_axes_share_sequences():
@@ -165,6 +183,8 @@ def test_the_exchange_that_sends_least_is_chosen():
     assert chosen(4, 4, 32, most_pairs=2 * 4096**2 / 32) == (2, 16)
     assert chosen(7, 7, 8) == (1, 8)
     assert chosen(32, 8, 64, is_grouped=False) == (1, 64)
+    causal = choose_exchange(["context"], 2, (4096, 32), (4096, 4), is_balanced=False)
+    assert (causal.members, causal.swaps_queries) == (2, False)  # an all-gather would also swap halves of 32 heads
     assert chosen(32, 8, 8, name="all_gather") == (1, 8)
     with pytest.raises(ValueError, match="12 query heads, which 8 does not divide"):
         chosen(12, 12, 8, name="all_to_all")

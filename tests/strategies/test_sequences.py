@@ -102,14 +102,26 @@ class Sorted(layers.Layer):
     "function",
     [
         lambda x: ops.sort(x, axis=1),
+        lambda x: ops.sort(x, axis=-1),
         pytest.param(lambda x: ops.median(x, axis=1, keepdims=True), marks=pytest.mark.slow),
         pytest.param(lambda x: ops.quantile(x, 0.3, axis=(1, 2), keepdims=True), marks=pytest.mark.slow),
         pytest.param(lambda x: ops.sparsemax(x, axis=1), marks=pytest.mark.slow),
+        pytest.param(lambda x: ops.sparsemax(x), marks=pytest.mark.slow),
         pytest.param(lambda x: ops.cumsum(x, axis=1) + ops.flip(x, 1) + ops.roll(x, 2, 1), marks=pytest.mark.slow),
         lambda x: ops.max_pool(x, (3,), (1,), padding="same"),
         pytest.param(lambda x: ops.average_pool(x, (3,), (1,), padding="same"), marks=pytest.mark.slow),
     ],
-    ids=["sort", "median", "quantile", "sparsemax", "cumsum, flip, roll", "max pool", "average pool"],
+    ids=[
+        "sort",
+        "sort channels",
+        "median",
+        "quantile",
+        "sparsemax",
+        "sparsemax of channels",
+        "cumsum, flip, roll",
+        "max pool",
+        "average pool",
+    ],
 )
 def test_functions_along_the_sequence(function, mesh):
     """XLA ends the process on the gradient of a sort in unequal shards, and is wrong about that of a maximum."""
@@ -122,6 +134,14 @@ def test_functions_along_the_sequence(function, mesh):
             return [model.train_on_batch(tokens, targets) for _ in range(2)], model.get_weights()
 
     assert_same_numbers(trained(model_parallel(mesh)), trained(None), 1e-5)
+
+
+def test_lists_of_numbers_are_sorted_and_looked_up():
+    with kd.DataParallel().scope():
+        assert ops.sort([3, 1, 2]).tolist() == [1, 2, 3]
+        assert float(ops.median([3.0, 1.0, 2.0])) == 2
+        assert ops.take([[1, 2], [3, 4]], [1], axis=0).tolist() == [[3, 4]]
+        assert ops.take_along_axis([1, 2, 3], [2, 0], axis=0).tolist() == [3, 1]
 
 
 def test_adaptive_max_pool(mesh):
