@@ -79,7 +79,7 @@ class Coverage(Report):
         device_bytes: bytes of variables on each device, by device name.
         idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
         sequence_axes: mesh axes that shard dim 1 of the batch.
-        whole_sequences: with sequence axes, the paths of Keras's layers that sequences are gathered for, and why. Other
+        gathered_sequences: with sequence axes, paths of Keras's layers that sequences are gathered for, and why. Other
             layers that call `keras.ops.conv` gather them, too.
         notes: what the figures leave out.
         findings: likely mistakes. Those that prevent a layout come first.
@@ -96,7 +96,7 @@ class Coverage(Report):
     device_bytes: Mapping[str, int]
     idle_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
-    whole_sequences: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gathered_sequences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
@@ -144,16 +144,16 @@ class Coverage(Report):
         yield f"{self.model}, {count_text(parameters)} parameters", [Lines(tuple(self._summary()))]
         if self.findings:
             yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MOST_FINDINGS, ".findings")))]
-        if self.whole_sequences:
-            yield "Layers that gather sequences", [Table(("layer", "reason"), self._whole_sequence_rows())]
+        if self.gathered_sequences:
+            yield "Layers that gather sequences", [Table(("layer", "reason"), self._gathered_sequence_rows())]
         rows = variable_rows(self.variables, _MOST_GROUPS, lambda variable: variable.why)
         footer = ("total per device", "", "", "", bytes_text(self.bytes))
         yield "Variables, and their bytes per device", [Table(("path, reason", *VARIABLE_COLUMNS), rows, footer)]
 
-    def _whole_sequence_rows(self) -> list[tuple[str, str]]:
-        rows = list(self.whole_sequences.items())
+    def _gathered_sequence_rows(self) -> list[tuple[str, str]]:
+        rows = list(self.gathered_sequences.items())
         more = len(rows) - _MOST_LAYERS
-        return rows if more <= 0 else [*rows[:_MOST_LAYERS], (f"... and {more} more", "see .whole_sequences")]
+        return rows if more <= 0 else [*rows[:_MOST_LAYERS], (f"... and {more} more", "see .gathered_sequences")]
 
     def _summary(self) -> Iterator[str]:
         kind = self.distribution.lstrip("<").split()[0]

@@ -18,7 +18,7 @@ from keras_dist._keras.active_distribution import distribution_of
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
-from keras_dist.diagnostics.whole_sequences import whole_sequence_layers
+from keras_dist.diagnostics.gathered_sequences import layers_that_gather_sequences
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, layout_error
@@ -156,7 +156,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         device_bytes=device_bytes,
         idle_axes=_idle_axes(distribution, layout_map, rows),
         sequence_axes=distribution._placer.sequence_axes,
-        whole_sequences=whole_sequence_layers(layers) if distribution._placer.sequence_axes else {},
+        gathered_sequences=layers_that_gather_sequences(layers) if distribution._placer.sequence_axes else {},
         notes=_notes(model, optimizer),
     )
     return dataclasses.replace(coverage, findings=find_mistakes(coverage))

@@ -1,4 +1,4 @@
-"""Convolutions: where XLA would partition one with wrong numbers, each device computes its rows, and whole images."""
+"""Convolutions: where XLA would partition one with wrong numbers, each device computes all positions of its rows."""
 
 import math
 from collections.abc import Callable, Sequence

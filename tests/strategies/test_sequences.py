@@ -168,7 +168,7 @@ def test_adaptive_max_pool(mesh):
     ],
     ids=["GRU", "Bidirectional LSTM", "last output, backwards"],
 )
-def test_recurrent_layers_are_given_whole_sequences(layer, mesh):
+def test_sequences_are_gathered_for_recurrent_layers(layer, mesh):
     def trained(distribution):
         tokens, targets, _ = tokens_and_targets(4)
         start_anew()

@@ -1,4 +1,4 @@
-"""Which layers of a model compute with whole sequences although sequences are sharded, and why."""
+"""Which layers of a model gather sequences that are sharded, and why."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,14 @@ _CONVOLUTIONS = (
     *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
 )
 _MAX_POOLING = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
+_ADAPTIVE_MAX_POOLING = (
+    keras.layers.AdaptiveMaxPooling1D,
+    keras.layers.AdaptiveMaxPooling2D,
+    keras.layers.AdaptiveMaxPooling3D,
+)
 
 
-def whole_sequence_layers(layers: Mapping[str, keras.Layer]) -> dict[str, str]:
+def layers_that_gather_sequences(layers: Mapping[str, keras.Layer]) -> dict[str, str]:
     """Returns the reasons of those of Keras's layers, by path, that gather the sequences that they are called with."""
     reasons = {path: _reason(layer) for path, layer in layers.items()}
     return {path: reason for path, reason in reasons.items() if reason is not None}
@@ -28,4 +33,6 @@ def _reason(layer: keras.Layer) -> str | None:
         return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
     if isinstance(layer, _MAX_POOLING):
         return f"max pooling: reads neighboring positions (window {layer.pool_size}, strides {layer.strides})"
+    if isinstance(layer, _ADAPTIVE_MAX_POOLING):
+        return f"max pooling: reads neighboring positions (output {layer.output_size})"
     return None
