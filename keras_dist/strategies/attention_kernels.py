@@ -72,7 +72,7 @@ def splash_attention(
     lengths = query.shape[1], key.shape[1]
     runs = runs or QueryRuns(np.zeros((1, 1), int), lengths[0], 0)
     block_q, block_kv = _block_sizes(runs.length, *lengths)
-    if mask.lower is None and mask.upper is None:
+    if not mask.has_band:
         by_queries = by_keys = MaskInfo(None, None, None, None, None)
         mask_function = None
     else:
@@ -187,7 +187,7 @@ def cudnn_attention(
         )  # fmt: skip
 
     is_causal = mask.upper == 0
-    has_kernel = is_causal or (mask.lower is None and mask.upper is None)
+    has_kernel = is_causal or not mask.has_band
     if not has_kernel or mask.dense is not None or mask.segments is not None:
         output = fused(dense=mask.to_dense(query.shape[1], key.shape[1]))
     else:
@@ -311,7 +311,7 @@ class Kernel(NamedTuple):
 
 
 FUSED_KERNELS = {
-    "tpu": Kernel("splash attention", splash_attention, why_not_splash, 128, MOST_PAIRS_OF_SPLASH),
+    "tpu": Kernel("splash attention", splash_attention, why_not_splash, _LANES, MOST_PAIRS_OF_SPLASH),
     "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None),
 }
 XLA_IN_BLOCKS = Kernel("XLA in blocks", xla_attention_in_blocks, lambda *operands: None, 1)

@@ -57,15 +57,20 @@ class AttentionMask:
     segments: tuple[Any, Any] | None = None
     dense: Any | None = None
 
+    @property
+    def has_band(self) -> bool:
+        """Whether the position of a query limits which keys it sees."""
+        return self.lower is not None or self.upper is not None
+
     def to_dense(self, num_queries: int, num_keys: int) -> jax.Array:
         """Returns the mask as booleans (B or 1, N or 1, T, S)."""
         return self.visible_keys(jnp.arange(num_queries), num_keys)
 
     def with_queries(self, length: int) -> "AttentionMask":
-        """Returns the mask of more queries, of which those that are added may see any keys."""
+        """Returns the mask of more queries, all of them valid, of which those that are added may see any keys."""
         return replace(
             self,
-            query_valid=_pad(self.query_valid, 1, length),
+            query_valid=None,
             segments=self.segments and (_pad(self.segments[0], 1, length), self.segments[1]),
             dense=_pad(self.dense, 2, length),
         )

@@ -120,8 +120,8 @@ class Exchange:
         if self.groups == 1:
             return None
         starts, run = self.starts(length)
-        block, place = jnp.divmod(jax.lax.axis_index(self.axes), self.groups)
-        return QueryRuns(starts, run, jnp.where(block % 2, self.groups - 1 - place, place))
+        group_of_device = np.argsort(np.ravel(self.devices_of_groups)) // self.members
+        return QueryRuns(starts, run, jnp.asarray(group_of_device)[jax.lax.axis_index(self.axes)])
 
     # -------------------------------------------------------------------------------------------------- on a device
 

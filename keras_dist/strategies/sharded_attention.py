@@ -76,7 +76,7 @@ class Shards:
             (key.shape[1], key_heads),
             is_balanced=has_array or (mask.lower is None) == (mask.upper is None),
             is_grouped=not has_array,
-            most_pairs=math.inf if mask.lower is mask.upper is None else kernel.most_pairs,
+            most_pairs=kernel.most_pairs if mask.has_band else math.inf,
             name=name,
         )
 
@@ -86,15 +86,15 @@ class Shards:
         """Returns why a kernel cannot compute what a device has after the exchange."""
         groups = 1 if exchange is None else exchange.groups
         if groups > 1 and kernel.run_multiple is None:
-            if self.heads_of_device(query, key)[0] % self.count(self.sequence) == 0:
+            (heads, _), devices = self.heads_of_device(query, key), self.count(self.sequence)
+            if heads % devices == 0:
                 return f"{kernel.name} needs all positions of a sequence; use sequence_exchange=None or 'all_to_all'"
             return (
-                f"{kernel.name} needs all positions of a sequence, so the {self.count(self.sequence)} devices that "
-                f"share one must divide the {self.heads_of_device(query, key)[0]} query heads of each; use fewer "
-                "devices along the sequence"
+                f"{kernel.name} needs all positions of a sequence, so the {devices} devices that share one must "
+                f"divide the {heads} query heads of each; use fewer devices along the sequence"
             )
         queries = query.shape[1] // groups
-        if queries * key.shape[1] > kernel.most_pairs and (mask.lower, mask.upper) != (None, None):
+        if mask.has_band and queries * key.shape[1] > kernel.most_pairs:
             return (
                 f"{kernel.name} has no scalar memory for a mask of {queries} queries and {key.shape[1]} keys on one "
                 "device; shard sequences over more devices"
@@ -146,7 +146,7 @@ class ShardedCall:
                 pad_dim(each, 1, padded_length(each.shape[1], self.exchange, multiple)) for each in (key, value)
             )
             # Queries that are themselves padding get the mean of all values below.
-            mask = replace(mask, query_valid=None).with_queries(query.shape[1])
+            mask = mask.with_queries(query.shape[1])
             bias = bias if bias is None or bias.shape[2] == 1 else pad_dim(bias, 2, query.shape[1])
         output = self._on_shards(query, key, value, bias, mask, values.shape[1])[:, :length]
         return _with_mean_where_all_is_masked(output, values, self.mask)
