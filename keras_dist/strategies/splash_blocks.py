@@ -45,10 +45,10 @@ class BlockTables:
         has_queries: whether it takes one, of the same shape.
     """
 
-    keys: jax.Array
-    has_keys: jax.Array
-    queries: jax.Array
-    has_queries: jax.Array
+    keys: Any
+    has_keys: Any
+    queries: Any
+    has_queries: Any
 
 
 def block_tables(
@@ -64,31 +64,35 @@ def block_tables(
     >>> tables.queries[0].tolist(), tables.has_queries[0].tolist()
     ([[0, 1], [1, 1]], [[1, 1], [1, 0]])
     """
-    first = (runs.starts[:, :, None] + np.arange(0, runs.length, block_q)).reshape(len(runs.starts), -1)
-    begin = np.zeros_like(first) if lower is None else np.clip(first + lower, 0, num_keys) // block_kv
-    last_key = first * 0 + num_keys - 1 if upper is None else np.minimum(first + block_q - 1 + upper, num_keys - 1)
-    end = last_key // block_kv + 1  # 0 or less where no key is seen
-    keys, has_keys = _steps(begin, end)
 
-    blocks = np.arange(num_keys // block_kv)
-    seen = (begin[..., None] <= blocks) & (blocks < end[..., None])  # (groups, query blocks, key blocks)
-    first_query = seen.argmax(1)
-    queries, has_queries = _steps(first_query, first_query + seen.sum(1))
+    def blocks_of(starts: Any, numpy: Any) -> tuple[Any, Any, Any, Any]:
+        """Returns the first key block of each query block, the one after the last, and the same of queries."""
+        first = (starts[:, :, None] + numpy.arange(0, runs.length, block_q)).reshape(len(starts), -1)
+        begin = first * 0 if lower is None else numpy.clip(first + lower, 0, num_keys) // block_kv
+        last_key = first * 0 + num_keys - 1
+        last_key = last_key if upper is None else numpy.minimum(first + block_q - 1 + upper, last_key)
+        end = last_key // block_kv + 1  # 0 or less where no key is seen
+        blocks = numpy.arange(num_keys // block_kv)
+        seen = (begin[..., None] <= blocks) & (blocks < end[..., None])  # (groups, query blocks, key blocks)
+        first_query = seen.argmax(1)
+        return begin, end, first_query, first_query + seen.sum(1)
 
-    def of_device(table: np.ndarray) -> jax.Array:
-        small = next(kind for kind in (np.int8, np.int16, np.int32) if table.max() <= np.iinfo(kind).max)
-        return jnp.asarray(table.astype(small))[runs.group][None]
+    numpy, (begin, end, first, last) = np, blocks_of(runs.starts, np)
+    key_steps, query_steps = (max(1, steps.max()) for steps in (end - begin, last - first))  # the same in all groups
+    if len(runs.starts) > 1:
+        # Computed in the step: tables of all groups would be megabytes of the program, for each call of attention.
+        numpy, (begin, end, first, last) = jnp, blocks_of(jnp.asarray(runs.starts)[runs.group][None], jnp)
+    keys, has_keys = _steps(begin, end, key_steps, num_keys // block_kv, numpy)
+    queries, has_queries = _steps(first, last, query_steps, runs.starts.shape[1] * runs.length // block_q, numpy)
+    return BlockTables(keys, has_keys, queries.swapaxes(1, 2), has_queries.swapaxes(1, 2))
 
-    return BlockTables(
-        of_device(keys), of_device(has_keys), of_device(queries.swapaxes(1, 2)), of_device(has_queries.swapaxes(1, 2))
-    )
 
-
-def _steps(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _steps(begin: Any, end: Any, num_steps: int, num_blocks: int, numpy: Any) -> tuple[Any, Any]:
     """Returns the block of each step, the last one repeated where there are no more, and whether there is one."""
-    steps = np.arange(max(1, (end - begin).max()))
-    blocks = np.minimum(begin[..., None] + steps, np.maximum(end, begin + 1)[..., None] - 1)
-    return np.maximum(blocks, 0), (steps < (end - begin)[..., None]).astype(np.int8)
+    small = next(kind for kind in (np.int8, np.int16, np.int32) if num_blocks - 1 <= np.iinfo(kind).max)
+    steps = np.arange(num_steps)
+    blocks = numpy.minimum(begin[..., None] + steps, numpy.maximum(end, begin + 1)[..., None] - 1)
+    return numpy.maximum(blocks, 0).astype(small), (steps < (end - begin)[..., None]).astype(np.int8)
 
 
 @functools.lru_cache
