@@ -262,19 +262,25 @@ def layer_norm(x, gamma, beta):
     return (wide * inverse + (beta - mean * inverse)).astype(x.dtype)
 
 
-def splash_attention(query, key, value):
-    """Causal attention by JAX's Pallas kernel for TPUs, in blocks of 512 queries and keys."""
+@functools.cache
+def splash_kernel(length: int, heads: int):
+    """Returns JAX's Pallas kernel of causal attention, whose tables take up to minutes to make."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, heads, head_size = query.shape[1:]
-    block = min(length, 512)
     sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
-    sizes = kernels.BlockSizes(**dict.fromkeys(sides, block))
-    kernel = kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    sizes = kernels.BlockSizes(**dict.fromkeys(sides, min(length, 512)))
+    with jax.ensure_compile_time_eval():
+        return kernels.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+
+
+def splash_attention(query, key, value):
+    """Causal attention by JAX's Pallas kernel for TPUs, in blocks of 512 queries and keys."""
+    length, heads, head_size = query.shape[1:]
     query = query * jnp.asarray(1 / math.sqrt(head_size), query.dtype)
-    return jax.vmap(kernel)(*(each.transpose(0, 2, 1, 3) for each in (query, key, value))).transpose(0, 2, 1, 3)
+    query, key, value = (each.transpose(0, 2, 1, 3) for each in (query, key, value))
+    return jax.vmap(splash_kernel(length, heads))(query, key, value).transpose(0, 2, 1, 3)
 
 
 def apply_block(x, weights, moves, model: Gpt):
