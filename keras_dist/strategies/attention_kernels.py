@@ -176,20 +176,21 @@ def cudnn_attention(
     cuDNN takes the number of keys of each row. So padding that is not at the end is left to XLA, in blocks of queries;
     which one runs is decided on the device.
     """
-    head_size = value.shape[-1]
+    num_queries, num_keys, head_size = query.shape[1], key.shape[1], value.shape[-1]
+    bias = bias if bias is None else jnp.broadcast_to(bias, (*bias.shape[:2], num_queries, num_keys))
     multiple = -max(query.shape[-1], head_size) % 8 + max(query.shape[-1], head_size)
     query, key, value = (pad_dim(tensor, -1, multiple) for tensor in (query, key, value))
 
-    def fused(lengths=None, window: Any = None, is_causal=False, dense=None):
+    def fused(lengths=None, window: Any = None, is_causal=False):
         return jax.nn.dot_product_attention(
-            query, key, value, bias, dense, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
+            query, key, value, bias, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
             local_window_size=window, implementation="cudnn",
         )  # fmt: skip
 
     is_causal = mask.upper == 0
-    has_kernel = is_causal or not mask.has_band
-    if not has_kernel or mask.dense is not None or mask.segments is not None:
-        output = fused(dense=mask.to_dense(query.shape[1], key.shape[1]))
+    has_odd_bias = bias is not None and (num_queries % 2 or num_keys % 2)
+    if (mask.has_band and not is_causal) or mask.dense is not None or mask.segments is not None or has_odd_bias:
+        output = _cudnn_with_dense_mask(query, key, value, bias, mask.to_dense(num_queries, num_keys), scale)
     else:
         window = None if mask.lower is None else (-mask.lower, 0)
         if mask.key_valid is None:
@@ -197,13 +198,32 @@ def cudnn_attention(
         else:
             key_valid = jnp.broadcast_to(mask.key_valid, key.shape[:2])
             lengths = key_valid.sum(axis=1, dtype=jnp.int32)
-            is_prefix = key_valid == (jnp.arange(key.shape[1]) < lengths[:, None])
+            is_prefix = key_valid == (jnp.arange(num_keys) < lengths[:, None])
             output = jax.lax.cond(
                 is_prefix.all(),
                 lambda: fused(jnp.maximum(lengths, 1), window, is_causal),
                 lambda: xla_attention_in_blocks(query, key, value, bias, mask, scale=scale),
             )
     return output[..., :head_size]
+
+
+def _cudnn_with_dense_mask(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: jax.Array, scale: float
+) -> jax.Array:
+    """Computes attention by cuDNN under a mask with a value for each pair, which takes even lengths only."""
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    even_queries, even_keys = num_queries + num_queries % 2, num_keys + num_keys % 2
+    query, key, value = pad_dim(query, 1, even_queries), pad_dim(key, 1, even_keys), pad_dim(value, 1, even_keys)
+    mask = pad_dim(pad_dim(mask, 2, even_queries), 3, even_keys)
+    bias = bias if bias is None else pad_dim(pad_dim(bias, 2, even_queries), 3, even_keys)
+    if even_keys > num_keys:
+        # A query that sees no key gets the mean of all values: the padding must be hidden better than they are.
+        is_padding = jnp.arange(even_keys) >= num_keys
+        hidden = jnp.where(is_padding, jnp.finfo(query.dtype).min, 0).astype(query.dtype)[None, None, None]
+        bias, mask = hidden if bias is None else bias + hidden, mask | is_padding
+    return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, implementation="cudnn")[
+        :, :num_queries
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- XLA

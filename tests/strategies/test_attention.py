@@ -139,3 +139,34 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
     with kd.DataParallel().scope(), attention.recorded_attention() as calls:
         np.testing.assert_allclose(jax.jit(attend)(*tensors), expected, atol=1e-5)
     assert [call.implementation for call in calls] == [KERNEL[platform]]
+
+
+@pytest.mark.parametrize("lengths", [(149, 149), (150, 149), (149, 150), (150, 150)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeypatch):
+    use_kernel_of("gpu", monkeypatch)
+    seen = np.random.default_rng(2).random((ROWS, HEADS, *lengths)) < 0.5
+    seen[0, :, 3] = False  # a query that sees no key
+    options = {"bias": jnp.ones((1, HEADS, 1, lengths[1])) * jnp.arange(lengths[1]) / 50} if biased else {}
+    calls = assert_equals_one_device(kd.DataParallel(), *operands(*lengths), lambda: jnp.asarray(seen), **options)
+    assert calls == [("cuDNN", None)]
+
+
+@pytest.mark.parametrize("length", [149, 150])
+def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
+    use_kernel_of("gpu", monkeypatch)
+    ids = jnp.arange(length)[None] // jnp.arange(20, 20 + ROWS)[:, None]
+
+    def mask():
+        return causal(length, length) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+    assert assert_equals_one_device(kd.DataParallel(), *operands(length), mask) == [("cuDNN", None)]
+
+
+@pytest.mark.parametrize("length", [149, 150])
+def test_cudnn_computes_a_bias_without_a_mask(length, monkeypatch):
+    use_kernel_of("gpu", monkeypatch)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, HEADS, length, length)), "float32")
+    for is_causal in (False, True):
+        calls = assert_equals_one_device(kd.DataParallel(), *operands(length), is_causal=is_causal, bias=bias)
+        assert calls == [("cuDNN", None)]

@@ -25,7 +25,9 @@ def use_kernel_of(platform, monkeypatch):
     monkeypatch.setattr(splash_attention_kernel, "SplashAttentionKernel", in_interpreter)
     dot_product_attention = jax.nn.dot_product_attention
 
-    def as_cudnn(query, key, value, *args, implementation, **kwargs):
-        return dot_product_attention(query, key, value, *args, implementation="xla", **kwargs)
+    def as_cudnn(query, key, value, bias=None, mask=None, *, implementation, **kwargs):
+        if (bias is not None or mask is not None) and (query.shape[1] % 2 or key.shape[1] % 2):
+            raise NotImplementedError("cuDNN takes a bias or a mask for even lengths only")
+        return dot_product_attention(query, key, value, bias, mask, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", as_cudnn)
