@@ -44,6 +44,7 @@ try:
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.jax import core as jax_core
     from keras.src.backend.jax import distribution_lib as backend_lib
+    from keras.src.backend.jax import math as keras_math  # noqa: F401
     from keras.src.backend.jax import nn as nn
     from keras.src.backend.jax import numpy as keras_numpy  # noqa: F401
     from keras.src.backend.jax import trainer as trainer

@@ -7,6 +7,7 @@
 * `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
 * `indexing.py`: lookups by index, and their gradients.
 * `sorting.py`: sorts of sequences that are sharded.
+* `fourier.py`: Fourier transforms along sequences that are sharded.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
@@ -26,7 +27,7 @@ from keras_dist._keras.active_distribution import ALWAYS
 
 _TOPICS = (
     *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution"),
-    *("indexing", "sorting"),
+    *("indexing", "sorting", "fourier"),
     *("deferred_creation", "epoch_iterator", "resumable_iterator", "weight_loading", "variable_access"),
     *("file_saving", "orbax_loading"),
 )

@@ -4,7 +4,7 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -292,13 +292,43 @@ def _warn_of_large_replicas(solution: _Solution, rules: Mapping[str, Axes]) -> N
 
 
 def _merged(rules: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
-    """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes."""
+    """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes.
+
+    Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
+    """
+    patterns = {re.escape(strip_model_names(path)).replace(r"\-", "-"): axes for path, axes in rules.items()}
+    patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
+    patterns = _merge_alike(patterns, _without_numbers)
+    for pattern, axes in patterns.items():
+        if any(axes) or len(axes) > 1:  # a replicated kernel has a rule, too: it shows that this is intended
+            yield pattern, axes
+
+
+def _merge_alike(patterns: Mapping[str, Axes], form: Callable[[str], str]) -> dict[str, Axes]:
+    """Joins the patterns that have one form and the same axes."""
     groups: defaultdict[str, dict[str, Axes]] = defaultdict(dict)
-    for path, axes in rules.items():
-        exact = re.escape(strip_model_names(path)).replace(r"\-", "-")
-        groups[re.sub(r"\d+", "[0-9]+", exact)][exact] = axes
-    for pattern, members in groups.items():
-        is_one_rule = len(members) > 1 and len(set(members.values())) == 1
-        for exact, axes in [(pattern, next(iter(members.values())))] if is_one_rule else members.items():
-            if any(axes) or len(axes) > 1:  # a replicated kernel has a rule, too: it shows that this is intended
-                yield exact, axes
+    for pattern, axes in patterns.items():
+        groups[form(pattern)][pattern] = axes
+    merged: dict[str, Axes] = {}
+    for members in groups.values():
+        is_one_rule = len(set(members.values())) == 1
+        merged |= {_joined(members): next(iter(members.values()))} if is_one_rule else members
+    return merged
+
+
+def _joined(patterns: Iterable[str]) -> str:
+    """Returns a regex for patterns that differ in numbers alone."""
+    return "/".join(_joined_names(names) for names in zip(*(pattern.split("/") for pattern in patterns), strict=True))
+
+
+def _joined_names(names: Sequence[str]) -> str:
+    if len(set(names)) == 1:
+        return names[0]
+    stem = _without_numbers(names[0])
+    if all(_without_numbers(name) == stem for name in names):
+        return f"{stem}(_[0-9]+)?" if stem in names else f"{stem}_[0-9]+"
+    return re.sub(r"\d+", "[0-9]+", names[0])
+
+
+def _without_numbers(pattern: str) -> str:
+    return re.sub(r"_(\d+|\[0-9\]\+)(?=/|$)", "", pattern)

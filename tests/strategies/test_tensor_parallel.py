@@ -1,5 +1,6 @@
 """Rules for tensor parallelism, derived from what a model computes: their axes, their patterns, and their errors."""
 
+import functools
 import random
 import re
 import warnings
@@ -189,6 +190,33 @@ class TestPatterns:
             return keras.Model(inputs, x)
 
         assert list(kernels(build).values()) == [COLUMNS, ROWS, COLUMNS, ROWS]
+
+    def test_layers_that_keras_numbers_have_the_rules_of_deeper_models(self):
+        @keras.saving.register_keras_serializable()
+        class Block(layers.Layer):
+            def __init__(self, name):
+                super().__init__(name=name)
+                self.up, self.down = layers.EinsumDense("bd,dh->bh", 64), layers.Dense(WIDTH)
+
+            def build(self, shape):
+                self.up.build(shape)
+                self.down.build((*shape[:-1], 64))
+
+            def call(self, x):
+                return x + self.down(ops.relu(self.up(x)))
+
+        def build(blocks):
+            start_anew()
+            x = inputs = keras.Input((WIDTH,))
+            for number in range(blocks):
+                x = Block(f"block_{number}")(x)
+            return keras.Model(inputs, x)
+
+        expected = ["block_[0-9]+/einsum_dense(_[0-9]+)?/kernel", "block_[0-9]+/dense(_[0-9]+)?/kernel"]
+        for blocks in (2, 3):
+            assert list(rules_for(functools.partial(build, blocks))) == expected
+        rules = rules_for(lambda: build(2))
+        assert all(rules[v.path] is not None for v in build(4).weights if v.path.endswith("kernel"))
 
     def test_automatic_names_are_left_out(self):
         def build():
