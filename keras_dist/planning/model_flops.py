@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.strategies.sharded_attention import KERNEL_SCOPE
 
@@ -16,14 +18,15 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "
 def count_model_flops(jaxpr: Jaxpr) -> float | None:
     """Counts the FLOP, 2 per multiply-add, of a function's dots and convolutions, on unsharded arrays.
 
-    An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
+    Operations whose results are not used count nothing. An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
     backward pass (rematerialization) has the same FLOP as one that keeps them. The body of a scan counts once per
-    iteration, and of several branches the most expensive one. Fused attention kernels count nothing. None if a loop
-    with an unknown trip count has matrix multiplications.
+    iteration, that of a `jax.shard_map` once for each shard, and of several branches the most expensive one. Fused
+    attention kernels count nothing. None if a loop with an unknown trip count has matrix multiplications.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """
-    flops, _ = _Counter().count(jaxpr)
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    flops, _ = _Counter().count(used)
     return None if math.isnan(flops) else flops
 
 
@@ -79,10 +82,9 @@ class _Counter:
                 times = equation.params["length"]
             elif name == "while" and any(flops):
                 times = math.nan
-            elif name == "shard_map":  # its body has the shapes of one device
-                axes = (
-                    equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
-                )  # as JAX 0.10.0 has it
+            elif name == "shard_map":  # its body has the shapes of one device, and some repeat the work of others
+                specs = (*equation.params["in_specs"], *equation.params["out_specs"])
+                axes = {axis for spec in specs for axis in axis_names(spec)}
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in axes)
             total = times * (max(flops) if name == "cond" else sum(flops))
             return total, [next(self.numbers) for _ in equation.outvars]

@@ -112,3 +112,20 @@ def test_loops_of_unknown_length_count_as_executed():
     planned = kd.plan(build, LAYOUTS["data parallel"](), 16, step="predict")
     assert planned.model_flops == 5 * 2 * 16 * 16 * 16
     assert any("loops" in note for note in planned.notes)
+
+
+def test_work_that_devices_repeat_counts_once():
+    """Devices that share a sequence gather it, and each computes all of a convolution."""
+
+    def build():
+        convolutions = [layers.Conv1D(8, 3, 2, padding="same"), layers.DepthwiseConv1D(3, padding="same")]
+        model = keras.Sequential([keras.Input((32, 4)), *convolutions, layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    batch = jax.ShapeDtypeStruct((16, 32, 4), "float32"), jax.ShapeDtypeStruct((16, 16, 4), "float32")
+    mesh = kd.create_device_mesh("data:2,context:4")
+    alone = kd.plan(build, kd.DataParallel(devices=jax.devices()[:1]), batch)
+    shared = kd.plan(build, kd.DataParallel(mesh, sequence_dim_name="context"), batch)
+    assert shared.model_flops == alone.model_flops
+    assert shared.flops > alone.flops / 8
