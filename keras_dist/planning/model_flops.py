@@ -18,10 +18,11 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "
 def count_model_flops(jaxpr: Jaxpr) -> float | None:
     """Counts the FLOP, 2 per multiply-add, of a function's dots and convolutions, on unsharded arrays.
 
-    Operations whose results are not used count nothing. An operation that is repeated on the same values counts once, so that a model that recomputes activations in its
-    backward pass (rematerialization) has the same FLOP as one that keeps them. The body of a scan counts once per
-    iteration, that of a `jax.shard_map` once for each shard, and of several branches the most expensive one. Fused
-    attention kernels count nothing. None if a loop with an unknown trip count has matrix multiplications.
+    Operations whose results are not used count nothing. An operation that is repeated on the same values counts once,
+    so that a model that recomputes activations in its backward pass (rematerialization) has the same FLOP as one that
+    keeps them. The body of a scan counts once per iteration, that of a `jax.shard_map` once for each shard, and of
+    several branches the most expensive one. Fused attention kernels count nothing. None if a loop with an unknown trip
+    count has matrix multiplications.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """

@@ -16,7 +16,9 @@
 * `jaxpr_dims.py`: which dims of a traced program are sharded together; start reading here, with its worked example.
 * `dim_graph.py`: those dims as nodes of a graph, and the bytes that each communicates.
 * `traced_values.py`: which operations made the values of a function, while JAX traces it.
-* `attention_mask.py`: what an attention mask says, recognized from them; start reading here, with its worked example.
+* `attention_mask.py`: which keys each query of attention sees.
+* `mask_recognition.py`: the same, recognized from the operations that made a mask; start reading here, with its worked
+  example.
 * `mask_reader.py`: which elements of other values a mask reads, and which are positions.
 * `dim_axes.py`: over which mesh axes a dim of a traced value is sharded.
 """

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from keras_dist._keras import internals
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.strategies.attention_kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
-from keras_dist.strategies.attention_mask import AttentionMask, recognize, recognize_bias
+from keras_dist.strategies.attention_mask import AttentionMask
 from keras_dist.strategies.context_parallel import Exchange
 from keras_dist.strategies.dim_axes import without_repeats
+from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 from keras_dist.strategies.sharded_attention import ShardedCall, shards_of, usable_axes
 
 # Kernels pad fewer queries to as many, and their logits, as in the steps of `generate()`, need little memory.

@@ -335,38 +335,3 @@ FUSED_KERNELS = {
     "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None),
 }
 XLA_IN_BLOCKS = Kernel("XLA in blocks", xla_attention_in_blocks, lambda *operands: None, 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- masks
-
-
-def sees_a_key(mask: AttentionMask, num_queries: int, num_keys: int) -> Any:
-    """Returns whether each query sees a key, as a boolean array (B or 1, T); None if all do.
-
-    Segments are not considered: `why_not_splash` allows only those in which every query sees the key of its position.
-    """
-    first, end = _band_of_queries(mask, num_queries, num_keys, np)
-    if mask.key_valid is None and mask.query_valid is None and (end > first).all():
-        return None
-    first, end = _band_of_queries(mask, num_queries, num_keys, jnp)  # computed by the step, not part of the program
-    seen: Any = (end > first)[None]
-    if mask.key_valid is not None:
-        counts = jnp.pad(jnp.cumsum(mask.key_valid, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-        seen = seen & (counts[:, jnp.maximum(end, first)] > counts[:, first])
-    if mask.query_valid is not None:
-        seen = seen & mask.query_valid
-    return seen
-
-
-def visible_fraction(mask: AttentionMask, num_queries: int, num_keys: int) -> float:
-    """Returns the part of all pairs of a query and a key that a mask's band lets see each other."""
-    first, end = _band_of_queries(mask, num_queries, num_keys, np)
-    return math.fsum(np.maximum(end - first, 0)) / (num_queries * num_keys)
-
-
-def _band_of_queries(mask: AttentionMask, num_queries: int, num_keys: int, numpy: Any) -> tuple[Any, Any]:
-    """Returns the first key in the band of each query, and the one after the last, by NumPy or JAX."""
-    rows = numpy.arange(num_queries)
-    first = numpy.zeros_like(rows) if mask.lower is None else numpy.clip(rows + mask.lower, 0, num_keys)
-    end = numpy.full_like(rows, num_keys) if mask.upper is None else numpy.clip(rows + mask.upper + 1, 0, num_keys)
-    return first, end

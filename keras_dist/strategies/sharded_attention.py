@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.strategies.attention_kernels import Kernel, sees_a_key, visible_fraction
+from keras_dist.strategies.attention_kernels import Kernel
 from keras_dist.strategies.attention_mask import AttentionMask
 from keras_dist.strategies.attention_padding import pad_dim
 from keras_dist.strategies.context_parallel import (
@@ -134,7 +134,7 @@ class ShardedCall:
     exchange: Exchange | None
 
     def flops(self, query: jax.Array, key: jax.Array, value: jax.Array) -> float:
-        fraction = visible_fraction(self.mask, query.shape[1], key.shape[1])
+        fraction = self.mask.visible_fraction(query.shape[1], key.shape[1])
         return 2.0 * fraction * math.prod(query.shape[:3]) * key.shape[1] * (query.shape[-1] + value.shape[-1])
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -181,7 +181,7 @@ class ShardedCall:
         axes = shards.batch + shards.heads + shards.sequence
         summed_axes = [tuple(name for name in axes if name not in axis_names(each or ())) for each in specs[:4]]
         head_axes = shards.heads if set(shards.heads) - set(axis_names(specs[1])) else ()
-        fraction = visible_fraction(mask, query.shape[1], num_keys)
+        fraction = mask.visible_fraction(query.shape[1], num_keys)
 
         def on_device(query, key, value, bias, mask):
             if head_axes:
@@ -215,7 +215,7 @@ class ShardedCall:
 
 def _with_mean_where_all_is_masked(output: jax.Array, value: jax.Array, mask: AttentionMask) -> jax.Array:
     """Gives queries that see no key the mean of all values, as XLA's softmax of equal logits does."""
-    seen = sees_a_key(mask, output.shape[1], value.shape[1])
+    seen = mask.sees_a_key(output.shape[1], value.shape[1])
     if seen is None:
         return output
     mean = value.mean(axis=1, keepdims=True, dtype=jnp.float32).astype(output.dtype)

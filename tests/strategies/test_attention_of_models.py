@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_dist.strategies.attention_mask import recognize, recognize_bias
 from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
+from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 from keras_dist.strategies.traced_values import root_of
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import SingleDeviceSharding
 from keras import ops
 
-from keras_dist.strategies.attention_mask import recognize, recognize_bias
+from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 
 B, T, S = 2, 6, 6
 PADDING = np.array([[1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], "int32")
@@ -252,7 +252,7 @@ def test_concrete_masks():
 
 
 def test_concrete_masks_are_read_in_blocks(monkeypatch):
-    monkeypatch.setattr("keras_dist.strategies.attention_mask._BLOCK", 20)
+    monkeypatch.setattr("keras_dist.strategies.mask_recognition._BLOCK", 20)
     assert parts(recognize(np.triu(np.tril(np.ones((16, 16), bool), 3), -2))) == (-2, 3, [])
 
 
