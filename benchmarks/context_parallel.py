@@ -33,7 +33,6 @@ import keras_dist as kd
 from keras_dist.planning.hlo.module_costs import read_module
 
 LENGTHS = 4096, 16384, 65536  # tokens of a device
-_LONGEST_BY_HAND = 65536  # tokens of a row on TPUs: JAX makes splash attention's tables from all pairs, for minutes
 
 
 def distribution(strategy: str, devices, builder, exchange: str | None) -> kd.Distribution:
@@ -85,7 +84,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt, exchange: str | 
     [attention] = plan.attention
     floor, sent = exchange_floor(strategy, sizes, attention.exchange), exchanged_bytes(plan.collectives)
     by_hand = "-", "-"
-    if exchange != "all_gather" and not sizes.key_heads and (sizes.length <= _LONGEST_BY_HAND or "h100" in target):
+    if exchange != "all_gather" and not sizes.key_heads:
         compiled = handwritten.compile_for(plan_by_hand, target, sizes)
         costs = read_module(compiled.as_text(), plan_by_hand.mesh)
         held = strategies.temporaries(compiled, costs)

@@ -49,11 +49,15 @@ def output_and_gradients(distribution, operands, make_mask, make_bias=lambda: No
     return [np.asarray(each) for each in (output, *gradients)]
 
 
-def exchange_of(distribution, heads, key_heads, queries=256, keys=None, make_mask=lambda: None, **options):
-    """Compares with one device, and returns how attention was computed and operands were exchanged."""
+def random_operands(heads, key_heads, queries, keys=None):
     generator, keys = np.random.default_rng(0), queries if keys is None else keys
     shapes = (ROWS, queries, heads, SIZE), (ROWS, keys, key_heads, SIZE), (ROWS, keys, key_heads, SIZE)
-    operands = tuple(jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes)
+    return tuple(jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes)
+
+
+def exchange_of(distribution, heads, key_heads, queries=256, keys=None, make_mask=lambda: None, **options):
+    """Compares with one device, and returns how attention was computed and operands were exchanged."""
+    operands = random_operands(heads, key_heads, queries, keys)
     expected = output_and_gradients(None, operands, make_mask, **options)
     with attention.recorded_attention() as calls:
         actual = output_and_gradients(distribution, operands, make_mask, **options)
@@ -107,6 +111,20 @@ def test_masks_give_the_numbers_of_one_device(platform, exchange, mask):
     mesh, heads, key_heads = EXCHANGES[exchange]
     result = exchange_of(context_parallel(mesh), heads, key_heads, 250, make_mask=MASKS[mask])
     assert result == (KERNEL.get(platform, "XLA in blocks"), exchange)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_half_precision_has_the_digits_of_one_device(platform, exchange):
+    mesh, heads, key_heads = EXCHANGES[exchange]
+    operands = random_operands(heads, key_heads, 250)
+    half = tuple(each.astype("bfloat16") for each in operands)
+    exact = output_and_gradients(None, operands, MASKS["causal"])
+
+    def errors(distribution):
+        results = output_and_gradients(distribution, half, MASKS["causal"])
+        return [np.linalg.norm(each - right) / np.linalg.norm(right) for each, right in zip(results, exact, strict=True)]
+
+    assert np.all(np.asarray(errors(context_parallel(mesh))) <= 1.5 * np.asarray(errors(None)))
 
 
 @pytest.mark.parametrize(
