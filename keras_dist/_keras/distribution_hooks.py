@@ -1,6 +1,6 @@
 """What patches ask of a distribution."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -101,8 +101,19 @@ class DistributionHooks(Protocol):
         """Returns what was computed from gathered sequences, with dim 1 sharded over the sequence axes again."""
         ...
 
-    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
-        """Returns an array whose gradient is gathered along those of its dims that would have unequal shards."""
+    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
+        """Returns `function(tensors)`, with those dims of operands and results unsharded that it computes along."""
+        ...
+
+    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        """Returns an array whose gradient is gathered along those of its dims that may have unequal shards.
+
+        `is_flat` is whether one dim may have rows and positions in one.
+        """
+        ...
+
+    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        """Returns an array that is gathered, and whose gradient is, along those dims."""
         ...
 
     def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:

@@ -5,9 +5,9 @@
 * `layer_call.py`: calls of models and layers, and the variables that they read.
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
 * `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
-* `indexing.py`: lookups by index, and their gradients.
+* `indexing.py`: lookups and sums by index.
 * `sorting.py`: sorts of sequences that are sharded.
-* `fourier.py`: Fourier transforms along sequences that are sharded.
+* `fourier.py`: Fourier transforms along sharded dims.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.

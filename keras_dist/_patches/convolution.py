@@ -67,14 +67,22 @@ _OVERLAPPING = "XLA partitions the gradient of overlapping windows along a shard
 
 @INSTALLED.patch(internals.nn, "max_pool", reason=_OVERLAPPING)
 def _max_pool(original, distribution, inputs, pool_size, strides=None, padding="valid", data_format=None):
-    inputs = distribution.gather_sequences(inputs)
-    return distribution.shard_sequences(original(inputs, pool_size, strides, padding, data_format))
+    def pool(inputs):
+        return original(inputs, pool_size, strides, padding, data_format)
+
+    return distribution.compute_unsharded(pool, inputs, _window_dims(inputs, data_format))
 
 
 @INSTALLED.patch(internals.nn, "adaptive_max_pool", reason=_OVERLAPPING)
 def _adaptive_max_pool(original, distribution, inputs, output_size, data_format=None):
-    inputs = distribution.gather_sequences(inputs)
-    return distribution.shard_sequences(original(inputs, output_size, data_format))
+    def pool(inputs):
+        return original(inputs, output_size, data_format)
+
+    return distribution.compute_unsharded(pool, inputs, _window_dims(inputs, data_format))
+
+
+def _window_dims(inputs: Any, data_format: str | None) -> set[int]:
+    return {*range(1, len(inputs.shape))} - {_channels_dim(inputs, data_format)}
 
 
 def _channels_dim(inputs: Any, data_format: str | None) -> int:

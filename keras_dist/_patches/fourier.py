@@ -1,11 +1,24 @@
-"""Patches of Fourier transforms along sequences that are sharded."""
+"""Patches of Fourier transforms."""
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
 
 
-@INSTALLED.patch(internals.keras_math, "fft", reason="XLA:CPU cannot transform along a sharded dim")
-def _fft(original, distribution, x):
-    if len(x[0].shape) != 2:
-        return original(x)
-    return distribution.shard_sequences(original(distribution.gather_sequences(x)))
+def _patch(name: str, transformed_dims: int, parameters: tuple[str, ...] = ("x",)) -> None:
+    @INSTALLED.patch(
+        internals.keras_math, name, parameters=parameters, reason="XLA:CPU cannot transform along a sharded dim"
+    )
+    def transform(original, distribution, x, *args, **kwargs):
+        rank = len((x[0] if isinstance(x, (tuple, list)) else x).shape)
+        dims = range(rank - transformed_dims, rank)
+        return distribution.compute_unsharded(lambda x: original(x, *args, **kwargs), x, dims)
+
+
+for _name, _dims, _others in (
+    ("fft", 1, ()),
+    ("fft2", 2, ()),
+    ("ifft2", 2, ()),
+    ("rfft", 1, ("fft_length",)),
+    ("irfft", 1, ("fft_length",)),
+):
+    _patch(_name, _dims, ("x", *_others))

@@ -59,6 +59,9 @@ def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Seque
     for dim, entry in enumerate(axes):
         names = axis_tuple(entry)
         shards = math.prod(mesh.axis_sizes[name] for name in names)
+        if not isinstance(shape[dim], int):  # symbolic, while Keras infers the shapes of outputs
+            axes[dim] = even_axes[dim] = None
+            continue
         if not shape[dim] % shards:
             continue
         is_sequence = bool(set(names) & set(sequence_axes))

@@ -85,6 +85,9 @@ def attention(
     Raises a ValueError if `flash_attention` is True and no kernel can compute it.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
+        # Keras infers the shape of a layer's outputs, for inputs of any size.
+        return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
     kernel, reason, exchange = FUSED_KERNELS.get(kernel_platform(mesh)), None, None
     if kernel is None:
         reason = "CPUs have none"

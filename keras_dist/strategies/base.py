@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -314,8 +314,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def shard_sequences(self, tensors: Any) -> Any:
         return self._sequences.shard(tensors)
 
-    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
-        return self._sequences.gather_gradient(tensor, dims)
+    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
+        return self._sequences.compute_unsharded(function, tensors, dims)
+
+    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        return self._sequences.gather_gradient(tensor, dims, is_flat)
+
+    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        return self._sequences.gather_unequal(tensor, dims, is_flat)
 
     def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
         return self._sequences.sort(function, tensor, dims, keeps_rows)

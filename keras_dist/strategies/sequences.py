@@ -1,7 +1,7 @@
 """Shards dim 1 of what a step computes with over the sequence axes, and gathers it where it cannot be split."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ _ANY = PartitionSpec.UNCONSTRAINED
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """Constrains dim 1 of arrays. Without sequence axes, and inside of a `jax.shard_map`, they stay unchanged."""
+    """Constrains dim 1 of arrays. Without sequence axes, and inside of a `jax.shard_map`, they stay unchanged.
+
+    `compute_unsharded`, `gather_gradient` and `gather_unequal` do their work without sequence axes, too.
+    """
 
     placer: BatchPlacer
 
@@ -53,13 +56,39 @@ class SequenceSharding:
         """Gathers dim 1 of arrays, and of their gradients."""
         return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
 
-    def gather_gradient(self, tensor: Any, dims: Iterable[int]) -> Any:
-        """Returns a traced array whose gradient is gathered along those of its dims that would have unequal shards."""
-        unequal = self._unequal_dims(tensor, dims)
-        if not unequal:
-            return tensor
-        spec = PartitionSpec(*(None if dim in unequal else _ANY for dim in range(tensor.ndim)))
-        return apply_to_gradient(_constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec)), tensor)
+    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
+        """Returns `function(tensors)`, which the partitioner cannot split along some dims of operands and results.
+
+        They are gathered before, over whatever axes of the mesh, with or without sequence axes.
+        """
+        mesh = self.placer.device_mesh.backend_mesh
+        if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
+            return function(tensors)
+
+        def unshard(tensor):
+            return _constrain_to(NamedSharding(mesh, _unsharded(tensor.ndim, dims)))(tensor)
+
+        # The results, too: otherwise the partitioner may split the function where they are needed in shards.
+        outputs = self._map_on_devices(unshard, function(self._map_on_devices(unshard, tensors)))
+        return self.shard(outputs)
+
+    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        """Returns a traced array whose gradient is gathered along those of its dims that may have unequal shards.
+
+        `is_flat` is whether one dim may have rows and positions in one. XLA may split it over any axes.
+        """
+        unshard = self._unshard_unequal(tensor, dims, is_flat)
+        return tensor if unshard is None else apply_to_gradient(unshard, tensor)
+
+    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
+        """Returns an array that is gathered, and whose gradient is, along such dims."""
+        unshard = self._unshard_unequal(tensor, dims, is_flat)
+        return tensor if unshard is None else unshard(tensor)
+
+    def _unshard_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Callable | None:
+        mesh = self.placer.device_mesh.backend_mesh
+        unequal = self._unequal_dims(tensor, dims, mesh.size if is_flat else self.placer.num_sequence_shards)
+        return _constrain_to(NamedSharding(mesh, _unsharded(tensor.ndim, unequal))) if unequal else None
 
     def sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
         """Returns `function(tensor)`, which sorts along some dims; its partitioned gradient would end the process.
@@ -69,17 +98,17 @@ class SequenceSharding:
         """
         if self._is_inactive() or not isinstance(tensor, Tracer):
             return function(tensor)
-        if 1 not in dims and not self._unequal_dims(tensor, range(tensor.ndim)):
+        if 1 not in dims and not self._unequal_dims(tensor, range(tensor.ndim), self.placer.num_sequence_shards):
             return function(tensor)
         rows = PartitionSpec(self.placer.axes_for(tensor.shape[0]) if keeps_rows and 0 not in dims else None)
         mesh = self.placer.device_mesh.backend_mesh
         outputs = call_per_device(function, mesh, (tensor,), (rows,), rows, 1, ((),))
         return self.shard(outputs) if outputs.shape == tensor.shape else outputs
 
-    def _unequal_dims(self, tensor: Any, dims: Iterable[int]) -> set[int]:
-        if self._is_inactive() or not isinstance(tensor, Tracer):
+    def _unequal_dims(self, tensor: Any, dims: Iterable[int], shards: int) -> set[int]:
+        if not isinstance(tensor, Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
             return set()
-        return {dim for dim in dims if tensor.shape[dim] % self.placer.num_sequence_shards}
+        return {dim for dim in dims if isinstance(tensor.shape[dim], int) and tensor.shape[dim] % shards}
 
     def _is_inactive(self) -> bool:
         return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -95,9 +124,10 @@ class SequenceSharding:
         # The first constraint keeps the partitioner from splitting the operation that computed the array.
         return self._constrained(self._constrained(tensor, _ANY, None), _ANY, self.placer.sequence_axes)
 
-    def _map(self, function, tensors: Any) -> Any:
-        if self._is_inactive():
-            return tensors
+    def _map(self, function: Callable, tensors: Any) -> Any:
+        return tensors if self._is_inactive() else self._map_on_devices(function, tensors)
+
+    def _map_on_devices(self, function: Callable, tensors: Any) -> Any:
         mesh = self.placer.device_mesh.backend_mesh
 
         def apply(leaf):  # eager arrays that are elsewhere are not moved
@@ -114,6 +144,11 @@ class SequenceSharding:
 def is_pointwise(kernel_size: Sequence[int], strides: int | Sequence[int]) -> bool:
     """Returns whether each output of a convolution is computed from the input at one position, its own."""
     return set(kernel_size) <= {1} and set(np.atleast_1d(strides)) <= {1}
+
+
+def _unsharded(rank: int, dims: Collection[int]) -> PartitionSpec:
+    """Returns a layout in which some dims are unsharded, and the compiler chooses the others."""
+    return PartitionSpec(*(None if dim in dims else _ANY for dim in range(rank)))
 
 
 @functools.lru_cache

@@ -44,6 +44,9 @@ OTHERS = {
         max_encoder_sequence_length=32,
         max_decoder_sequence_length=128,
     ),
+    "fnet": lambda: models.FNetBackbone(
+        vocabulary_size=512, num_layers=2, hidden_dim=64, intermediate_dim=128, max_sequence_length=32, dropout=0.0
+    ),
     "t5": lambda: models.T5Backbone(
         vocabulary_size=512, num_layers=2, num_heads=8, hidden_dim=64, intermediate_dim=128
     ),
@@ -338,3 +341,25 @@ def test_too_few_key_and_value_heads_are_replicated_and_reported():
         )
     assert layout_map["transformer_layer_0/self_attention/key/kernel"].axes == (None, None, None)
     assert layout_map["transformer_layer_0/self_attention/query/kernel"].axes == (None, "model", None)
+
+
+@pytest.mark.parametrize("name", ["t5", "fnet"])
+def test_models_train_on_sharded_sequences_as_on_one_device(name):
+    """Keras infers the shapes of T5's layers with symbolic lengths; FNet transforms along sequences."""
+    build = OTHERS[name]
+
+    def losses():
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        model = build()
+        y = {name: np.zeros((2, 1)) for name in model.output} if isinstance(model.output, dict) else np.zeros((2, 1))
+        model.compile(keras.optimizers.SGD(0.01), keras.tree.map_structure(lambda _: Square(), y))
+        return [model.train_on_batch(images_or_tokens(model), y) for _ in range(3)]
+
+    expected = losses()
+    mesh, axes = kd.create_device_mesh("data:2,context:2,model:2"), {"sequence_dim_name": "context"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
+        rules = kd.tensor_parallel_layout_map(build, mesh, sequence_parallel=True, **axes)
+    with kd.ModelParallel(layout_map=rules, batch_dim_name="data", **axes).scope():
+        np.testing.assert_allclose(losses(), expected, rtol=1e-5)

@@ -170,3 +170,25 @@ def test_cudnn_computes_a_bias_without_a_mask(length, monkeypatch):
     for is_causal in (False, True):
         calls = assert_equals_one_device(kd.DataParallel(), *operands(length), is_causal=is_causal, bias=bias)
         assert calls == [("cuDNN", None)]
+
+
+@pytest.mark.parametrize("mesh", ["data:8", "data:2,context:2,model:2"])
+def test_layers_for_sequences_of_any_length(platform, mesh):
+    """Keras infers the shape of such a layer's outputs with symbolic sizes."""
+
+    class Attend(keras.layers.Layer):
+        def call(self, x):
+            heads = keras.ops.reshape(x, (-1, x.shape[1], HEADS, SIZE))
+            return keras.ops.reshape(keras.ops.dot_product_attention(heads, heads, heads, is_causal=True), x.shape)
+
+    def outputs():
+        inputs = keras.Input((None, HEADS * SIZE))
+        model = keras.Model(inputs, Attend(name="attend")(inputs))
+        return model.predict(np.random.default_rng(0).standard_normal((8, 150, HEADS * SIZE)), verbose=0)
+
+    expected = outputs()
+    layout_map = kd.LayoutMap(kd.create_device_mesh(mesh))
+    sequences = {"sequence_dim_name": "context"} if "context" in mesh else {}
+    layout_map["attend/output"] = ("data", *(("context", "model") if sequences else (None, None)))
+    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", **sequences).scope():
+        np.testing.assert_allclose(outputs(), expected, rtol=2e-5, atol=2e-5)

@@ -122,7 +122,9 @@ def test_half_precision_has_the_digits_of_one_device(platform, exchange):
 
     def errors(distribution):
         results = output_and_gradients(distribution, half, MASKS["causal"])
-        return [np.linalg.norm(each - right) / np.linalg.norm(right) for each, right in zip(results, exact, strict=True)]
+        return [
+            np.linalg.norm(each - right) / np.linalg.norm(right) for each, right in zip(results, exact, strict=True)
+        ]
 
     assert np.all(np.asarray(errors(context_parallel(mesh))) <= 1.5 * np.asarray(errors(None)))
 

@@ -1,0 +1,117 @@
+"""Lookups and sums by index, and windows along sharded dims: the numbers of one device where XLA's partitioner errs."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support.keras_scenarios import start_anew
+from support.strategy_models import assert_same_numbers, scope
+
+import keras_dist as kd
+
+ROWS, LENGTH, WIDTH = 8, 13, 16
+MESHES = {
+    "tensor parallel": ("data:4,model:2", ("data", None, "model")),
+    "sequence parallel": ("data:2,model:4", ("data", "model", None)),
+    "context parallel": ("data:2,context:4", ("data", "context", None)),
+    "all": ("data:2,context:2,model:2", ("data", "context", "model")),
+}
+
+
+def distribution_of(name, layers=("up",)):
+    axes, outputs = MESHES[name]
+    layout_map = kd.LayoutMap(kd.create_device_mesh(axes))
+    for layer in layers:
+        layout_map[f"{layer}/output"] = outputs
+    sequences = {"sequence_dim_name": "context"} if "context" in axes else {}
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", **sequences)
+
+
+class Applied(layers.Layer):
+    """A dense layer, and a function of its outputs."""
+
+    def __init__(self, function):
+        super().__init__(name="applied")
+        self.function, self.up = function, layers.Dense(WIDTH, name="up")
+
+    def build(self, shape):
+        self.up.build(shape)
+
+    def call(self, x):
+        return self.function(self.up(x))
+
+
+def trained(function, length, distribution):
+    start_anew()
+    x = np.random.default_rng(0).standard_normal((ROWS, length, 4)).astype("float32")
+    with scope(distribution):
+        inputs = keras.Input((length, 4), batch_size=ROWS)
+        model = keras.Model(inputs, layers.Dense(3)(Applied(function)(inputs)))
+        model.compile("sgd", "mse")
+        y = np.random.default_rng(1).standard_normal(model.output.shape).astype("float32")
+        return [model.train_on_batch(x, y) for _ in range(2)], model.get_weights()
+
+
+def by_position(combine):
+    """A function of the activations by position and row, and of the segment of each position."""
+
+    def apply(x):
+        combined = combine(ops.transpose(x, (1, 0, 2)), np.arange(x.shape[1]) // 3)
+        return ops.transpose(combined, (1, 0, 2))
+
+    return apply
+
+
+def tokens(x, count):
+    return ops.reshape(x, (-1, WIDTH))[:count]
+
+
+def looked_up(x):
+    """Looks up rows of a table of activations for an odd number of tokens."""
+    count = ROWS * x.shape[1] - 3
+    table, indices = ops.sin(ops.mean(x, 0)[:5]), ops.cast(2 * ops.abs(tokens(x, count)[:, 0]), "int32") % 5
+    return x + ops.mean(ops.take(table, indices, axis=0) * tokens(x, count), 0)
+
+
+def sent_to_experts(x):
+    count = ROWS * x.shape[1] - 3
+    return ops.segment_sum(tokens(x, count), 7 * ops.arange(count) % ROWS, ROWS)
+
+
+SEGMENTS = (LENGTH + 2) // 3
+FUNCTIONS = {
+    "segment_sum": by_position(lambda x, ids: ops.segment_sum(x, ids, SEGMENTS)),
+    "segment_max": by_position(lambda x, ids: ops.segment_max(x, ids, SEGMENTS)),
+    "scatter": by_position(lambda x, ids: ops.scatter(ids[:, None], x, (SEGMENTS, ROWS, WIDTH))),
+    "scatter_update": by_position(
+        lambda x, ids: ops.scatter_update(ops.zeros((SEGMENTS, ROWS, WIDTH)), ids[:, None], x, "add")
+    ),
+    "segment_sum of tokens": sent_to_experts,
+    "take": looked_up,
+}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tensor parallel", "context parallel", pytest.param("all", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_indices_in_unequal_shards(name, strategy):
+    """XLA adds the padding of shards to sums by index, among them the gradients of lookups."""
+    function = FUNCTIONS[name]
+    expected = trained(function, LENGTH, None)
+    assert_same_numbers(trained(function, LENGTH, distribution_of(strategy)), expected, 1e-5)
+
+
+ALONG_SEQUENCES = {
+    "max_pool": lambda x: ops.max_pool(x, 3, 1, padding="same"),
+    "adaptive_max_pool": lambda x: ops.repeat(ops.adaptive_max_pool(x, 6), 2, axis=1),
+    "fft2": lambda x: ops.fft2((x, ops.zeros_like(x)))[0],
+}
+
+
+@pytest.mark.parametrize("strategy", ["sequence parallel", "all"])
+@pytest.mark.parametrize("name", ALONG_SEQUENCES)
+def test_windows_and_transforms_along_a_dim_that_a_rule_shards(name, strategy):
+    """XLA's gradient of a maximum of overlapping windows is wrong."""
+    function, distribution = ALONG_SEQUENCES[name], distribution_of(strategy, ["applied/up", "applied"])
+    assert_same_numbers(trained(function, 12, distribution), trained(function, 12, None), 1e-5)
