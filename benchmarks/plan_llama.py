@@ -94,7 +94,7 @@ CASES = {
     "8b": Case("8b", "v5p:4x4x4", "data:16,model:4", fully_sharded_and_tensor_parallel, 32, 4096, (2, 4)),
     "70b": Case("70b", "v5p:4x8x8", "data:32,model:8", fully_sharded_and_tensor_parallel, 32, 4096, (2, 4)),
     "8b-128k": Case("8b", "h100:8", "fsdp:1,context:8", fully_sharded_and_context_parallel, 1, 2**17, None),
-    "8b-1m": Case("8b", "v5p:4x8x8", "data:1,context:32,model:8", tensor_and_context_parallel, 1, 2**20, (1, 2)),
+    "8b-1m": Case("8b", "v5p:4x8x8", "data:1,context:32,model:8", tensor_and_context_parallel, 1, 2**20, (4, 8)),
 }
 
 

@@ -273,12 +273,15 @@ def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation:
-    """Extrapolates the figures of two compilations, by number of blocks (smaller first), linearly to a deeper model."""
+    """Extrapolates the figures of two compilations, by number of blocks (smaller first), linearly to a deeper model.
+
+    It has at least the figures of the larger one, also where the compiler did better there.
+    """
     depths, (shallow, deep) = tuple(compiled), compiled.values()
-    factor = (depth - depths[0]) / (depths[1] - depths[0])
+    factor = (depth - depths[1]) / (depths[1] - depths[0])
 
     def extrapolate(first: Any, second: Any) -> Any:
-        return None if first is None or second is None else max(0.0, first + (second - first) * factor)
+        return None if first is None or second is None else second + max(0.0, second - first) * factor
 
     figures = {name: extrapolate(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
     seconds = {name: extrapolate(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}

@@ -207,13 +207,10 @@ def choose_exchange(
         return Exchange(tuple(axes), devices, devices)
     sizes = [size for size in range(2, devices + 1, 2) if devices % size == 0 and is_grouped]
     pairs = queries[0] / devices * keys[0]
-    candidates = [
-        *(
-            Exchange(tuple(axes), devices, size)
-            for size in dict.fromkeys([devices, *sizes])
-            if heads % size == 0 and pairs * size <= most_pairs
-        ),
+    candidates = [  # of those that send equally much, the one with the fewest collectives
+        *([Exchange(tuple(axes), devices, devices)] if heads % devices == 0 and pairs * devices <= most_pairs else []),
         gather,
+        *(Exchange(tuple(axes), devices, size) for size in sizes if heads % size == 0 and pairs * size <= most_pairs),
     ]
     return min(candidates, key=lambda exchange: exchange.elements_sent(queries, keys))
 
