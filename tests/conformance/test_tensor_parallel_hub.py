@@ -62,10 +62,17 @@ OTHERS = {
 }
 
 
-def rules_for(build, axes="batch:1,model:8", batch=None):
+def rules_for(build, axes="batch:1,model:8", **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
-        return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes), batch=batch)
+        return kd.tensor_parallel_layout_map(build, kd.create_device_mesh(axes), **options)
+
+
+def built_anew(build):
+    """What a function builds, with the names and values of a new process, under the current distribution."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    return build()
 
 
 def causal_lm(build, kind):
@@ -242,9 +249,7 @@ def trainable(name):
 @pytest.mark.parametrize("name", SEVERAL_KINDS_OF_INPUTS)
 def test_models_with_state_audio_images_or_prompts_train_as_on_one_device(name):
     def losses():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(0)
-        model, (x, y) = trainable(name)
+        model, (x, y) = built_anew(lambda: trainable(name))
         history = model.fit(x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0).history["loss"]
         return history, [p.astype("float32") for p in keras.tree.flatten(model.predict(x, verbose=0))]
 
@@ -323,9 +328,7 @@ def test_predictions_are_those_of_one_device(name):
     build = OTHERS[name]
 
     def outputs():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(0)
-        model = build()
+        model = built_anew(build)
         return keras.tree.flatten(model.predict(images_or_tokens(model), verbose=0))
 
     alone = outputs()
@@ -349,17 +352,13 @@ def test_models_train_on_sharded_sequences_as_on_one_device(name):
     build = OTHERS[name]
 
     def losses():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(0)
-        model = build()
+        model = built_anew(build)
         y = {name: np.zeros((2, 1)) for name in model.output} if isinstance(model.output, dict) else np.zeros((2, 1))
         model.compile(keras.optimizers.SGD(0.01), keras.tree.map_structure(lambda _: Square(), y))
         return [model.train_on_batch(images_or_tokens(model), y) for _ in range(3)]
 
     expected = losses()
-    mesh, axes = kd.create_device_mesh("data:2,context:2,model:2"), {"sequence_dim_name": "context"}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="[0-9]+ weights? .* replicated")
-        rules = kd.tensor_parallel_layout_map(build, mesh, sequence_parallel=True, **axes)
-    with kd.ModelParallel(layout_map=rules, batch_dim_name="data", **axes).scope():
+    context = {"sequence_dim_name": "context"}
+    rules = rules_for(build, "data:2,context:2,model:2", sequence_parallel=True, **context)
+    with kd.ModelParallel(layout_map=rules, batch_dim_name="data", **context).scope():
         np.testing.assert_allclose(losses(), expected, rtol=1e-5)
