@@ -272,7 +272,7 @@ def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
 # ------------------------------------------------------------------------------------------ extrapolation in depth
 
 
-def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation:
+def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> Compilation:
     """Extrapolates the figures of two compilations, by number of blocks (smaller first), linearly to a deeper model.
 
     It has at least the figures of the larger one, also where the compiler did better there.
@@ -293,6 +293,17 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         traffic.append(replace(each, **sums))
     calls = {each.way: each.calls for each in shallow.attention}
     attention = tuple(replace(e, calls=extrapolate(calls.get(e.way, 0), e.calls)) for e in deep.attention)
+    notes = [
+        f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
+        "exact."
+    ]
+    # In a step that trains, each block holds activations for the backward pass.
+    if step == "train" and deep.temporaries <= shallow.temporaries:
+        notes.append(
+            f"{depth} blocks probably need more temporaries: the compiler needs no more for {depths[1]} blocks "
+            f"({bytes_text(deep.temporaries)}) than for {depths[0]} ({bytes_text(shallow.temporaries)}), so they were "
+            "not extrapolated. Use larger compile_depths, or compile the full model."
+        )
     return replace(
         deep,
         **figures,
@@ -300,11 +311,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int) -> Compilation
         attention=attention,
         roofline=replace(deep.roofline, **seconds),
         refusal=deep.refusal or shallow.refusal,
-        notes=(
-            f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
-            "exact.",
-            *deep.notes,
-        ),
+        notes=(*notes, *deep.notes),
         seconds=shallow.seconds + deep.seconds,
     )
 

@@ -92,7 +92,7 @@ def plan(
                     _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
                 if blocks != depth:
                     compilations[blocks] = compile_step(prepared, chip, report)
-        return _plan(exact[depth], extrapolated(compilations, depth), distribution, depth)
+        return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, depth)
 
 
 def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:

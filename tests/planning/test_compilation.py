@@ -6,6 +6,7 @@ from support.planned_models import LAYOUTS, perceptron, with_kernel
 
 import keras_dist as kd
 from keras_dist.planning import compilation
+from keras_dist.planning.roofline import Roofline
 
 
 class Lowered:
@@ -69,3 +70,26 @@ def test_program_that_the_compiler_does_not_finish(message, needed, monkeypatch)
     assert message.split(".")[0][:40] in " ".join(str(planned).split())
     assert "unknown" in str(planned)
     assert "unknown" in str(kd.compare(planned))
+
+
+def of_temporaries(temporaries):
+    return compilation.Compilation(
+        argument_bytes=0.0,
+        temporaries=temporaries,
+        model_flops=0.0,
+        roofline=Roofline.unknown("cpu"),
+        refusal=None,
+        notes=(),
+        seconds=0.0,
+    )
+
+
+@pytest.mark.parametrize(("fewer", "more", "deepest"), [(5e9, 7e9, 35e9), (7e9, 7e9, 7e9), (7e9, 6e9, 6e9)])
+def test_temporaries_are_never_extrapolated_below_the_larger_model(fewer, more, deepest):
+    """Compilers pack a few blocks better or worse; a step that trains then has a note."""
+    compiled = {2: of_temporaries(fewer), 4: of_temporaries(more)}
+    trained = compilation.extrapolated(compiled, 32, "train")
+    assert trained.temporaries == deepest
+    doubts = [note for note in trained.notes if "larger compile_depths" in note]
+    assert len(doubts) == (deepest == more)
+    assert compilation.extrapolated(compiled, 32, "predict").notes == trained.notes[:1]
