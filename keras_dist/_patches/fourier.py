@@ -4,7 +4,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
 
 
-def _patch(name: str, transformed_dims: int, parameters: tuple[str, ...] = ("x",)) -> None:
+def _patch(name: str, transformed_dims: int, parameters: tuple[str, ...]) -> None:
     @INSTALLED.patch(
         internals.keras_math, name, parameters=parameters, reason="XLA:CPU cannot transform along a sharded dim"
     )
@@ -14,11 +14,11 @@ def _patch(name: str, transformed_dims: int, parameters: tuple[str, ...] = ("x",
         return distribution.compute_unsharded(lambda x: original(x, *args, **kwargs), x, dims)
 
 
-for _name, _dims, _others in (
-    ("fft", 1, ()),
-    ("fft2", 2, ()),
-    ("ifft2", 2, ()),
-    ("rfft", 1, ("fft_length",)),
-    ("irfft", 1, ("fft_length",)),
+for _name, _dims, _parameters in (
+    ("fft", 1, ("x",)),
+    ("fft2", 2, ("x",)),
+    ("ifft2", 2, ("x",)),
+    ("rfft", 1, ("x", "fft_length")),
+    ("irfft", 1, ("x", "fft_length")),
 ):
-    _patch(_name, _dims, ("x", *_others))
+    _patch(_name, _dims, _parameters)

@@ -54,7 +54,7 @@ class SequenceSharding:
 
     def gather(self, tensors: Any) -> Any:
         """Gathers dim 1 of arrays, and of their gradients."""
-        return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
+        return self._map(lambda tensor: self._unshard(tensor, {1}), tensors)
 
     def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
         """Returns `function(tensors)`, which the partitioner cannot split along some dims of operands and results.
@@ -64,10 +64,7 @@ class SequenceSharding:
         mesh = self.placer.device_mesh.backend_mesh
         if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
             return function(tensors)
-
-        def unshard(tensor):
-            return _constrain_to(NamedSharding(mesh, _unsharded(tensor.ndim, dims)))(tensor)
-
+        unshard = functools.partial(self._unshard, dims=dims)
         # The results, too: otherwise the partitioner may split the function where they are needed in shards.
         outputs = self._map_on_devices(unshard, function(self._map_on_devices(unshard, tensors)))
         return self.shard(outputs)
@@ -88,7 +85,7 @@ class SequenceSharding:
     def _unshard_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Callable | None:
         mesh = self.placer.device_mesh.backend_mesh
         unequal = self._unequal_dims(tensor, dims, mesh.size if is_flat else self.placer.num_sequence_shards)
-        return _constrain_to(NamedSharding(mesh, _unsharded(tensor.ndim, unequal))) if unequal else None
+        return functools.partial(self._unshard, dims=unequal) if unequal else None
 
     def sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
         """Returns `function(tensor)`, which sorts along some dims; its partitioned gradient would end the process.
@@ -122,7 +119,7 @@ class SequenceSharding:
         if not self.placer.is_sequence(tensor.shape):
             return tensor
         # The first constraint keeps the partitioner from splitting the operation that computed the array.
-        return self._constrained(self._constrained(tensor, _ANY, None), _ANY, self.placer.sequence_axes)
+        return self._constrained(self._unshard(tensor, {1}), _ANY, self.placer.sequence_axes)
 
     def _map(self, function: Callable, tensors: Any) -> Any:
         return tensors if self._is_inactive() else self._map_on_devices(function, tensors)
@@ -136,19 +133,18 @@ class SequenceSharding:
 
         return jax.tree.map(apply, tensors)
 
-    def _constrained(self, tensor: Any, rows: Any, positions: Any) -> Any:
-        spec = PartitionSpec(rows, positions, *[_ANY] * (tensor.ndim - 2))
+    def _unshard(self, tensor: Any, dims: Collection[int]) -> Any:
+        return self._constrained(tensor, *(None if dim in dims else _ANY for dim in range(tensor.ndim)))
+
+    def _constrained(self, tensor: Any, *axes_of_dims: Any) -> Any:
+        """Constrains the first dims of an array. The compiler chooses the layout of the others, and of `_ANY`."""
+        spec = PartitionSpec(*axes_of_dims, *[_ANY] * (tensor.ndim - len(axes_of_dims)))
         return _constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec))(tensor)
 
 
 def is_pointwise(kernel_size: Sequence[int], strides: int | Sequence[int]) -> bool:
     """Returns whether each output of a convolution is computed from the input at one position, its own."""
     return set(kernel_size) <= {1} and set(np.atleast_1d(strides)) <= {1}
-
-
-def _unsharded(rank: int, dims: Collection[int]) -> PartitionSpec:
-    """Returns a layout in which some dims are unsharded, and the compiler chooses the others."""
-    return PartitionSpec(*(None if dim in dims else _ANY for dim in range(rank)))
 
 
 @functools.lru_cache
