@@ -105,6 +105,10 @@ class DistributionHooks(Protocol):
         """Returns `function(tensors)`, with those dims of operands and results unsharded that it computes along."""
         ...
 
+    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
+        """Returns `function(tensors)`, computed by each device for its rows; `has_rows` is whether dim 0 has some."""
+        ...
+
     def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
         """Returns an array whose gradient is gathered along those of its dims that may have unequal shards.
 

@@ -7,7 +7,7 @@
 * `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
 * `indexing.py`: lookups and sums by index.
 * `sorting.py`: sorts of sequences that are sharded.
-* `fourier.py`: Fourier transforms along sharded dims.
+* `fourier.py`: Fourier transforms of each device's rows.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.

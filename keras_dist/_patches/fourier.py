@@ -1,4 +1,7 @@
-"""Patches of Fourier transforms."""
+"""Patches of Fourier transforms: each device transforms its rows, where XLA would gather them."""
+
+import jax
+import numpy as np
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
@@ -6,13 +9,19 @@ from keras_dist._keras.active_distribution import INSTALLED
 
 def _patch(name: str, transformed_dims: int, parameters: tuple[str, ...]) -> None:
     @INSTALLED.patch(
-        internals.keras_math, name, parameters=parameters, reason="XLA:CPU cannot transform along a sharded dim"
+        internals.keras_math,
+        name,
+        parameters=parameters,
+        reason="XLA gathers all rows for a Fourier transform, and XLA:CPU fails for some layouts of what it gathered",
     )
     def transform(original, distribution, x, *args, **kwargs):
-        rank = len((x[0] if isinstance(x, (tuple, list)) else x).shape)
-        dims = range(rank - transformed_dims, rank)
-        return distribution.compute_unsharded(lambda x: original(x, *args, **kwargs), x, dims)
+        if any(isinstance(each, jax.Array) for each in (*args, *kwargs.values())):  # a window
+            return original(x, *args, **kwargs)
+        rank = np.ndim(x[0] if isinstance(x, (tuple, list)) else x)
+        return distribution.compute_rows(lambda x: original(x, *args, **kwargs), x, rank > transformed_dims)
 
+
+_FRAMES = ("sequence_length", "sequence_stride", "fft_length")
 
 for _name, _dims, _parameters in (
     ("fft", 1, ("x",)),
@@ -20,5 +29,7 @@ for _name, _dims, _parameters in (
     ("ifft2", 2, ("x",)),
     ("rfft", 1, ("x", "fft_length")),
     ("irfft", 1, ("x", "fft_length")),
+    ("stft", 1, ("x", *_FRAMES, "window", "center")),
+    ("istft", 2, ("x", *_FRAMES, "length", "window", "center")),
 ):
     _patch(_name, _dims, _parameters)

@@ -317,6 +317,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
         return self._sequences.compute_unsharded(function, tensors, dims)
 
+    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
+        return self._sequences.compute_rows(function, tensors, has_rows)
+
     def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
         return self._sequences.gather_gradient(tensor, dims, is_flat)
 

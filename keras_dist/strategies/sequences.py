@@ -23,7 +23,7 @@ _ANY = PartitionSpec.UNCONSTRAINED
 class SequenceSharding:
     """Constrains dim 1 of arrays. Without sequence axes, and inside of a `jax.shard_map`, they stay unchanged.
 
-    `compute_unsharded`, `gather_gradient` and `gather_unequal` do their work without sequence axes, too.
+    `compute_unsharded`, `compute_rows`, `gather_gradient` and `gather_unequal` work without sequence axes, too.
     """
 
     placer: BatchPlacer
@@ -97,10 +97,32 @@ class SequenceSharding:
             return function(tensor)
         if 1 not in dims and not self._unequal_dims(tensor, range(tensor.ndim), self.placer.num_sequence_shards):
             return function(tensor)
-        rows = PartitionSpec(self.placer.axes_for(tensor.shape[0]) if keeps_rows and 0 not in dims else None)
-        mesh = self.placer.device_mesh.backend_mesh
-        outputs = call_per_device(function, mesh, (tensor,), (rows,), rows, 1, ((),))
+        outputs = self._compute_rows(function, tensor, keeps_rows and 0 not in dims)
         return self.shard(outputs) if outputs.shape == tensor.shape else outputs
+
+    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
+        """Returns `function(tensors)`, which each device computes for its rows, with all other dims gathered.
+
+        `has_rows` is whether dim 0 of operands and results has rows that are computed alike. If not, or if the batch
+        axes do not divide them, each device computes everything.
+        """
+        mesh = self.placer.device_mesh.backend_mesh
+        if not any(isinstance(leaf, Tracer) or is_on_mesh(leaf, mesh) for leaf in jax.tree.leaves(tensors)):
+            return function(tensors)
+        return self.shard(self._compute_rows(function, tensors, has_rows))
+
+    def _compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
+        operands, structure = jax.tree.flatten(tensors)
+        rows = PartitionSpec(self.placer.axes_for(operands[0].shape[0]) if has_rows else None)
+        return call_per_device(
+            lambda *operands: function(structure.unflatten(operands)),
+            self.placer.device_mesh.backend_mesh,
+            operands,
+            (rows,) * len(operands),
+            rows,
+            len(operands),
+            ((),) * len(operands),
+        )
 
     def _unequal_dims(self, tensor: Any, dims: Iterable[int], shards: int) -> set[int]:
         if not isinstance(tensor, Tracer) or jax.sharding.get_abstract_mesh().manual_axes:

@@ -136,23 +136,6 @@ def test_functions_along_the_sequence(function, mesh):
     assert_same_numbers(trained(model_parallel(mesh)), trained(None), 1e-5)
 
 
-@pytest.mark.parametrize("length", [LENGTH, 4 * (LENGTH // 4)])
-def test_fourier_transforms_of_signals(length, mesh):
-    """XLA:CPU refuses them along a sharded dim."""
-    signals = np.random.default_rng(0).standard_normal((4, length)).astype("float32")
-
-    def trained(distribution):
-        start_anew()
-        with scope(distribution):
-            inputs = keras.Input((length,))
-            spectrum = ops.fft((inputs * 2.0, ops.zeros_like(inputs)))
-            model = keras.Model(inputs, layers.Dense(3)(spectrum[0] + spectrum[1]))
-            model.compile("sgd", "mse")
-            return [model.train_on_batch(signals, signals[:, :3]) for _ in range(2)], model.get_weights()
-
-    assert_same_numbers(trained(kd.DataParallel(mesh, sequence_dim_name="context")), trained(None), 1e-5)
-
-
 def test_lists_of_numbers_are_sorted_and_looked_up():
     with kd.DataParallel().scope():
         assert ops.sort([3, 1, 2]).tolist() == [1, 2, 3]
