@@ -193,8 +193,8 @@ def choose_exchange(
     Raises:
         ValueError: an all-to-all is asked for, but the devices do not divide the heads.
     """
-    heads = queries[1]
-    gather = Exchange(tuple(axes), devices, 1, swaps_queries=not is_balanced)
+    axes, heads = tuple(axes), queries[1]
+    all_to_all, gather = Exchange(axes, devices, devices), Exchange(axes, devices, 1, swaps_queries=not is_balanced)
     if name == ALL_GATHER:
         return gather
     if name == ALL_TO_ALL and heads % devices:
@@ -204,13 +204,13 @@ def choose_exchange(
             "None, which combines it with an all-gather, or another size of the axis."
         )
     if name == ALL_TO_ALL:
-        return Exchange(tuple(axes), devices, devices)
-    sizes = [size for size in range(2, devices + 1, 2) if devices % size == 0 and is_grouped]
+        return all_to_all
+    grouped = [Exchange(axes, devices, size) for size in range(2, devices, 2) if devices % size == 0 and is_grouped]
     pairs = queries[0] / devices * keys[0]
-    candidates = [  # of those that send equally much, the one with the fewest collectives
-        *([Exchange(tuple(axes), devices, devices)] if heads % devices == 0 and pairs * devices <= most_pairs else []),
-        gather,
-        *(Exchange(tuple(axes), devices, size) for size in sizes if heads % size == 0 and pairs * size <= most_pairs),
+    candidates = [  # of those that send equally much, the first: it has the fewest collectives
+        exchange
+        for exchange in (all_to_all, gather, *grouped)
+        if exchange is gather or (heads % exchange.members == 0 and pairs * exchange.members <= most_pairs)
     ]
     return min(candidates, key=lambda exchange: exchange.elements_sent(queries, keys))
 

@@ -83,8 +83,8 @@ class SequenceSharding:
         return tensor if unshard is None else unshard(tensor)
 
     def _unshard_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Callable | None:
-        mesh = self.placer.device_mesh.backend_mesh
-        unequal = self._unequal_dims(tensor, dims, mesh.size if is_flat else self.placer.num_sequence_shards)
+        shards = self.placer.device_mesh.backend_mesh.size if is_flat else self.placer.num_sequence_shards
+        unequal = self._unequal_dims(tensor, dims, shards)
         return functools.partial(self._unshard, dims=unequal) if unequal else None
 
     def sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
@@ -106,8 +106,7 @@ class SequenceSharding:
         `has_rows` is whether dim 0 of operands and results has rows that are computed alike. If not, or if the batch
         axes do not divide them, each device computes everything.
         """
-        mesh = self.placer.device_mesh.backend_mesh
-        if not any(isinstance(leaf, Tracer) or is_on_mesh(leaf, mesh) for leaf in jax.tree.leaves(tensors)):
+        if not any(map(self._is_on_devices, jax.tree.leaves(tensors))):
             return function(tensors)
         return self.shard(self._compute_rows(function, tensors, has_rows))
 
@@ -147,13 +146,14 @@ class SequenceSharding:
         return tensors if self._is_inactive() else self._map_on_devices(function, tensors)
 
     def _map_on_devices(self, function: Callable, tensors: Any) -> Any:
-        mesh = self.placer.device_mesh.backend_mesh
-
-        def apply(leaf):  # eager arrays that are elsewhere are not moved
-            is_on_devices = isinstance(leaf, Tracer) or is_on_mesh(leaf, mesh)
-            return function(leaf) if is_on_devices and np.ndim(leaf) > 1 else leaf
+        def apply(leaf):
+            return function(leaf) if self._is_on_devices(leaf) and np.ndim(leaf) > 1 else leaf
 
         return jax.tree.map(apply, tensors)
+
+    def _is_on_devices(self, leaf: Any) -> bool:
+        """Returns whether an array is traced or on the mesh. Eager arrays that are elsewhere are not moved."""
+        return isinstance(leaf, Tracer) or is_on_mesh(leaf, self.placer.device_mesh.backend_mesh)
 
     def _unshard(self, tensor: Any, dims: Collection[int]) -> Any:
         return self._constrained(tensor, *(None if dim in dims else _ANY for dim in range(tensor.ndim)))

@@ -4,12 +4,13 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from support.applied_functions import ROWS, WIDTH, distribution_of, trained
 from support.keras_scenarios import start_anew
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
 
-ROWS, LENGTH, WIDTH = 8, 13, 8
+LENGTH = 13
 
 
 def transposed(order):
@@ -31,39 +32,17 @@ TRANSFORMS = {
     "rfft": lambda x: sum(ops.rfft(x, fft_length=10)),
     "irfft": lambda x: ops.irfft((x, ops.sin(x))),
     "stft": lambda x: sum(ops.stft(x, 4, 2, 4)),
-    "istft": lambda x: ops.istft((x, ops.sin(x)), 8, 4, 14),
+    "istft": lambda x: ops.istft((x, ops.sin(x)), 16, 8, 30)[..., None],
     "of each row": lambda x: ops.vectorized_map(lambda row: sum(ops.rfft(row)), x),
 }
 
-
-def trained(transform, distribution):
-    """Losses and weights of two steps of a model that transforms activations."""
-    start_anew()
-    with scope(distribution):
-        inputs = keras.Input((LENGTH, WIDTH), batch_size=ROWS)
-        x = layers.Dense(WIDTH, activation="tanh", name="up")(inputs)
-        x = layers.Dense(3, name="head")(layers.Lambda(transform, name="transformed")(x))
-        model = keras.Model(inputs, x)
-        model.compile("sgd", "mse")
-        random = np.random.default_rng(0)
-        batch = (random.normal(size=tensor.shape).astype("float32") for tensor in (inputs, x))
-        x, y = batch
-        return [model.train_on_batch(x, y) for _ in range(2)], model.get_weights()
-
-
-def tensor_parallel(axes, **options):
-    layout_map = kd.LayoutMap(kd.create_device_mesh(axes))
-    positions = ("context", "model") if options else "model"
-    layout_map["up/kernel"] = (None, "model")
-    layout_map["up/output"] = ("data", positions, None) if options else ("data", None, positions)
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", **options)
-
-
 DISTRIBUTIONS = {
     "data parallel": kd.DataParallel,
-    "tensor parallel": lambda: tensor_parallel("data:2,model:4"),
-    "context parallel": lambda: kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context"),
-    "all": lambda: tensor_parallel("data:2,context:2,model:2", sequence_dim_name="context"),
+    "tensor parallel": lambda: distribution_of("tensor parallel"),
+    "context parallel": lambda: distribution_of("context parallel"),
+    "sequence and context parallel": lambda: distribution_of(
+        "sequence and context parallel", ["applied/up", "applied"]
+    ),
 }
 
 
@@ -71,7 +50,27 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_same_numbers(name, distribution):
     transform = TRANSFORMS[name]
-    assert_same_numbers(trained(transform, DISTRIBUTIONS[distribution]()), trained(transform, None), 1e-5)
+    actual = trained(transform, LENGTH, DISTRIBUTIONS[distribution]())
+    assert_same_numbers(actual, trained(transform, LENGTH, None), 1e-5)
+
+
+@pytest.mark.parametrize("length", [9, 8])
+def test_signals_whose_samples_are_sharded(length):
+    """Dim 1 is transformed, and sharded over the sequence axis before."""
+    signals = np.random.default_rng(0).standard_normal((4, length)).astype("float32")
+    mesh = kd.create_device_mesh("data:2,context:4")
+
+    def of_signals(distribution):
+        start_anew()
+        with scope(distribution):
+            inputs = keras.Input((length,))
+            spectrum = ops.fft((inputs * 2.0, ops.zeros_like(inputs)))
+            model = keras.Model(inputs, layers.Dense(3)(spectrum[0] + spectrum[1]))
+            model.compile("sgd", "mse")
+            return [model.train_on_batch(signals, signals[:, :3]) for _ in range(2)], model.get_weights()
+
+    distribution = kd.DataParallel(mesh, sequence_dim_name="context")
+    assert_same_numbers(of_signals(distribution), of_signals(None), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["fft", "fft2", "irfft", "stft"])
