@@ -22,6 +22,21 @@ examples:
 
 exit status: 0 if the step fits or the capacity is unknown, 1 if it does not fit, 2 after an error
 """
+_AUTO = """\
+Choose the mesh and the strategy for a model: candidates are compiled for hardware that need not be attached, and
+compared by the forecast of a step's time, by memory, or by the number of devices. Nothing is executed.
+
+MODEL and BATCH name functions, as 'path/to/file.py:function' or 'package.module:function'.
+"""
+_AUTO_EXAMPLES = """\
+examples:
+  keras-dist auto train.py:build --target v5e:4x4 --batch 64
+  keras-dist auto train.py:build --target v5p:4x4x4 --batch train.py:batch --depth 32 --keep model:4
+  keras-dist auto train.py:build --target h100:8 --batch largest --strategies fsdp,fsdp_tp
+  keras-dist auto train.py:build --target v5e:2x4 --target v5e:4x4 --batch 64 --objective devices
+
+exit status: 0 if a candidate fits or the capacity is unknown, 1 if none fits, 2 after an error
+"""
 _TARGET = "hardware: v5e:4x4, v5e:16, h100:8, h100:2x8 (2 hosts of 8), cpu:8, or a cloud name such as a3-highgpu-8g"
 _AXES = "mesh axes and their sizes, such as data:4,model:4; one size may be -1"
 _SLICES = "number of TPU slices of the target's shape (default: 1)"
@@ -34,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments after `keras-dist`; by default those of this process.
 
     Returns:
-        The exit status: 0; 1 if a plan does not fit; 2 after an error. For `launch`, the status of the first process
-        that failed.
+        The exit status: 0; 1 if a plan or no candidate fits; 2 after an error. For `launch`, the status of the first
+        process that failed.
     """
     parser = _parser()
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command is None and not parsed.version:
-            parser.error("choose a command: plan, mesh, devices or launch")
+            parser.error("choose a command: plan, auto, mesh, devices or launch")
     except SystemExit as ended:  # help, or arguments that are not understood
         return int(ended.code or 0)
     from keras_dist import __version__, cli
@@ -55,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("keras-dist", description=_DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="{plan,mesh,devices,launch}", dest="command")
+    commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,launch}", dest="command")
 
     plan = commands.add_parser(
         "plan",
@@ -82,6 +97,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--slices", type=int, default=1, help=_SLICES)
 
+    auto = commands.add_parser(
+        "auto",
+        help="choose the mesh and the strategy for a model, without the hardware",
+        usage="%(prog)s MODEL --batch BATCH [--target TARGET] [options]",
+        description=_AUTO,
+        epilog=_AUTO_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    auto.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
+    auto.add_argument(
+        "--batch",
+        required=True,
+        help="global number of rows, a function that returns a batch, 'largest' for the most rows that fit, or for the "
+        "same a function of the number of rows",
+    )
+    auto.add_argument(
+        "--target",
+        action="append",
+        help=f"{_TARGET}. With --objective devices it may be repeated. Default: the devices of this machine",
+    )
+    auto.add_argument("--slices", type=int, default=1, help=_SLICES)
+    auto.add_argument(
+        "--objective", choices=("time", "memory", "devices"), default="time", help="what to minimize (default: time)"
+    )
+    auto.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
+    auto.add_argument("--keep", metavar="AXES", help="mesh axes of fixed size, such as data:4")
+    auto.add_argument("--strategies", metavar="NAMES", help="strategies to choose from, such as dp,fsdp,tp_sp")
+    auto.add_argument("--trials", type=int, default=12, help="the most candidates to compile (default: 12)")
+    auto.add_argument("--depth", type=int, help="number of blocks to extrapolate to: MODEL takes a number of blocks")
+
     mesh = commands.add_parser("mesh", help="show which device is where in a mesh")
     mesh.add_argument("axes", metavar="AXES", help=_AXES)
     devices = mesh.add_mutually_exclusive_group()
@@ -92,7 +137,15 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("devices", help="list this machine's devices, or the hardware to plan for")
     listing.add_argument("--hardware", action="store_true", help="list the hardware that targets can name")
 
-    for command in (plan, mesh, listing):
+    for command in (plan, auto):
+        command.add_argument(
+            "--compiler-option",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="an option of XLA, such as xla_tpu_scoped_vmem_limit_kib=98304; may be repeated",
+        )
+    for command in (plan, auto, mesh, listing):
         command.add_argument("--json", action="store_true", help="print JSON")
 
     launch = commands.add_parser(

@@ -47,9 +47,12 @@ from keras_dist.mesh.devices import (
 )
 from keras_dist.mesh.mock_devices import mock_gpus, mock_tpus
 from keras_dist.multihost.initialize import initialize
+from keras_dist.planning.auto import auto
+from keras_dist.planning.choice import Choice
 from keras_dist.planning.compare import Comparison, compare
 from keras_dist.planning.compile_target import Target, target
-from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
+from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware_figures import GpuCompilerTarget, Hardware
 from keras_dist.planning.plan import plan
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.base import Distribution
@@ -64,6 +67,7 @@ from keras_dist.variables.redistribute import redistribute
 __version__ = "0.1.0"
 
 __all__ = [
+    "Choice",
     "Comparison",
     "Coverage",
     "DataParallel",
@@ -80,6 +84,7 @@ __all__ = [
     "Target",
     "TensorLayout",
     "TrainingCheckpoint",
+    "auto",
     "calculate_host_mesh_shape",
     "compare",
     "cpu_context",

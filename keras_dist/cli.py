@@ -8,10 +8,12 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +24,19 @@ import keras
 
 import keras_dist as kd
 from keras_dist._report.report import to_plain_data
-from keras_dist._report.tables import Table
+from keras_dist._report.tables import WIDTH, Table, render_text
 from keras_dist._report.units import bytes_text
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
+from keras_dist.planning.choice import NothingFitsError, trials_data, trials_section
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs a command with its options, prints its result, and returns the exit status."""
     if options.command == "launch":
         return _launch(options)
-    command = {"plan": _plan, "mesh": _mesh, "devices": _devices}[options.command]
+    command = {"plan": _plan, "auto": _auto, "mesh": _mesh, "devices": _devices}[options.command]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             result, status = command(options)
@@ -61,17 +64,72 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     layout = None if options.layout is None else _function(options.layout)
     mesh = kd.create_device_mesh(options.mesh, devices=devices)
     distribution = _distribution(layout, mesh)
-    if ":" in options.batch:
-        batch = _function(options.batch)()
-    elif re.fullmatch(r"-?\d+", options.batch):
-        batch = int(options.batch)
-    else:
-        raise ValueError(
-            f"--batch {options.batch!r} is neither a number of rows nor a function that returns a batch. Write, for "
-            "example, --batch 64 or --batch model.py:batch."
-        )
-    planned = kd.plan(build, distribution, batch, step=options.step, depth=options.depth)
+    batch = _batch(options.batch)
+    planned = kd.plan(
+        build,
+        distribution,
+        batch,
+        step=options.step,
+        depth=options.depth,
+        compiler_options=dict(map(_compiler_option, options.compiler_option)),
+    )
     return planned.to_json() if options.json else str(planned), 1 if planned.fits is False else 0
+
+
+def _auto(options: argparse.Namespace) -> tuple[str, int]:
+    if options.target is None and options.slices != 1:
+        raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
+    if options.target is not None and len(options.target) > 1 and options.objective != "devices":
+        raise ValueError("Several targets need --objective devices: the model is placed on the first that it fits on.")
+    targets = [_target(name, options.slices) for name in options.target or ()]  # before the user's module starts JAX
+    build = _function(options.model)
+    try:
+        choice = kd.auto(
+            build,
+            batch=options.batch if options.batch == "largest" else _batch(options.batch),
+            target=(targets[0] if len(targets) == 1 else targets) or None,
+            objective=options.objective,
+            step=options.step,
+            keep=None if options.keep is None else parse_axes(options.keep),
+            strategies=None if options.strategies is None else options.strategies.split(","),
+            trials=options.trials,
+            depth=options.depth,
+            compiler_options=dict(map(_compiler_option, options.compiler_option)),
+        )
+    except NothingFitsError as error:
+        if options.json:
+            return json.dumps(
+                {"fits": False, "error": str(error), "candidates": trials_data(error.trials)}, indent=2
+            ), 1
+        return f"{render_text([trials_section(error.trials)])}\n\n{textwrap.fill(str(error), WIDTH)}", 1
+    return choice.to_json() if options.json else str(choice), 0
+
+
+def _batch(text: str) -> Any:
+    """Returns the batch that `--batch` stands for: rows, what a function returns, or a function of rows itself."""
+    if ":" in text:
+        function = _function(text)
+        needs_rows = any(
+            each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+            for each in inspect.signature(function).parameters.values()
+        )
+        return function if needs_rows else function()
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    raise ValueError(
+        f"--batch {text!r} is neither a number of rows nor a function that returns a batch. Write, for example, "
+        "--batch 64 or --batch model.py:batch."
+    )
+
+
+def _compiler_option(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise ValueError(
+            f"--compiler-option {text!r} is not of the form NAME=VALUE. Write, for example, --compiler-option "
+            "xla_tpu_scoped_vmem_limit_kib=98304."
+        )
+    return name, value
 
 
 def _mesh(options: argparse.Namespace) -> tuple[str, int]:

@@ -70,6 +70,10 @@ def with_an_error_of_its_own():
     raise ValueError("the user's own error")
 
 
+def rows(number):
+    return jax.ShapeDtypeStruct((number, 16), "float32"), jax.ShapeDtypeStruct((number, 10), "float32")
+
+
 SIZE = 3
 '''
 
@@ -101,6 +105,18 @@ def error_of(capsys) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ plans
+
+
+def test_compiler_options_of_a_plan(functions, capsys):
+    arguments = [*plan_arguments(functions, layout=f"{functions}:layout"), "--json"]
+    assert main([*arguments, "--compiler-option", "xla_cpu_enable_fast_math=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["compiler_options"] == {"xla_cpu_enable_fast_math": True}
+
+
+@pytest.mark.parametrize("option", ["xla_no_such_option=1", "xla_cpu_enable_fast_math", "=1"])
+def test_compiler_options_that_are_refused(functions, capsys, option):
+    assert main([*plan_arguments(functions, layout=f"{functions}:layout"), "--compiler-option", option]) == 2
+    assert option.partition("=")[0] in error_of(capsys)
 
 
 def test_plan_prints_its_report(functions, capsys):
@@ -240,6 +256,59 @@ def test_plan_for_gpus(functions, capsys):
     assert main([*plan_arguments(functions, **options), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["target"], planned["devices"], planned["fits"]) == ("h100", 4, True)
+
+
+# ------------------------------------------------------------------------------------------------------ choices
+
+
+def auto_arguments(functions: str, *more: str) -> list[str]:
+    return ["auto", f"{functions}:build", "--target", "cpu:8", "--strategies", "dp,tp", "--trials", "1", *more]
+
+
+def test_auto_prints_the_choice(functions, capsys):
+    assert main(auto_arguments(functions, "--batch", "32")) == 0
+    shown = capsys.readouterr().out
+    assert "distribution = kd.DataParallel(mesh)" in shown
+    assert "this is no part of the answer" not in shown
+
+
+def test_auto_as_json(functions, capsys):
+    assert main(auto_arguments(functions, "--batch", f"{functions}:batch", "--keep", "model:2", "--json")) == 0
+    choice = json.loads(capsys.readouterr().out)
+    assert choice["mesh"] == {"data": 4, "model": 2}
+    assert choice["candidates"][0]["outcome"] == "chosen"
+
+
+def test_auto_for_the_most_rows_and_the_fewest_devices(functions, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(kd, "auto", lambda *arguments, **options: calls.append(options) or kd)
+    monkeypatch.setattr(kd, "to_json", lambda: "{}", raising=False)
+    assert main(auto_arguments(functions, "--batch", "largest", "--json")) == 0
+    assert main(auto_arguments(functions, "--batch", f"{functions}:rows", "--json")) == 0
+    assert main(auto_arguments(functions, "--target", "cpu:4", "--batch", "8", "--objective", "devices", "--json")) == 0
+    assert calls[0]["batch"] == "largest"
+    assert calls[1]["batch"](3)[0].shape == (3, 16)
+    assert [len(each) for each in calls[2]["target"]] == [8, 4]
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_auto_exits_with_1_if_nothing_fits(functions, monkeypatch, capsys, more):
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 800}
+    monkeypatch.setattr("keras_dist.planning.compile_target.os.sysconf", sizes.__getitem__)
+    assert main(auto_arguments(functions, "--batch", "32", *more)) == 1
+    shown = capsys.readouterr().out
+    assert "No candidate fits" in " ".join(shown.split())
+    assert "cannot fit" in shown
+    if more:
+        assert json.loads(shown)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "more", [["--batch", "many"], ["--batch", "8", "--keep", "data:3"], ["--batch", "8", "--target", "cpu:4"]]
+)
+def test_wrong_options_of_auto(functions, capsys, more):
+    assert main(auto_arguments(functions, *more)) == 2
+    assert error_of(capsys)
 
 
 # ------------------------------------------------------------------------------------------------------ the others

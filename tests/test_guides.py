@@ -31,7 +31,7 @@ def test_the_guide_to_planning():
     assert done.returncode == 0, done.stderr
     assert "v5e" in done.stdout  # the table of hardware
     assert "1.41 G parameters, 24 blocks" in done.stdout
-    table = done.stdout[done.stdout.rindex("max MFU") :]
+    table = done.stdout[done.stdout.rindex("forecast") :]
     for layout in ("DP", "FSDP", "TP"):
         assert f"cpu:8 {layout} " in table
 

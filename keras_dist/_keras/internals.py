@@ -356,3 +356,9 @@ def stateless_step(model, step: str) -> Callable:
         return outputs, (state[0], non_trainable_variables)
 
     return predict_step
+
+
+def compute_dtypes(model) -> dict[int, str]:
+    """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
+    layers = model._flatten_layers(include_self=True, recursive=True)
+    return {id(variable): layer.compute_dtype for layer in layers for variable in direct_variables(layer)}

@@ -2,12 +2,17 @@
 
 * `plan.py`: `plan`, which puts the parts below together.
 * `report.py`: `Plan`, as data and as a printed report. `compare.py`: several plans in one table.
+* `auto.py`: `auto`, which chooses among distributions; `choosing.py` does it for one batch on some devices, and
+  `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `estimates.py`: what is known
+  before compilation; `search.py`: which to compile; `compilation_cache.py`: what compilations found, on disk.
 * `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
-* `hardware.py`: memory, compute and bandwidths of chips, with their sources.
+* `hardware.py`: the hardware that targets can name; `hardware_figures.py`: memory, compute and bandwidths of one chip;
+  `known_hardware.py`: these figures with their sources; `compiler_options.py`: options of XLA that others recommend.
 * `abstract_step.py`: the step of a model, with shapes in place of arrays.
 * `target_platform.py`: what the model is told about its platform while it is traced.
-* `compilation.py`: what the compiled step holds, computes and sends.
+* `compilation.py`: what the compiled step holds, computes and sends; `extrapolation.py`: that of a deeper model.
 * `hlo/`: reads compiled modules.
 * `model_flops.py`: the FLOP that a model requires.
-* `roofline.py`, `interconnect.py`: a lower bound on step time.
+* `roofline.py`, `compute_time.py`, `interconnect.py`: a lower bound on step time.
+* `forecast.py`: the probable time of a step; `forecast_section.py` prints it.
 """

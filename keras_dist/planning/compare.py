@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist._report.report import Report
-from keras_dist._report.tables import Section, Table
+from keras_dist._report.tables import Lines, Section, Table
 from keras_dist._report.units import bytes_text, percent_text, seconds_text
 from keras_dist.mesh.axes import spell_axes
+from keras_dist.planning.compiler_options import options_text
 from keras_dist.planning.report import Plan, bound_text, distribution_name, fits_text, subject_text
 
 
@@ -34,11 +35,16 @@ class Comparison(Report):
     def _sections(self) -> Iterator[Section]:
         subjects = [subject_text(plan) for plan in self.plans]
         is_same = len(set(subjects)) == 1
+        folded = [subject.replace(" step, ", " step,\n") for subject in subjects]
         rows = [
             _row(name if is_same else f"{name}\n{subject}", plan)
-            for name, plan, subject in zip(self.names, self.plans, subjects, strict=True)
+            for name, plan, subject in zip(self.names, self.plans, folded, strict=True)
         ]
         yield subjects[0] if is_same else "Plans", [Table(_COLUMNS, rows)]
+        if any(plan.compiler_options for plan in self.plans):
+            options = [options_text(plan.compiler_options) or "none" for plan in self.plans]
+            lines = (f"{name}: {text}" for name, text in zip(self.names, options, strict=True))
+            yield "Compiler options", [Lines(tuple(lines))]
 
 
 _COLUMNS = (
@@ -49,8 +55,8 @@ _COLUMNS = (
     ">optimizer",
     ">temporaries",
     ">sent",
-    ">min time",
-    ">max MFU",
+    ">min time\nMFU",
+    ">forecast\nMFU",
     ">compile",
 )
 
@@ -59,8 +65,8 @@ def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
     """Compares plans, to choose among distributions, meshes or hardware.
 
     Plans may be of different models and steps. In the printed table, bytes are per device; `sent` is what a device
-    sends in a step; `min time` is the lower bound on step time, with the resource that bounds it; `max MFU` is the
-    model FLOP utilization at that time.
+    sends in a step; `min time` is the lower bound on step time, with the resource that bounds it; `forecast` is the
+    time that a step probably takes. Below both is the model FLOP utilization (MFU) at that time.
 
     Args:
         *plans: plans, named after their distributions.
@@ -99,6 +105,7 @@ def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
+    forecast = plan.roofline.forecast
     sent_by_kind: Counter[str] = Counter()
     for each in plan.traffic:
         sent_by_kind[each.kind] += each.wire_bytes  # pyright: ignore[reportArgumentType]
@@ -121,12 +128,15 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "seconds": plan.roofline.seconds,
         "bound": plan.roofline.bound,
         "model_flops_utilization": plan.model_flops_utilization,
+        "forecast_seconds": None if forecast is None else forecast.seconds,
+        "forecast_model_flops_utilization": plan.forecast_model_flops_utilization,
+        "compiler_options": dict(plan.compiler_options),
         "compile_seconds": plan.compile_seconds,
     }
 
 
 def _row(name: str, plan: Plan) -> tuple[str, ...]:
-    memory, utilization = plan.memory, plan.model_flops_utilization
+    memory = plan.memory
     capacity = "" if memory.capacity is None else f"of {bytes_text(memory.capacity)}\n"
     bound = "" if plan.roofline.bound is None else f"\n{bound_text(plan)}"
     return (
@@ -137,7 +147,18 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
         bytes_text(memory.optimizer),
         bytes_text(memory.temporaries),
         bytes_text(plan.wire_bytes),
-        f"{seconds_text(plan.roofline.seconds)}{bound}",
-        "-" if utilization is None else percent_text(utilization),
+        f"{seconds_text(plan.roofline.seconds)}{bound}{_utilization_text(plan.model_flops_utilization)}",
+        _forecast_text(plan),
         seconds_text(plan.compile_seconds),
     )
+
+
+def _forecast_text(plan: Plan) -> str:
+    forecast = plan.roofline.forecast
+    if forecast is None:
+        return "unknown"
+    return seconds_text(forecast.seconds) + _utilization_text(plan.forecast_model_flops_utilization)
+
+
+def _utilization_text(utilization: float | None) -> str:
+    return "" if utilization is None else f"\n{percent_text(utilization)}"

@@ -5,7 +5,7 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +13,27 @@ import jax
 import numpy as np
 
 from keras_dist._report.units import bytes_text
+from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
-from keras_dist.mesh.topology import networks_of
+from keras_dist.mesh.topology import coordinates_of, networks_of
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
-from keras_dist.planning.hardware import Hardware
+from keras_dist.planning.compilation_cache import CompilationCache
+from keras_dist.planning.compiler_options import is_refused, is_unknown, refused_options_explained
+from keras_dist.planning.forecast import StepTimes, forecast
+from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.hlo.collectives import Collective
-from keras_dist.planning.hlo.module_costs import LargeValue, read_module
+from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
 from keras_dist.planning.hlo.replica_groups import Groups
+from keras_dist.planning.hlo.schedule import walk_schedule
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.strategies.attention import AttentionCall, recorded_attention
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
+
+# Makes XLA:GPU write the estimates of its cost model into the program, which stays the same.
+_WITH_ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
 
 # Without a GPU to measure on, XLA chooses tile sizes of Triton kernels from a table, and finds none for some matrices.
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -48,6 +56,8 @@ class Traffic:
         bytes: unsharded size of what is reduced, gathered or scattered, or size of what is sent.
         wire_bytes: bytes that one device sends, in ring algorithms.
         crosses_network: whether they cross slices or hosts, instead of using only the links within.
+        seconds: probable time of all of them on their links; None if unknown.
+        exposed_seconds: the part of it during which the device waits; None if unknown.
     """
 
     kind: str
@@ -57,6 +67,8 @@ class Traffic:
     bytes: float
     wire_bytes: float
     crosses_network: bool = False
+    seconds: float | None = None
+    exposed_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,17 @@ class Compilation:
     seconds: float
 
 
-def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[[str], Any]) -> Compilation:
-    """Traces and compiles a step, and reads the program.
+def compile_step(
+    step: Step,
+    hardware: Hardware | None,
+    show_progress: Callable[[str], Any],
+    options: Mapping[str, Any],
+    cache: CompilationCache | None = None,
+) -> Compilation:
+    """Traces and compiles a step with options of XLA, and reads the program, unless `cache` has it.
 
-    Raises a ValueError if the batch does not fit the model, or the target refuses an operation of the model.
+    Raises a ValueError if the batch does not fit the model, or the target refuses an operation of the model or an
+    option.
     """
     mesh = step.distribution.device_mesh
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
@@ -125,19 +144,46 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
         # The backward pass of a matrix multiplication is two of the same size.
         model_flops += sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
-    started = time.perf_counter()
     with _refusals_explained(step):
-        compiled, refusal, compiler_notes = _compile(traced.lower())
+        lowered = traced.lower()
+
+    def read() -> Compilation:
+        return _compile_and_read(step, hardware, lowered, options, calls, model_flops, show_progress)
+
+    if cache is None:
+        return read()
+    places = [(d.id, d.process_index, coordinates_of(d)) for d in mesh.backend_mesh.devices.ravel().tolist()]
+    first = mesh.backend_mesh.devices.flat[0]
+    compiler = first.device_kind, is_attached(first), first.client.platform_version
+    parts = mesh.axis_sizes, places, compiler, hardware, options, calls
+    texts = lowered.as_text(), step.name, *map(repr, parts)
+    return cache.get_or_make(texts, read)
+
+
+def _compile_and_read(
+    step: Step,
+    hardware: Hardware | None,
+    lowered: Any,
+    options: Mapping[str, Any],
+    calls: Sequence[AttentionCall],
+    model_flops: float | None,
+    show_progress: Callable[[str], Any],
+) -> Compilation:
+    """Compiles a lowered step, and reads the program."""
+    mesh = step.distribution.device_mesh
+    started = time.perf_counter()
+    with refused_options_explained(options), _refusals_explained(step):
+        estimates = _WITH_ESTIMATES if mesh.backend_mesh.devices.flat[0].platform == "gpu" else {}
+        compiled, refusal, compiler_notes = _compile(lowered, options, estimates)
     seconds = time.perf_counter() - started
     attention = _attention(calls)
     if compiled is None:
         return replace(_refused(step, str(refusal), model_flops, seconds), attention=attention)
     show_progress("Reading the compiled program")
-    devices = mesh.backend_mesh.devices
-    flat = devices.ravel().tolist()
+    flat = mesh.backend_mesh.devices.ravel().tolist()
     networks = networks_of(flat)
     memory = compiled.memory_analysis()
-    costs = read_module(compiled.as_text(), mesh.axis_sizes, networks.tolist(), [device.id for device in flat])
+    costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware)
     return Compilation(
         argument_bytes=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -148,13 +194,28 @@ def compile_step(step: Step, hardware: Hardware | None, show_progress: Callable[
         flops=costs.flops,
         model_flops=costs.flops * len(flat) if model_flops is None else model_flops,
         memory_traffic=costs.memory_bytes,
-        roofline=roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives),
+        roofline=bounds,
         largest_values=costs.largest_values,
         attention=attention,
         refusal=refusal,
         notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_attached(flat[0]))),
         seconds=seconds,
     )
+
+
+def _costs_and_times(
+    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None
+) -> tuple[ModuleCosts, Roofline]:
+    """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast."""
+    devices = mesh.backend_mesh.devices
+    reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
+    costs = reader.module_costs()
+    bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives)
+    times = StepTimes.of(hardware, devices, costs.collectives)
+    if times is None or bounds.seconds is None:
+        return costs, bounds
+    timeline = walk_schedule(reader, times)
+    return reader.module_costs(timeline.collectives), replace(bounds, forecast=forecast(timeline, bounds.seconds))
 
 
 @contextlib.contextmanager
@@ -171,22 +232,34 @@ def _refusals_explained(step: Step) -> Iterator[None]:
         ) from error
 
 
-def _compile(lowered: Any) -> tuple[Any, str | None, tuple[str, ...]]:
-    """Returns the compiled program or None, the compiler's message if memory does not suffice, and notes."""
-    options, notes = {}, ()
+def _compile(
+    lowered: Any, options: Mapping[str, Any], estimates: Mapping[str, Any]
+) -> tuple[Any, str | None, tuple[str, ...]]:
+    """Returns the compiled program or None, the compiler's message if memory does not suffice, and notes.
+
+    `options` are the user's, `estimates` those that make the compiler write its estimates, if it knows them.
+    """
+    notes = ()
     try:
         try:
-            return lowered.compile(), None, ()
+            try:
+                return lowered.compile(compiler_options={**estimates, **options}), None, ()
+            except jax.errors.JaxRuntimeError as error:
+                if not any(is_unknown(error, name) for name in estimates):
+                    raise
+            return lowered.compile(compiler_options=dict(options)), None, ()
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("INTERNAL: Couldn't find output tile sizes"):
                 raise
-        options, notes = _WITHOUT_TRITON, (_TRITON_NOTE,)
+        options, notes = {**options, **_WITHOUT_TRITON}, (_TRITON_NOTE,)
         return lowered.compile(compiler_options=options), None, notes
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error).splitlines()[0]
         of_partitioner = re.search(r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE)
         if of_partitioner:  # JAX's, of a kernel of a vendor
             raise ValueError(of_partitioner[1]) from error
+        if options and is_refused(error):
+            raise
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
     try:
@@ -244,15 +317,30 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
         # Unknown groups count as one of all devices, as in roofline.
         return any(np.ptp(networks[list(group)]) > 0 for group in groups or [range(len(networks))])
 
-    sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(4))
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
     for each in collectives:
         if each.group_size > 1:
-            figures = each.count * np.array([1, each.tensors, each.bytes, each.wire_bytes])
-            sums[each.kind, each.axes, crosses_network(each.groups)] += figures
-    return _most_sent_first(
-        Traffic(kind, axes, *figures.tolist(), crosses_network=crosses)
-        for (kind, axes, crosses), figures in sums.items()
+            groups[each.kind, each.axes, crosses_network(each.groups)].append(each)
+    return most_sent_first(
+        Traffic(
+            kind,
+            axes,
+            count=float(sum(each.count for each in group)),
+            tensors=float(sum(each.count * each.tensors for each in group)),
+            bytes=float(sum(each.count * each.bytes for each in group)),
+            wire_bytes=float(sum(each.count * each.wire_bytes for each in group)),
+            crosses_network=crosses,
+            seconds=_sum_if_known(each.seconds for each in group),
+            exposed_seconds=_sum_if_known(each.exposed_seconds for each in group),
+        )
+        for (kind, axes, crosses), group in groups.items()
     )
+
+
+def _sum_if_known(values: Iterable[float | None]) -> float | None:
+    values = list(values)
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
@@ -265,57 +353,6 @@ def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
     )
 
 
-def _most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Sorts traffic by the bytes that are sent."""
     return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
-
-
-# ------------------------------------------------------------------------------------------ extrapolation in depth
-
-
-def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> Compilation:
-    """Extrapolates the figures of two compilations, by number of blocks (smaller first), linearly to a deeper model.
-
-    It has at least the figures of the larger one, also where the compiler did better there.
-    """
-    depths, (shallow, deep) = tuple(compiled), compiled.values()
-    factor = (depth - depths[1]) / (depths[1] - depths[0])
-
-    def extrapolate(first: Any, second: Any) -> Any:
-        return None if first is None or second is None else second + max(0.0, second - first) * factor
-
-    figures = {name: extrapolate(getattr(shallow, name), getattr(deep, name)) for name in _FIGURES}
-    seconds = {name: extrapolate(getattr(shallow.roofline, name), getattr(deep.roofline, name)) for name in _SECONDS}
-    before = {(each.kind, each.axes, each.crosses_network): each for each in shallow.traffic}
-    traffic = []
-    for each in deep.traffic:
-        first = before.get((each.kind, each.axes, each.crosses_network))
-        sums = {name: extrapolate(getattr(first, name, 0.0), getattr(each, name)) for name in _TRAFFIC}
-        traffic.append(replace(each, **sums))
-    calls = {each.way: each.calls for each in shallow.attention}
-    attention = tuple(replace(e, calls=extrapolate(calls.get(e.way, 0), e.calls)) for e in deep.attention)
-    notes = [
-        f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
-        "exact."
-    ]
-    # In a step that trains, each block holds activations for the backward pass.
-    if step == "train" and deep.temporaries <= shallow.temporaries:
-        notes.append(
-            f"{depth} blocks probably need more temporaries: the compiler needs no more for {depths[1]} blocks "
-            f"({bytes_text(deep.temporaries)}) than for {depths[0]} ({bytes_text(shallow.temporaries)}), so they were "
-            "not extrapolated. Use larger compile_depths, or compile the full model."
-        )
-    return replace(
-        deep,
-        **figures,
-        traffic=_most_sent_first(traffic),
-        attention=attention,
-        roofline=replace(deep.roofline, **seconds),
-        refusal=deep.refusal or shallow.refusal,
-        notes=(*notes, *deep.notes),
-        seconds=shallow.seconds + deep.seconds,
-    )
-
-
-_FIGURES = ("argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic")
-_TRAFFIC = ("count", "tensors", "bytes", "wire_bytes")
-_SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")

@@ -23,7 +23,8 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, cpu_thread_count, platform_devices
 from keras_dist.mesh.topology import slice_of
 from keras_dist.mesh.tpu_generations import TPU_GENERATIONS, tpu_generation_of
-from keras_dist.planning.hardware import GpuCompilerTarget, Hardware, hardware
+from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware_figures import GpuCompilerTarget, Hardware
 from keras_dist.planning.target_names import EXAMPLES, parse_target_name
 
 # With these variables libtpu neither queries a metadata server nor locks the machine's TPUs against other processes. It

@@ -1,15 +1,21 @@
-"""How long a collective occupies the links within slices or hosts, and the network between them."""
+"""How long a collective occupies the links within slices or hosts and the network between them, and its latency."""
 
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
 from keras_dist.mesh.topology import Torus, coordinates_of, is_closed, networks_of
-from keras_dist.planning.hardware import Hardware
+from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.hlo.replica_groups import Groups
+
+# What a collective takes to start. TPUs: an all-gather over 3 hops of about 1 us takes 8 us, of which its bytes take 2,
+# and the curve of a ring of 16 chips (8 hops) begins at 14 us: Austin et al., "How to Scale Your Model" (2025),
+# "Sharded Matrices and How to Multiply Them", pop quiz 2, and "How to Think About GPUs", appendix B. GPUs: NCCL's ring
+# for large messages, `ncclTunerConstantsDefaults` in https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc.
+_TORUS_START_SECONDS, _NCCL_START_SECONDS = 4e-6, 8.4e-6
 
 
 class Interconnect:
@@ -38,17 +44,62 @@ class Interconnect:
         self._networks = networks_of(flat)
         is_torus = coordinates_of(flat[0]) is not None
         self._torus = _TorusLinks(Torus(flat, self._networks), self._networks) if is_torus else None
+        self._hardware = hardware
+        self._start_seconds = _TORUS_START_SECONDS if is_torus else _NCCL_START_SECONDS
         self._links = max(hardware.links, 1)
         self._seconds_per_link_byte = inverse(hardware.link_bytes_per_second)
         self._seconds_per_network_byte = inverse(hardware.network_bytes_per_second)
         self.seconds_per_byte = functools.cache(self._seconds_per_byte)
+        self.latency = functools.cache(self._latency)
+        self.links = functools.cache(self._links_of)
+
+    def _arrays(self, kind: str, groups: Groups) -> list[np.ndarray]:
+        arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
+        assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
+        return [pair for pair in arrays if pair[0] != pair[1]] if kind == "collective-permute" else arrays
+
+    def _latency(self, kind: str, groups: Groups) -> float | None:
+        """Returns the seconds that a collective takes however few bytes it sends; None if unknown.
+
+        A byte passes one link after another, each with the latency of a hop:
+
+        * TPUs: along each dim of the torus, half the length of a ring, or all of a line. An all-reduce scatters and
+          gathers, so it takes twice that. For a ring of 4 chips that is 2 hops, for an all-reduce 4.
+        * GPUs: a ring passes all GPUs of a host.
+        * Slices or hosts: a tree, with one hop of the network for each doubling of their number.
+
+        To these, each collective adds the time that it takes to start.
+        """
+        link_hops, network_hops = 0, 0
+        for array in self._arrays(kind, groups):
+            parts = self._by_network(array)
+            network_hops = max(network_hops, (len(parts) - 1).bit_length())
+            for part in parts:
+                hops = len(part) - 1 if self._torus is None else self._torus.hops(kind, part)
+                link_hops = max(link_hops, hops)
+        passes = 2 if kind == "all-reduce" else 1
+        link = seconds_for(passes * link_hops, self._hardware.link_latency_seconds)
+        network = seconds_for(passes * network_hops, self._hardware.network_latency_seconds)
+        if link is None or network is None:
+            return None
+        return link + network + (self._start_seconds if link_hops + network_hops else 0.0)
+
+    def _links_of(self, kind: str, groups: Groups) -> frozenset[Hashable]:
+        """Returns what a collective occupies: dims of the torus or all NVLinks, and the network."""
+        links: set[Hashable] = set()
+        for array in self._arrays(kind, groups):
+            parts = self._by_network(array)
+            links |= {"network"} if len(parts) > 1 else set()
+            for part in parts:
+                if self._torus is not None:
+                    links |= self._torus.dims(part)
+                elif len(part) > 1:
+                    links.add("links")
+        return frozenset(links)
 
     def _seconds_per_byte(self, kind: str, groups: Groups) -> tuple[bool, float | None]:
         """Returns (crosses the network, seconds per wire byte or None). Groups of () are one group of all devices."""
-        arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
-        assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
-        if kind == "collective-permute":
-            arrays = [pair for pair in arrays if pair[0] != pair[1]]
+        arrays = self._arrays(kind, groups)
         split = [self._by_network(array) for array in arrays]
         inside = [part for parts in split for part in parts if len(part) > 1]
         members = min((len(part) for parts in split if len(parts) > 1 for part in parts), default=0)
@@ -143,6 +194,21 @@ class _TorusLinks:
                             load[link] += 1 / len(dims) / len(paths)
                     at[dim] = end[dim]
         return max(load.values(), default=0.0)
+
+    def hops(self, kind: str, group: np.ndarray) -> int:
+        """The links that a byte passes one after another, from one device of a group to the farthest."""
+        if kind == "collective-permute" and len(group) == 2:
+            start, end = self._chips[group].tolist()
+            rings = self._rings[group[0]].tolist()
+            return sum(len(_shortest_paths(*dim)[0][1]) for dim in zip(start, end, rings, strict=True))
+        return sum(
+            int(self._rings[group[0], dim]) // 2 if closed else int(places.max() - places.min())
+            for dim, places, closed in self._dims(group)
+        )
+
+    def dims(self, group: np.ndarray) -> set[Hashable]:
+        """The dims along which the chips of a group differ."""
+        return {dim for dim, _, _ in self._dims(group)}
 
     def _dims(self, group: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
         """The dims along which the chips of a group differ, their places there, and whether these close a ring."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,14 @@ from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.compilation import Compilation, Traffic, compile_step, extrapolated
+from keras_dist.planning.compilation import Compilation, Traffic, compile_step
+from keras_dist.planning.compilation_cache import CompilationCache
 from keras_dist.planning.compile_target import require_one_target, target
-from keras_dist.planning.hardware import Hardware, hardware
+from keras_dist.planning.compiler_options import checked_compiler_options
+from keras_dist.planning.extrapolation import extrapolated
+from keras_dist.planning.frozen_mapping import FrozenMapping
+from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
 from keras_dist.variables.variable_layouts import optimizer_state_owners
@@ -29,6 +34,7 @@ def plan(
     step: str = "train",
     depth: int | None = None,
     compile_depths: tuple[int, int] = (2, 4),
+    compiler_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """Compiles the real step of a model for the devices of a distribution, and reports what it needs.
@@ -51,15 +57,19 @@ def plan(
         step: `"train"`, `"test"` or `"predict"`.
         depth: Number of blocks to extrapolate to. None compiles the full model.
         compile_depths: The two numbers of blocks to compile, if `depth` is given.
+        compiler_options: Options of XLA by name, as `compile(compiler_options=...)` of JAX takes them. See
+            `keras_dist.hardware["v5e"].recommended_compiler_options`. A process that trains
+            gets them from the environment variables LIBTPU_INIT_ARGS (TPU) and XLA_FLAGS (GPU).
         progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
         The plan. If the memory does not suffice, `plan.fits` is False.
 
     Raises:
-        TypeError: `build_model` is neither a model nor a suitable function, or `distribution` is not a distribution.
+        TypeError: `build_model` is neither a model nor a suitable function, `distribution` is not a distribution, or
+            `compiler_options` is not a mapping from names to values.
         ValueError: The model is not compiled, the batch does not suit it, `step` is unknown, the depths are not
-            increasing, or the blocks are not equal.
+            increasing, the blocks are not equal, or the compiler of the target refuses the options.
 
     Example:
 
@@ -72,27 +82,46 @@ def plan(
     >>> planned.memory.weights, planned.traffic[0].kind, planned.traffic[0].axes
     (2600, 'all-reduce', ('batch',))
     """
-    _require_arguments(build_model, distribution, step)
+    _require_distribution(distribution)
+    require_step(step)
+    options = checked_compiler_options(compiler_options)
     if depth is not None:
-        _require_depths(build_model, depth, compile_depths)
+        require_builder_of_depth(build_model, depth)
+        _require_depths(depth, compile_depths)
+    with show_progress(progress) as report:
+        return plan_step(build_model, distribution, batch, step, depth, compile_depths, options, report)
+
+
+def plan_step(
+    build_model: Any,
+    distribution: Distribution,
+    batch: Any,
+    step: str,
+    depth: int | None,
+    compile_depths: tuple[int, int],
+    options: FrozenMapping,
+    report: Callable[[str], Any],
+    cache: CompilationCache | None = None,
+) -> Plan:
+    """Plans as `plan` does, for arguments that it has checked. Takes from `cache` what was compiled before."""
     device = distribution.device_mesh.backend_mesh.devices.flat[0]
     # A CPU device has a share of this machine's memory, which only a target knows.
     chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
-    with show_progress(progress) as report:
-        if depth is None:
-            with prepared_step(build_model, distribution, batch, step) as prepared:
-                return _plan(_exact_fields(prepared, chip), compile_step(prepared, chip, report), distribution)
-        exact: dict[int, dict[str, Any]] = {}
-        compilations: dict[int, Compilation] = {}
-        for blocks in (depth, *compile_depths):
-            report(f"Building {blocks} blocks")
-            with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
-                exact[blocks] = _exact_fields(prepared, chip)
-                if len(exact) == 3:
-                    _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
-                if blocks != depth:
-                    compilations[blocks] = compile_step(prepared, chip, report)
-        return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, depth)
+    if depth is None:
+        with prepared_step(build_model, distribution, batch, step) as prepared:
+            compiled = compile_step(prepared, chip, report, options, cache)
+            return _plan(_exact_fields(prepared, chip), compiled, distribution, options)
+    exact: dict[int, dict[str, Any]] = {}
+    compilations: dict[int, Compilation] = {}
+    for blocks in (depth, *compile_depths):
+        report(f"Building {blocks} blocks")
+        with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
+            exact[blocks] = _exact_fields(prepared, chip)
+            if len(exact) == 3:
+                _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
+            if blocks != depth:
+                compilations[blocks] = compile_step(prepared, chip, report, options, cache)
+    return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, options, depth)
 
 
 def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
@@ -137,7 +166,11 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
 
 
 def _plan(
-    fields: Mapping[str, Any], compiled: Compilation, distribution: Distribution, depth: int | None = None
+    fields: Mapping[str, Any],
+    compiled: Compilation,
+    distribution: Distribution,
+    options: FrozenMapping,
+    depth: int | None = None,
 ) -> Plan:
     held: Memory = fields["memory"]
     memory = dataclasses.replace(
@@ -148,10 +181,13 @@ def _plan(
         program=round(compiled.program),
     )
     fits = False if compiled.refusal else None if memory.capacity is None else memory.total <= memory.capacity
-    mesh, roofline, utilization = distribution.device_mesh, compiled.roofline, None
+    mesh, roofline = distribution.device_mesh, compiled.roofline
+    utilization = forecast_utilization = None
     if roofline.seconds and compiled.flops and roofline.compute_seconds is not None:
-        required = compiled.model_flops / mesh.devices.size / compiled.flops
-        utilization = required * roofline.compute_seconds / roofline.seconds
+        at_peak = compiled.model_flops / mesh.devices.size / compiled.flops * roofline.compute_seconds
+        utilization = at_peak / roofline.seconds
+        if roofline.forecast is not None:
+            forecast_utilization = at_peak / roofline.forecast.seconds
     if compiled.refusal:
         notes = (f"The compiler reports: {compiled.refusal}",)
     else:
@@ -166,6 +202,7 @@ def _plan(
         flops=compiled.flops,
         model_flops=compiled.model_flops,
         model_flops_utilization=utilization,
+        forecast_model_flops_utilization=forecast_utilization,
         memory_traffic=compiled.memory_traffic,
         roofline=roofline,
         largest_values=compiled.largest_values,
@@ -173,6 +210,7 @@ def _plan(
         notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
         depth=depth,
+        compiler_options=options,
     )
 
 
@@ -191,7 +229,7 @@ def _notes_on_idle_axes(
     )
 
 
-def _require_arguments(build_model: Any, distribution: Any, step: Any) -> None:
+def _require_distribution(distribution: Any) -> None:
     if not isinstance(distribution, Distribution):
         raise TypeError(
             f"distribution must be a keras_dist.Distribution, but got {distribution!r} "
@@ -199,11 +237,15 @@ def _require_arguments(build_model: Any, distribution: Any, step: Any) -> None:
             'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
         )
     require_one_target(distribution.device_mesh)
+
+
+def require_step(step: Any) -> None:
     if step not in internals.STEPS:
         raise ValueError(f"Unknown step {step!r}. Use one of {', '.join(map(repr, internals.STEPS))}.")
 
 
-def _require_depths(build_model: Any, depth: Any, compile_depths: Any) -> None:
+def require_builder_of_depth(build_model: Any, depth: Any) -> None:
+    """Raises a TypeError with the fix if `build_model` is not a function of the number of blocks."""
     advice = "Pass a function such as `def build(depth): ...`, which returns a compiled model of `depth` blocks."
     if isinstance(build_model, keras.Layer) or not callable(build_model):
         raise TypeError(
@@ -219,6 +261,9 @@ def _require_depths(build_model: Any, depth: Any, compile_depths: Any) -> None:
             f"With depth={depth!r}, build_model is called with the number of blocks, but {name}{signature} does not "
             f"accept one argument. {advice}"
         ) from None
+
+
+def _require_depths(depth: Any, compile_depths: Any) -> None:
     counts = [*compile_depths, depth] if isinstance(compile_depths, (tuple, list)) else []
     if len(counts) != 3 or not all(isinstance(n, int) and n > 0 for n in counts) or sorted(set(counts)) != counts:
         raise ValueError(

@@ -17,6 +17,9 @@ from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVa
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.planning.compilation import Attention, Traffic
+from keras_dist.planning.compiler_options import options_text
+from keras_dist.planning.forecast_section import forecast_section
+from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.roofline import Roofline
@@ -87,12 +90,16 @@ class Plan(Report):
         model_flops_utilization: fraction of the hardware's peak that `model_flops` reaches in a step of
             `roofline.seconds`; None if unknown.
         memory_traffic: estimated bytes that one device reads from and writes to its memory.
-        roofline: lower bounds on step time in seconds, by resource.
+        roofline: lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
+            probably takes.
+        forecast_model_flops_utilization: the same as `model_flops_utilization` for a step that takes as long as
+            forecast; None if unknown.
         largest_values: the largest temporaries.
         attention: how the calls of `keras.ops.dot_product_attention` are computed.
         notes: caveats about these figures.
         compile_seconds: time that the compiler took.
         depth: number of blocks extrapolated to; None if the full model was compiled.
+        compiler_options: the options of XLA with which it was compiled.
     """
 
     model: str
@@ -116,6 +123,8 @@ class Plan(Report):
     notes: tuple[str, ...]
     compile_seconds: float = dataclasses.field(compare=False)
     depth: int | None = None
+    forecast_model_flops_utilization: float | None = None
+    compiler_options: FrozenMapping = dataclasses.field(default_factory=FrozenMapping)
 
     @property
     def parameters(self) -> int:
@@ -141,8 +150,12 @@ class Plan(Report):
         return sorted(holders, key=lambda holder: -holder[1])[:count]
 
     def picture(self) -> str:
-        """Returns two bar charts as text: memory per device, and the lower bounds on step time."""
-        return render_text([_memory(self), _time(self)])
+        """Returns bar charts as text: memory per device, the lower bounds on step time, and the forecast."""
+        charts = [_memory(self), _time(self)]
+        if (section := self._forecast()) is not None:
+            title, (bars, sentence, *_) = section
+            charts.append((title, [bars, sentence]))
+        return render_text(charts)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
@@ -150,6 +163,8 @@ class Plan(Report):
         mesh = data.pop("mesh")
         data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
         data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
+        if self.roofline.forecast is not None:
+            data["roofline"]["forecast"]["estimated_share"] = self.roofline.forecast.estimated_share
         derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
         return data | derived | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
 
@@ -164,12 +179,18 @@ class Plan(Report):
             rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
             yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
         yield _time(self)
+        if (section := self._forecast()) is not None:
+            yield section
         if self.attention:
             yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
         yield _collectives(self)
         yield _variables(self)
         if self.notes:
             yield "Notes", [Lines(self.notes)]
+
+    def _forecast(self) -> Section | None:
+        forecast, utilization = self.roofline.forecast, self.forecast_model_flops_utilization
+        return None if forecast is None else forecast_section(forecast, utilization, self.collectives, self.depth)
 
 
 def fits_text(plan: Plan) -> str:
@@ -195,6 +216,8 @@ def _headline(plan: Plan) -> Section:
     depth = f", {plan.depth} blocks" if plan.depth is not None else ""
     devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
     lines = f"{devices}, {distribution_name(plan)}", f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
+    if plan.compiler_options:
+        lines = *lines[:2], f"compiler options {options_text(plan.compiler_options)}", lines[2]
     return subject_text(plan) + depth, [Lines(lines)]
 
 
@@ -256,7 +279,8 @@ def _time(plan: Plan) -> Section:
 
 def _bound_sentence(plan: Plan) -> str:
     roofline = plan.roofline
-    has_unknown = None in vars(roofline).values()
+    times = roofline.compute_seconds, roofline.memory_seconds, roofline.ici_seconds, roofline.dcn_seconds
+    has_unknown = None in times
     if not roofline.seconds:
         return "Bottleneck unknown." if has_unknown else "The step does no work that is counted."
     text = f"At least {seconds_text(roofline.seconds)}, bound by {bound_text(plan)}"
@@ -279,6 +303,7 @@ def _collectives(plan: Plan) -> Section:
     title = "Collectives per step"
     if not plan.traffic:
         return title, [Lines(("None.",))]
+    has_times = plan.roofline.forecast is not None
     rows = [
         (
             each.kind,
@@ -288,13 +313,18 @@ def _collectives(plan: Plan) -> Section:
             count_text(each.tensors),
             bytes_text(each.bytes),
             bytes_text(each.wire_bytes),
+            *((seconds_text(each.seconds), seconds_text(each.exposed_seconds)) if has_times else ()),
         )
         for each in plan.traffic
     ]
     counts = count_text(sum(each.count for each in plan.traffic)), count_text(sum(t.tensors for t in plan.traffic))
     moved = bytes_text(sum(each.bytes for each in plan.traffic)), bytes_text(plan.wire_bytes)
-    columns = ("kind", "over axes", ">count", ">tensors", ">bytes", ">sent per device")
-    return title, [Table(columns, rows, ("total", "", *counts, *moved))]
+    columns, footer = ("kind", "over axes", ">count", ">tensors", ">bytes", ">sent per device"), (*counts, *moved)
+    if has_times:
+        columns += (">total time", ">exposed")
+        totals = (sum(getattr(t, name) or 0.0 for t in plan.traffic) for name in ("seconds", "exposed_seconds"))
+        footer += tuple(map(seconds_text, totals))
+    return title, [Table(columns, rows, ("total", "", *footer))]
 
 
 def _variables(plan: Plan) -> Section:

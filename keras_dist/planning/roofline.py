@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_dist.planning.hardware import DTYPES, Hardware
+from keras_dist.planning.compute_time import compute_seconds
+from keras_dist.planning.forecast import Forecast
+from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.interconnect import Interconnect, inverse, seconds_for
 
@@ -25,6 +27,7 @@ class Roofline:
         dcn_seconds: collectives that cross slices (DCN) or hosts (network).
         link: name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` for GPUs.
         network: name of the network between slices or hosts: `"DCN"` for TPUs, `"network"` otherwise.
+        forecast: the time that a step probably takes; None if a figure of the hardware that it needs is unknown.
 
     Example:
 
@@ -38,6 +41,7 @@ class Roofline:
     dcn_seconds: float | None
     link: str = "ICI"
     network: str = "DCN"
+    forecast: Forecast | None = None
 
     @classmethod
     def unknown(cls, platform: str) -> "Roofline":
@@ -83,8 +87,7 @@ def roofline(
 ) -> Roofline:
     """Computes a lower bound on step time for one device; `devices` are in the shape of the mesh.
 
-    * Compute: FLOP / peak, summed over HLO element types (`"bf16"`). Float16 counts as bfloat16. A dtype without a
-      known peak runs at that of the next wider dtype with one; dtypes wider than float32 run at float32's.
+    * Compute: FLOP / peak, summed over HLO element types (`"bf16"`), see `compute_seconds`.
     * Memory: bytes / bandwidth.
     * Collectives: wire bytes of one device / its bandwidth within its group, times the number of runs, for the slowest
       group; `Interconnect` has the details. Collectives run one after another and have no latency, so that small ones
@@ -110,33 +113,9 @@ def roofline(
             so_far = seconds[crosses_network]
             seconds[crosses_network] = None if time is None or so_far is None else so_far + time
     return Roofline(
-        _compute_seconds(hardware, flops_by_dtype),
+        compute_seconds(hardware, flops_by_dtype),
         seconds_for(memory_bytes, inverse(hardware.memory_bytes_per_second)),
         seconds[False],
         seconds[True],
         *_LINK_AND_NETWORK.get(platform, _OF_GPUS),
     )
-
-
-def _compute_seconds(hardware: Hardware, flops_by_dtype: Mapping[str, float]) -> float | None:
-    seconds = 0.0
-    for element_type, flops in flops_by_dtype.items():
-        if flops:
-            peak = _peak(hardware, element_type)
-            if peak is None:
-                return None
-            seconds += flops / peak
-    return seconds
-
-
-def _peak(hardware: Hardware, element_type: str) -> float | None:
-    """Peak FLOP per second for an HLO element type, or for the next wider dtype that has a known peak."""
-    if element_type.startswith(("f8e", "f6e", "f4e")):
-        wider = ("float8", "bfloat16", "float32")
-    elif element_type in ("s8", "u8", "s4", "u4", "s2", "u2", "s1", "u1", "pred"):
-        wider = ("int8", "bfloat16", "float32")
-    elif element_type in ("bf16", "f16"):
-        wider = ("bfloat16", "float32")
-    else:
-        wider = DTYPES[:1]
-    return next((hardware.flops_per_second[dtype] for dtype in wider if dtype in hardware.flops_per_second), None)

@@ -4,7 +4,8 @@ import difflib
 import re
 
 from keras_dist.mesh.tpu_generations import tpu_generation_of
-from keras_dist.planning.hardware import Hardware, hardware
+from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware_figures import Hardware
 
 EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'h100:8' or 'h100:2x8' (2 hosts of 8)"
 

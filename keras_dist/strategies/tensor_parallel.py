@@ -118,15 +118,10 @@ def tensor_parallel_layout_map(
                 f"they must be different axes of the mesh, which has {list(mesh.axis_sizes)}."
             )
     with built(model_or_builder) as model:
-        solution = _solve(model, mesh, axis, batch, sequence_axes)
-    rules = {weight.path: solution.axes_of(weight.dims) for weight in solution.weights}
-    tables = solution.table_rules(sequence_parallel)
-    rules |= tables | solution.activation_rules(tables, sequence_parallel)
+        solution = solve(model, mesh, axis, batch)
+    rules = solution.rules(mesh, sequence_parallel, sequence_axes)
     _warn_of_large_replicas(solution, rules)
-    layout_map = LayoutMap(mesh)
-    for pattern, axes in _merged(rules):
-        layout_map[pattern] = axes
-    return layout_map
+    return merged_layout_map(rules, mesh)
 
 
 class _Weight(NamedTuple):
@@ -140,17 +135,42 @@ class _Weight(NamedTuple):
     is_head: bool
 
 
-class _Solution(NamedTuple):
-    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1."""
+class Solution(NamedTuple):
+    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1.
+
+    It holds for every mesh on which the axis has the same size. `rows` is the number of rows that were traced.
+    """
 
     graph: DimGraph
     weights: list[_Weight]
     sharded: set[int]
     axis: str
-    batch_axes: tuple[str, ...]
     batch: int | None
-    sequence_axes: tuple[str, ...]
     lengths: set[tuple[int | None, int]]
+    rows: int
+    batch_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()
+
+    def rules(self, mesh: DeviceMesh, sequence_parallel: bool, sequence_axes: tuple[str, ...] = ()) -> dict[str, Axes]:
+        """Returns the axes of each weight, and of what layers take and return, by path."""
+        batch_axes = tuple(name for name in mesh.axis_names if name != self.axis and name not in sequence_axes)
+        solution = self._replace(batch_axes=batch_axes, sequence_axes=sequence_axes)
+        tables = solution.table_rules(sequence_parallel)
+        rules = {weight.path: solution.axes_of(weight.dims) for weight in self.weights}
+        return rules | tables | solution.activation_rules(tables, sequence_parallel)
+
+    @property
+    def all_reduced_bytes(self) -> float:
+        """Bytes that are all-reduced over the axis for each row of a batch, forward and backward."""
+        sizes = self.graph.all_reduce_bytes()
+        return sum(sizes.get(node, 0.0) for node in self.sharded) / self.rows
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Fraction of the bytes of the weights that are multiplied as matrices whose multiplications are sharded."""
+        operands = [weight for weight in self.weights if weight.is_matmul_operand]
+        sharded = sum(weight.bytes for weight in operands if any(self.axes_of(weight.dims)))
+        return sharded / max(1, sum(weight.bytes for weight in operands))
 
     def axes_of(self, dims: Dims) -> Axes:
         """Returns the axes of a tensor.
@@ -237,7 +257,8 @@ def _layer(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any, sequence_axes: tuple[str, ...]) -> _Solution:
+def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Solution:
+    """Traces a built model, and chooses which dims of its weights to shard over an axis of a mesh."""
     axis_size = mesh.axis_sizes[axis]
     jaxpr, heads = trace_model(model, mesh, axis_size, batch), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
@@ -253,8 +274,8 @@ def _solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any, sequence
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
     tokens = zip(graph.inputs[len(variables) :], shapes, strict=True)
     lengths = {_length(graph, dims, shape) for dims, shape in tokens if len(shape) > 1}
-    batch_axes = tuple(name for name in mesh.axis_names if name != axis and name not in sequence_axes)
-    return _Solution(graph, weights, _nodes_to_shard(graph, weights), axis, batch_axes, rows, sequence_axes, lengths)
+    num_rows = max((shape[0] for shape in shapes if shape), default=axis_size)
+    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows)
 
 
 def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
@@ -277,7 +298,15 @@ def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
     return chosen
 
 
-def _warn_of_large_replicas(solution: _Solution, rules: Mapping[str, Axes]) -> None:
+def merged_layout_map(rules: Mapping[str, Axes], mesh: DeviceMesh) -> LayoutMap:
+    """Returns a layout map with few rules, of which each applies to paths that are alike."""
+    layout_map = LayoutMap(mesh)
+    for pattern, axes in _merged(rules):
+        layout_map[pattern] = axes
+    return layout_map
+
+
+def _warn_of_large_replicas(solution: Solution, rules: Mapping[str, Axes]) -> None:
     replicas = [w for w in solution.weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path])]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]

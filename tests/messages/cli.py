@@ -48,6 +48,7 @@ def changed(**options):
 CASES = {
     "help": lambda: shown("--help"),
     "help for plan": lambda: shown("plan", "--help"),
+    "help for auto": lambda: shown("auto", "--help"),
     "help for mesh": lambda: shown("mesh", "--help"),
     "help for devices": lambda: shown("devices", "--help"),
     "no command": lambda: shown(),

@@ -13,7 +13,10 @@ from support.planned_models import gpt, perceptron, rules, subclassed, with_kern
 
 import keras_dist as kd
 from keras_dist.planning import compilation, compile_target
+from keras_dist.planning.candidates import Candidate
+from keras_dist.planning.choice import Choice, Trial
 from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.roofline import Roofline
 
 
@@ -126,17 +129,50 @@ def failing_compiler(message):
     def compile(compiler_options=None):
         raise jax.errors.JaxRuntimeError(message)
 
-    return compilation._compile(types.SimpleNamespace(compile=compile))
+    return compilation._compile(types.SimpleNamespace(compile=compile), {}, {})
 
 
 def without_triton():
     def compile(compiler_options=None):
-        if compiler_options is None:
+        if not compiler_options:
             raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot")
 
-    return compilation._compile(types.SimpleNamespace(compile=compile))[2][0]
+    return compilation._compile(types.SimpleNamespace(compile=compile), {}, {})[2][0]
 
 
+def small_memory(capacity):
+    """Lets each of eight CPU devices have this memory."""
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 8 * capacity}
+    return mock.patch.object(compile_target.os, "sysconf", sizes.__getitem__)
+
+
+def choice_that_does_not_fit():
+    with small_memory(1000):
+        kd.auto(perceptron, 16, strategies=["dp", "tp"])
+
+
+def example_choice():
+    """A choice with known figures: one candidate of each fate."""
+    dp, fsdp, tp = (
+        Candidate(name, {"data": 8 // size, "model": size}) for name, size in (("dp", 1), ("fsdp", 1), ("tp_sp", 2))
+    )
+    again = dataclasses.replace(fsdp, regathers=True)
+    return Choice(
+        distribution=kd.DataParallel(),
+        plan=example_plan(),
+        objective="time",
+        trials=(
+            Trial(fsdp, 9 * GIB, 3 * GIB, 0.0125, example_plan(), "chosen"),
+            Trial(again, 8 * GIB, 4 * GIB, 0.013, example_plan(), "4.0% slower"),
+            Trial(tp, 5 * GIB, 9 * GIB, 0.05, None, "cannot win: at least 14.1 ms"),
+            Trial(dp, 40 * GIB, 3 * GIB, None, None, "cannot fit: variables and batch take 32 GiB"),
+        ),
+        source='import keras_dist as kd\n\nmesh = kd.create_device_mesh("data:8")\n...\n',
+        notes=("Not tried: what this example leaves out.",),
+    )
+
+
+OPTIONS = FrozenMapping({"xla_tpu_scoped_vmem_limit_kib": 98304})
 TOO_LARGE = dataclasses.replace(MEMORY, temporaries=12 * GIB)
 UNKNOWN = {
     "fits": None,
@@ -151,6 +187,8 @@ CASES = {
     "a plan that does not fit": lambda: str(example_plan(fits=False, memory=TOO_LARGE, traffic=(), notes=())),
     "a plan for hardware without figures": lambda: str(example_plan(**UNKNOWN)),
     "the repr of a plan": lambda: repr(example_plan()),
+    "a choice": lambda: str(example_choice()),
+    "the repr of a choice": lambda: repr(example_choice()),
     "a comparison": lambda: str(kd.compare(fsdp=example_plan(), tp=example_plan(fits=False, memory=TOO_LARGE))),
     "a comparison of different models": lambda: str(
         kd.compare(a=example_plan(), b=example_plan(model="llama"), c=example_plan(**UNKNOWN))
@@ -234,6 +272,14 @@ CASES = {
     # The compiler
     "a program without tile sizes": without_triton,
     "an internal error of the compiler": lambda: failing_compiler("INTERNAL: another failure"),
+    # Compiler options
+    "a plan with compiler options": lambda: str(example_plan(compiler_options=OPTIONS)).split("\n\n")[0],
+    "a comparison of compiler options": lambda: str(
+        kd.compare(default=example_plan(), vmem=example_plan(compiler_options=OPTIONS))
+    ),
+    "compiler options that are not a mapping": lambda: plan_of(perceptron, compiler_options="xla_cpu=1"),
+    "a compiler option without a value": lambda: plan_of(perceptron, compiler_options={"xla_cpu": None}),
+    "an unknown compiler option": lambda: plan_of(perceptron, compiler_options={"xla_no_such_option": True}),
     # Hardware
     "unknown hardware": lambda: kd.hardware["v9"],
     "hardware with an impossible name": lambda: hardware(name="a:b"),
@@ -250,4 +296,19 @@ CASES = {
     "other figures under a known name": lambda: register(dataclasses.replace(kd.hardware["v5e"], memory_bytes=2**30)),
     "CPU hardware under another name": lambda: register(hardware(platform="cpu")),
     "registration of text": lambda: register("v5e"),
+    # Choices
+    "a choice for an unknown objective": lambda: kd.auto(perceptron, 16, objective="speed"),
+    "a choice among unknown strategies": lambda: kd.auto(perceptron, 16, strategies=["zero3"]),
+    "a choice among no strategies": lambda: kd.auto(perceptron, 16, strategies=[]),
+    "a choice without trials": lambda: kd.auto(perceptron, 16, trials=0),
+    "a choice for a batch that is none": lambda: kd.auto(perceptron, "most"),
+    "a choice for a depth that is none": lambda: kd.auto(lambda depth: perceptron(), 16, depth=0),
+    "a choice that keeps an unknown axis": lambda: kd.auto(perceptron, 16, keep={"rows": 2}),
+    "a choice that keeps an axis that does not divide": lambda: kd.auto(perceptron, 16, keep={"data": 3}),
+    "a choice that keeps an axis of no size": lambda: kd.auto(perceptron, 16, keep={"data": 0}),
+    "a choice for no devices": lambda: kd.auto(perceptron, 16, target=[]),
+    "a choice that keeps an axis that no strategy has": lambda: kd.auto(
+        perceptron, 16, strategies=["dp"], keep={"model": 2}
+    ),
+    "a choice where nothing fits": choice_that_does_not_fit,
 }

@@ -6,6 +6,7 @@ from support.planned_models import LAYOUTS, perceptron, with_kernel
 
 import keras_dist as kd
 from keras_dist.planning import compilation
+from keras_dist.planning.extrapolation import extrapolated
 from keras_dist.planning.roofline import Roofline
 
 
@@ -23,7 +24,7 @@ class Lowered:
 
 def test_program_without_tile_sizes_is_compiled_without_triton():
     message = "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"
-    compiled, refusal, notes = compilation._compile(Lowered(message, True))
+    compiled, refusal, notes = compilation._compile(Lowered(message, True), {}, {})
     assert (compiled, refusal) == ("the program", None)
     assert "xla_gpu_enable_triton_gemm=False" in notes[0]
 
@@ -31,7 +32,7 @@ def test_program_without_tile_sizes_is_compiled_without_triton():
 @pytest.mark.parametrize("message", ["INTERNAL: Couldn't find output tile sizes", "INTERNAL: another failure"])
 def test_internal_errors_of_the_compiler_name_it(message):
     with pytest.raises(RuntimeError, match=f"The compiler .*{message}"):
-        compilation._compile(Lowered(message, False))
+        compilation._compile(Lowered(message, False), {}, {})
 
 
 def test_operation_that_the_target_does_not_support():
@@ -43,7 +44,7 @@ def test_operation_that_the_target_does_not_support():
         "ValueError: Query, key and value should have same sharding.\n\t\n\nSuspected Python Code Location:\n"
     )
     with pytest.raises(ValueError, match=r"^Query, key and value should have same sharding\.$"):
-        compilation._compile(Lowered(message, False))
+        compilation._compile(Lowered(message, False), {}, {})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_operation_that_the_target_does_not_support():
     ],
 )
 def test_program_that_the_compiler_does_not_finish(message, needed, monkeypatch):
-    monkeypatch.setattr(compilation, "_compile", lambda lowered: (None, message, ()))
+    monkeypatch.setattr(compilation, "_compile", lambda lowered, options, estimates: (None, message, ()))
     planned = kd.plan(perceptron, LAYOUTS["data parallel"](), 16)
     assert planned.fits is False
     assert planned.memory.total == needed * 2**30
@@ -88,8 +89,8 @@ def of_temporaries(temporaries):
 def test_temporaries_are_never_extrapolated_below_the_larger_model(fewer, more, deepest):
     """Compilers pack a few blocks better or worse; a step that trains then has a note."""
     compiled = {2: of_temporaries(fewer), 4: of_temporaries(more)}
-    trained = compilation.extrapolated(compiled, 32, "train")
+    trained = extrapolated(compiled, 32, "train")
     assert trained.temporaries == deepest
     doubts = [note for note in trained.notes if "larger compile_depths" in note]
     assert len(doubts) == (deepest == more)
-    assert compilation.extrapolated(compiled, 32, "predict").notes == trained.notes[:1]
+    assert extrapolated(compiled, 32, "predict").notes == trained.notes[:1]

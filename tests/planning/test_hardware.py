@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
-from keras_dist.planning.hardware import (
-    DTYPES,
-    FrozenMapping,
-    GpuCompilerTarget,
-    Hardware,
-    HardwareRegistry,
-    hardware,
-)
+from keras_dist.planning.hardware import HardwareRegistry, hardware
+from keras_dist.planning.hardware_figures import DTYPES, FrozenMapping, GpuCompilerTarget, Hardware
 
 IDENTITY = ("name", "platform", "device_kind", "sources")
 SOURCES = {"memory_bytes": "a datasheet", "flops_per_second": "a datasheet"}

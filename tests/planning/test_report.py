@@ -10,6 +10,7 @@ from support.example_plans import GIB, MEMORY, MIB, example_plan, variable
 from keras_dist._report.tables import WIDTH
 from keras_dist.planning.compare import Comparison, compare
 from keras_dist.planning.compilation import Traffic
+from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.roofline import Roofline
 
@@ -131,6 +132,42 @@ def test_bound_has_its_resource_the_sum_and_the_utilization():
     assert "unknown" not in lines
 
 
+def test_forecast_has_its_parts_and_the_most_exposed_collectives():
+    reduced = Collective(
+        "all-reduce", "r", "", 1, 8, 14.0, 1, 8, ("data", "model"), (), "f32", seconds=0.003, exposed_seconds=2**-9
+    )
+    collectives = [
+        dataclasses.replace(reduced, op_name=f"jit(train_step)/transpose(jvp(gpt))/block{n}/dense/dot_general")
+        for n in range(12)
+    ]
+    text = str(example_plan(collectives=(*collectives, dataclasses.replace(reduced, exposed_seconds=0.0))))
+    title = "Forecast of step time"
+    bars = {label: row(text, title, label) for label in ("compute", "exposed collectives", "waiting for copies")}
+    assert [(*bar[:2], len(bar[2])) for bar in bars.values()] == [("7", "ms", 42), ("2", "ms", 12), ("1", "ms", 6)]
+    lines = " ".join(section(text, title))
+    assert "Probably 10 ms a step. Model FLOP utilization 25.5%. The compiler estimated 50% of the compute" in lines
+    [found] = [line for line in text.split("\n") if "gpt/block{0..11}/dense, gradient" in line]
+    assert re.split(r"\s{2,}", found)[-3:] == ["12", "36 ms", "23.4 ms"]
+
+
+def test_only_the_most_exposed_collectives_have_a_row():
+    one = Collective("all-gather", "g", "", 1, 8, 7.0, 1, 8, ("data",), (), "f32", seconds=1.0, exposed_seconds=1.0)
+    names = "abcdefgh"
+    each = [
+        dataclasses.replace(one, op_name=f"jit(f)/jvp(net)/{name}/add", exposed_seconds=1 / (n + 1))
+        for n, name in enumerate(names)
+    ]
+    lines = [line for line in str(example_plan(collectives=tuple(each))).split("\n") if "net/" in line]
+    assert [line.split("net/")[1][0] for line in lines] == list("abcdef")
+    assert "... and 2 more" in str(example_plan(collectives=tuple(each)))
+
+
+def test_without_a_forecast_collectives_have_no_times():
+    text = str(example_plan(roofline=Roofline(0.006, 0.003, 0.0015, 0.0)))
+    assert "Forecast" not in text
+    assert "exposed" not in text
+
+
 def test_memory_bound_is_labelled_hbm():
     assert "bound by HBM;" in str(example_plan(roofline=Roofline(0.001, 0.003, 0.0, 0.0)))
 
@@ -160,11 +197,12 @@ def test_links_are_named_after_the_hardware():
 def test_collectives_are_listed_with_totals():
     lines = section(str(example_plan()), "Collectives per step")
     cells = [re.split(r"\s{2,}", line) for line in lines]
-    assert cells[0] == ["kind", "over axes", "count", "tensors", "bytes", "sent per device"]
+    times = ["total time", "exposed"]
+    assert cells[0] == ["kind", "over axes", "count", "tensors", "bytes", "sent per device", *times]
     assert cells[2:] == [
-        ["all-reduce", "data, model", "12", "40", "1.50 GiB", "1.25 GiB"],
-        ["all-gather", "other groups", "2.50", "3", "64 MiB", "32 MiB"],
-        ["total", "14.5", "43", "1.56 GiB", "1.28 GiB"],
+        ["all-reduce", "data, model", "12", "40", "1.50 GiB", "1.25 GiB", "4 ms", "2 ms"],
+        ["all-gather", "other groups", "2.50", "3", "64 MiB", "32 MiB", "500 us", "0 s"],
+        ["total", "14.5", "43", "1.56 GiB", "1.28 GiB", "4.50 ms", "2 ms"],
     ]
 
 
@@ -248,11 +286,11 @@ def test_report_is_independent_of_the_terminal(monkeypatch):
     assert all(line == line.rstrip() for line in text.split("\n"))
 
 
-def test_picture_is_the_two_bar_charts_of_the_report():
+def test_picture_is_the_bar_charts_of_the_report():
     text = str(example_plan())
     sections = [block for block in text.split("\n\n") if "█" in block]
     assert example_plan().picture() == "\n\n".join(sections)
-    assert len(sections) == 2
+    assert len(sections) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ the HTML
@@ -263,13 +301,13 @@ def test_html_contains_all_words_of_the_text():
     shown = " ".join(" ".join(elements.text).split())
     words = set(re.findall(r"[\w./{}%]+", re.sub(r"[─█░▏]", " ", str(example_plan()))))
     assert {word for word in words if word not in shown} == set()
-    assert elements.tags.count("svg") == 8 + 4  # memory and time
+    assert elements.tags.count("svg") == 8 + 4 + 3  # memory, bounds and forecast
 
 
 def test_html_bars_are_proportional_to_their_figures():
     widths = [float(width) for width in re.findall(r'<rect x="[\d.]+" width="([\d.]+)"', example_plan()._repr_html_())]
     assert widths[0] == pytest.approx(360 * 2 / 16, abs=0.1)
-    assert widths[8:] == pytest.approx([360, 180, 90, 0], abs=0.1)
+    assert widths[8:] == pytest.approx([360, 180, 90, 0, 252, 72, 36], abs=0.1)
 
 
 def test_html_escapes_user_names():
@@ -309,12 +347,13 @@ def test_comparison_has_a_row_per_plan():
     text = str(compare(fsdp=example_plan(), tp=example_plan(fits=False, memory=larger, target="h100")))
     lines = text.split("\n")
     assert lines[0].startswith("gpt, train step, 197 k parameters ─")
-    cells = [re.split(r"\s{2,}", line.strip()) for line in lines[3:]]
-    assert cells[0] == ["fsdp", "8 x v5e", "9.00 GiB", "2 GiB", "4 GiB", "3 GiB", "1.28 GiB", "6 ms", "42.5%", "12.5 s"]
-    assert cells[1] == ["data:2 x model:4", "of 16 GiB", "compute"]
-    assert cells[2] == ["fits"]
+    cells = [re.split(r"\s{2,}", line.strip()) for line in lines[4:]]
+    figures = ["9.00 GiB", "2 GiB", "4 GiB", "3 GiB", "1.28 GiB", "6 ms", "10 ms", "12.5 s"]
+    assert cells[0] == ["fsdp", "8 x v5e", *figures]
+    assert cells[1] == ["data:2 x model:4", "of 16 GiB", "compute", "25.5%"]
+    assert cells[2] == ["fits", "42.5%"]
     assert cells[3][:6] == ["tp", "8 x h100", "18.0 GiB", "2 GiB", "4 GiB", "12 GiB"]
-    assert cells[5] == ["does not fit"]
+    assert cells[5] == ["does not fit", "42.5%"]
 
 
 def test_comparison_of_different_models_or_steps_names_them():
@@ -344,6 +383,7 @@ def test_comparison_as_data_is_in_bytes_and_seconds():
     assert figures["wire_bytes_by_kind"] == {"all-reduce": 1.25 * GIB, "all-gather": 32 * MIB}
     assert sum(figures["wire_bytes_by_kind"].values()) == figures["wire_bytes"]
     assert (figures["seconds"], figures["bound"]) == (0.006, "compute")
+    assert (figures["forecast_seconds"], figures["forecast_model_flops_utilization"]) == (0.01, 0.255)
 
 
 def test_comparison_of_a_plan_with_unknown_figures():
@@ -355,7 +395,7 @@ def test_comparison_of_a_plan_with_unknown_figures():
     )
     text = str(compare(cpu=unknown))
     assert "capacity unknown" in text
-    assert re.search(r"unknown\s+-\s+12.5 s", text)
+    assert re.search(r"unknown\s+unknown\s+12.5 s", text)
 
 
 def test_comparison_does_not_exceed_the_report_width():

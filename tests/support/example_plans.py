@@ -5,6 +5,7 @@ import math
 import keras_dist as kd
 from keras_dist._report.variable_groups import PlacedVariable
 from keras_dist.planning.compilation import Attention, Traffic
+from keras_dist.planning.forecast import Forecast
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.planning.roofline import Roofline
@@ -49,15 +50,16 @@ def example_plan(**changed) -> Plan:
         "memory": MEMORY,
         "fits": True,
         "traffic": (
-            Traffic("all-reduce", ("data", "model"), 12.0, 40.0, 1.5 * GIB, 1.25 * GIB),
-            Traffic("all-gather", None, 2.5, 3.0, 64 * MIB, 32 * MIB),
+            Traffic("all-reduce", ("data", "model"), 12.0, 40.0, 1.5 * GIB, 1.25 * GIB, False, 0.004, 0.002),
+            Traffic("all-gather", None, 2.5, 3.0, 64 * MIB, 32 * MIB, False, 0.0005, 0.0),
         ),
         "collectives": (),
         "flops": 1.25e12,
         "model_flops": 8e12,
         "memory_traffic": 4.0 * GIB,
-        "roofline": Roofline(0.006, 0.003, 0.0015, 0.0),
+        "roofline": Roofline(0.006, 0.003, 0.0015, 0.0, forecast=Forecast(0.01, 0.007, 0.002, 0.001, 0.0035)),
         "model_flops_utilization": 0.425,
+        "forecast_model_flops_utilization": 0.255,
         "largest_values": (LargeValue(GIB, "f32[8,128]", "jit(train_step)/dot_general", "fusion.3"),),
         "attention": (
             Attention("splash attention", 12.0, 0, None),

@@ -38,6 +38,8 @@ class Collective:
         dtype: HLO element type of the largest tensor.
         part_of: "all-gather" or "reduce-scatter" if the compiler decomposed one into collective-permutes, to overlap it
             with the matrix multiplication that uses it (windowed einsum); None otherwise.
+        seconds: probable time of all runs on its links; None if unknown.
+        exposed_seconds: the part of it during which the device waits; None if unknown.
     """
 
     kind: str
@@ -52,6 +54,8 @@ class Collective:
     groups: Groups
     dtype: str
     part_of: str | None = None
+    seconds: float | None = None
+    exposed_seconds: float | None = None
 
 
 def wire_bytes(kind: str, payload: float, group_size: int) -> float:

@@ -29,8 +29,8 @@ from keras_dist.planning.hlo.instruction_costs import (
     written_arrays,
 )
 from keras_dist.planning.hlo.kernel_costs import is_attention, is_closed_form, workspace_bytes
-from keras_dist.planning.hlo.megascale import Slices, slices_of
-from keras_dist.planning.hlo.parser import Computation, Instruction, Module, parse_module
+from keras_dist.planning.hlo.megascale import slices_of
+from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
 from keras_dist.planning.hlo.trip_counts import Loops
 
 _NO_NEW_VALUE = frozenset({
@@ -99,26 +99,11 @@ def read_module(
     their ids, and all are in the mesh). Device i of the module is at position i; if the module is for several TPU
     slices, it is the i-th device of every slice.
     """
-    module = parse_module(text)
-    slices = slices_of(module.devices, networks, ids)
-    reader = _Reader(module, dict(axes or {}), slices)
-    costs = reader.costs(module.entry)
-    collectives = [replace(reader.collectives[key], count=count) for key, count in costs.counts.items() if count]
-    return ModuleCosts(
-        collectives=tuple(with_part_of(collectives)),
-        flops=sum(costs.flops.values()),
-        flops_by_dtype=MappingProxyType(dict(costs.flops)),
-        memory_bytes=costs.memory_bytes,
-        unknown_loops=costs.unknown_loops,
-        largest_values=tuple(heapq.nlargest(10, reader.large_values, key=lambda value: value.bytes)),
-        opaque_calls=tuple(sorted(reader.opaque_calls)),
-        closed_forms=tuple(sorted(reader.closed_forms)),
-        workspace_bytes=reader.workspace_bytes,
-    )
+    return ModuleReader(text, axes, networks, ids).module_costs()
 
 
 @dataclass
-class _Costs:
+class Costs:
     """Costs of one run of a computation, including what it calls."""
 
     counts: dict[str, int] = field(default_factory=dict)  # runs of a collective, by "computation/instruction"
@@ -132,7 +117,7 @@ class _Costs:
         """Ranks the branches of a conditional. One without a fused kernel stands in where the kernel cannot run."""
         return self.kernels, self.wire_bytes, sum(self.flops.values()), self.memory_bytes
 
-    def add(self, other: "_Costs", times: int = 1) -> None:
+    def add(self, other: "Costs", times: int = 1) -> None:
         for key, count in other.counts.items():
             self.counts[key] = self.counts.get(key, 0) + times * count
         for dtype, flop in other.flops.items():
@@ -143,17 +128,31 @@ class _Costs:
         self.kernels += other.kernels
 
 
-class _Reader:
-    """Visits the computations that a module runs, each once."""
+class ModuleReader:
+    """Visits the computations that a module runs, each once. Takes the arguments of `read_module`.
 
-    def __init__(self, module: Module, axes: dict[str, int], slices: Slices):
+    `collectives` are by "computation/instruction", with a count of 1. `chains` has the key of each collective that TPUs
+    split into fragments, and `memory_bytes` those of each instruction outside of fusions that has any.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        axes: Mapping[str, int] | None = None,
+        networks: Sequence[int] | None = None,
+        ids: Sequence[int] | None = None,
+    ):
+        module = parse_module(text)
+        self.module, self.loops = module, Loops(module)
         self.collectives: dict[str, Collective] = {}
+        self.chains: dict[tuple[str, str | None], str] = {}
+        self.memory_bytes: dict[tuple[str, str], float] = {}
         self.large_values: list[LargeValue] = []
         self.opaque_calls: set[str] = set()
         self.closed_forms: set[str] = set()
         self.workspace_bytes = 0
-        self._module, self._axes, self._slices, self._loops = module, axes, slices, Loops(module)
-        self._costs: dict[tuple[str, bool], _Costs] = {}
+        self._axes, self._slices = dict(axes or {}), slices_of(module.devices, networks, ids)
+        self._costs: dict[tuple[str, bool], Costs] = {}
         self._seen_chains: set[tuple[str, str | None]] = set()
         self._started_chains = {
             chain(instruction)
@@ -162,41 +161,65 @@ class _Reader:
             for instruction in computation.instructions.values()
         }
 
-    def costs(self, name: str, in_fusion: bool = False, op_name: str = "") -> _Costs:
+    def module_costs(self, times: Mapping[str, tuple[float, float]] | None = None) -> ModuleCosts:
+        """Returns the costs of the module. `times` are the seconds of each collective, in total and exposed."""
+        costs = self.costs(self.module.entry)
+        collectives = []
+        for key, count in costs.counts.items():
+            if count:
+                seconds, exposed = (None, None) if times is None else times.get(key, (0.0, 0.0))
+                found = replace(self.collectives[key], count=count, seconds=seconds, exposed_seconds=exposed)
+                collectives.append(found)
+        return ModuleCosts(
+            collectives=tuple(with_part_of(collectives)),
+            flops=sum(costs.flops.values()),
+            flops_by_dtype=MappingProxyType(dict(costs.flops)),
+            memory_bytes=costs.memory_bytes,
+            unknown_loops=costs.unknown_loops,
+            largest_values=tuple(heapq.nlargest(10, self.large_values, key=lambda value: value.bytes)),
+            opaque_calls=tuple(sorted(self.opaque_calls)),
+            closed_forms=tuple(sorted(self.closed_forms)),
+            workspace_bytes=self.workspace_bytes,
+        )
+
+    def costs(self, name: str, in_fusion: bool = False, op_name: str = "") -> Costs:
         """Returns the costs of one run of a computation. Inside a fusion, values are not in memory."""
         if (name, in_fusion) not in self._costs:
-            costs = self._costs[name, in_fusion] = _Costs()
-            computation = self._module.computations[name]
+            costs = self._costs[name, in_fusion] = Costs()
+            computation = self.module.computations[name]
             for instruction in computation.instructions.values():
                 self._add(costs, computation, instruction, in_fusion, op_name)
             if not in_fusion:
                 self.large_values += self._large_values(computation)
         return self._costs[name, in_fusion]
 
-    def _add(self, costs: _Costs, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str):
+    def _add(self, costs: Costs, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str):
         opcode = instruction.base_opcode
         if not in_fusion:
-            costs.memory_bytes += memory_bytes(self._module, computation, instruction)
+            moved = memory_bytes(self.module, computation, instruction)
+            if moved:
+                self.memory_bytes[computation.name, instruction.name] = moved
+                costs.memory_bytes += moved
         if is_collective(instruction):
             if self._is_counted(computation, instruction):
-                found = read_collective(self._module, computation, instruction, in_fusion, self._axes, self._slices)
+                found = read_collective(self.module, computation, instruction, in_fusion, self._axes, self._slices)
                 key = f"{computation.name}/{instruction.name}"
                 self.collectives[key] = replace(found, op_name=found.op_name or op_name)
                 costs.counts[key] = 1
+                if fragments := chain(instruction):
+                    self.chains[fragments] = key
                 costs.wire_bytes += found.wire_bytes
         elif opcode == "while":
-            trips = self._loops.trip_count(computation, instruction)
+            trips = self.loops.trip_count(computation, instruction)
             costs.unknown_loops += trips is None
             for key in ("condition", "body"):
-                costs.add(self.costs(self._module.called(instruction, key).name), 1 if trips is None else trips)
+                costs.add(self.costs(self.module.called(instruction, key).name), 1 if trips is None else trips)
         elif opcode == "conditional":
-            keys = ("branch_computations", "true_computation", "false_computation")
-            branches = [self.costs(name) for key in keys for name in instruction.names(key)]
-            costs.add(max(branches, key=_Costs.rank))
+            costs.add(self.costs(self.branch(instruction)))
         elif opcode == "fusion":
-            costs.add(self.costs(self._module.called(instruction).name, True, instruction.op_name))
+            costs.add(self.costs(self.module.called(instruction).name, True, instruction.op_name))
         elif opcode in ("call", "async"):
-            costs.add(self.costs(self._module.called(instruction).name, in_fusion, instruction.op_name))
+            costs.add(self.costs(self.module.called(instruction).name, in_fusion, instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
             work = flops(computation, instruction)
             costs.kernels += is_attention(instruction)
@@ -208,6 +231,11 @@ class _Reader:
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
             elif is_opaque(instruction):
                 self.opaque_calls.add(instruction.target)
+
+    def branch(self, conditional: Instruction) -> str:
+        """Returns the name of the branch of a conditional that counts."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return max((name for key in keys for name in conditional.names(key)), key=lambda name: self.costs(name).rank())
 
     def _is_counted(self, computation: Computation, instruction: Instruction) -> bool:
         """False for all but the first of the fusions that TPUs spread one asynchronous collective over."""
@@ -221,12 +249,12 @@ class _Reader:
         return is_first
 
     def _large_values(self, computation: Computation) -> Iterator[LargeValue]:
-        results = _results(computation) if computation.name == self._module.entry else set()
+        results = _results(computation) if computation.name == self.module.entry else set()
         for instruction in computation.instructions.values():
             is_done = instruction.opcode.endswith(("-done", "-update"))
             if instruction.opcode in _NO_NEW_VALUE or is_done or instruction.name in results:
                 continue
-            for array, written in written_arrays(self._module, computation, instruction):
+            for array, written in written_arrays(self.module, computation, instruction):
                 if array.is_in_memory and array.dims and written is array:
                     yield LargeValue(array.stored_bytes, str(array), instruction.op_name, instruction.name)
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -91,6 +91,17 @@ def _device_ids(text: str) -> np.ndarray:
     if not text.startswith("["):
         return np.array(numbers(text))
     return _iota(text if "<=" in text else f"{text.partition('T')[0]}<={text}")
+
+
+def groups_along(shape: Sequence[int], dims: Sequence[int]) -> Groups:
+    """Returns the groups of positions in a flattened mesh of a shape that differ along some dims only.
+
+    >>> groups_along((2, 2), [1])
+    ((0, 1), (2, 3))
+    """
+    positions = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), dims, range(-len(dims), 0))
+    size = math.prod(shape[dim] for dim in dims)
+    return tuple(map(tuple, positions.reshape(-1, size).tolist()))
 
 
 def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:

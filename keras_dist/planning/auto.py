@@ -1,0 +1,177 @@
+"""`auto`: chooses mesh and strategy for a model by compiling candidates, for hardware that need not be attached."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from keras_dist._report.progress import show_progress
+from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES
+from keras_dist.planning.choice import Choice, NoCandidateError, NothingFitsError
+from keras_dist.planning.choosing import Task, choose
+from keras_dist.planning.compile_target import Target
+from keras_dist.planning.compiler_options import checked_compiler_options
+from keras_dist.planning.places import Place, place_of
+from keras_dist.planning.plan import require_builder_of_depth, require_step
+from keras_dist.planning.report import Plan
+
+OBJECTIVES = ("time", "memory", "devices")
+LARGEST = "largest"
+_TRIALS_FOR_ROWS = 4  # candidates to compile for each number of rows, of those that need least memory
+
+
+def auto(
+    build_model: Any,
+    batch: Any,
+    target: Any = None,
+    *,
+    objective: str = "time",
+    step: str = "train",
+    keep: Mapping[str, int] | None = None,
+    strategies: Iterable[str] | None = None,
+    trials: int = 12,
+    depth: int | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> Choice:
+    """Chooses the mesh and the strategy for a model, by compiling its real step for candidates.
+
+    Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows: DP, ZeRO-1,
+    FSDP (which keeps gathered weights or gathers them again), HSDP, TP, TP + SP, FSDP x TP, FSDP x TP + SP, and context
+    parallelism with each of them where the model has sequences. What variables take is computed exactly, and what a
+    step sends and computes is estimated. Candidates that cannot fit, or cannot be better than one that is compiled, are
+    left out. The others are compiled, the most promising first. The same arguments give the same choice. What a
+    compilation finds is kept on disk, so that a repeated search takes seconds. Ctrl-C ends a search with the best
+    candidate so far.
+
+    Args:
+        build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
+            `depth`, a function of the number of blocks.
+        batch: Global batch, as `kd.plan` takes it. Or `"largest"`, if the model's inputs have static shapes, or a
+            function of the number of rows that returns a batch: the choice is then for the most rows that fit.
+        target: Hardware to choose for: a name such as `"v5e:4x4"`, `kd.target(...)`, a list of devices, or a mesh,
+            whose axes are then kept. By default the devices of this machine. With `objective="devices"` also a list of
+            names and targets.
+        objective: What to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
+            The last chooses the best time on the fewest devices of the target, or on the first target of a list, on
+            which the model fits.
+        step: `"train"`, `"test"` or `"predict"`.
+        keep: Sizes of mesh axes that are fixed, such as `{"data": 4}`. The axes are "replica" (HSDP), "data",
+            "context" and "model".
+        strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
+            `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
+        trials: The most candidates to compile.
+        depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
+        compiler_options: XLA's options to compile with, as in `kd.plan`.
+        progress: Whether to show progress. By default only if standard error is a terminal.
+
+    Returns:
+        The choice: its `distribution`, `mesh` and `plan`. Print it to see all candidates.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: No candidate fits, `keep` and `strategies` leave none, an argument is unknown, or the model cannot
+            be planned.
+
+    Example:
+
+    >>> def build():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(10)])
+    ...     model.compile("adam", "mse")
+    ...     return model
+    >>> choice = auto(build, batch=64, strategies=["dp", "zero1"])
+    >>> print(choice.to_source())
+    import keras_dist as kd
+    <BLANKLINE>
+    mesh = kd.create_device_mesh("data:8")
+    distribution = kd.DataParallel(mesh)
+    <BLANKLINE>
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"Unknown objective {objective!r}. Use one of {', '.join(map(repr, OBJECTIVES))}.")
+    if not isinstance(trials, int) or isinstance(trials, bool) or trials < 1:
+        raise ValueError(f"trials must be a positive number of compilations, but got {trials!r}. The default is 12.")
+    if isinstance(batch, str) and batch != LARGEST:
+        raise ValueError(f"batch={batch!r} is not a batch. Pass {LARGEST!r}, a number of rows, arrays or shapes.")
+    require_step(step)
+    if depth is not None:
+        require_builder_of_depth(build_model, depth)
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ValueError(f"depth must be a positive number of blocks, but got {depth!r}.")
+    fewest, options = objective == "devices", checked_compiler_options(compiler_options)
+    if fewest and isinstance(target, (list, tuple)) and target and all(isinstance(t, (str, Target)) for t in target):
+        places: Iterable[Place] = [place_of(each, keep) for each in target]
+    else:
+        place = place_of(target, keep)
+        places = place.with_fewer_devices() if fewest else [place]
+    with show_progress(progress) as report:
+        goal, names = "time" if fewest else objective, _strategies(strategies)
+        task = Task(build_model, step, names, trials, depth, options, goal, report)
+        choose_for = _choose_with_most_rows if isinstance(batch, str) or callable(batch) else choose
+        failure: ValueError | None = None
+        for place in places:
+            try:
+                return replace(choose_for(task, place, batch), objective=objective)
+            except (NothingFitsError, NoCandidateError) as error:
+                failure = error  # the next place has more devices, or is the next of the list
+        assert failure is not None  # there is at least one place
+        raise failure
+
+
+def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
+    known = (*STRATEGIES, CONTEXT_PARALLEL)
+    if names is None:
+        return known
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
+        fault = f"Unknown strategy {unknown[0]!r}" if unknown else "strategies is empty"
+        raise ValueError(f"{fault}. Use some of {', '.join(map(repr, known))}, or leave the argument out.")
+    return known if chosen == (CONTEXT_PARALLEL,) else chosen
+
+
+def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
+    """Returns the best choice for the most rows that fit: a multiple of the number of devices, or fewer than these.
+
+    The candidate that needs least memory decides whether a number of rows fits. From two numbers of rows on, its memory
+    per row tells about how many fit, and the interval is halved until it is a sixteenth.
+    """
+    if place.hardware is None or place.hardware.memory_bytes is None:
+        raise ValueError(f"The most rows that fit are unknown, because the memory of {place} is. Pass a batch.")
+    count, batch_of = len(place.devices), batch if callable(batch) else int
+    least = replace(task, objective="memory", trials=min(task.trials, _TRIALS_FOR_ROWS))
+    fitting: dict[int, Choice] = {}
+
+    def fits(rows: int) -> bool:
+        try:
+            fitting[rows] = choose(least, place, batch_of(rows), is_final=False)
+        except NothingFitsError:
+            return False
+        return True
+
+    rows = count
+    while not fits(rows):
+        if rows == 1:
+            choose(least, place, batch_of(1), is_final=False)  # raises the error
+        rows = max(rows // 2, 1)
+    too_many = None if rows == count else 2 * rows
+    granularity = count if rows == count else 1
+    while too_many is None or too_many - rows > max(granularity, rows // 16):
+        more = max(_rows_expected(fitting[rows].plan, rows), 2 * rows)
+        middle = more if too_many is None else (rows + too_many) // 2
+        middle -= middle % granularity
+        if fits(middle):
+            rows = middle
+        else:
+            too_many = middle
+    try:
+        choice = choose(task, place, batch_of(rows))
+    except NothingFitsError:  # what is fastest needs more than what is smallest
+        choice = choose(least, place, batch_of(rows))
+    return replace(choice, notes=(f"{rows} rows fit, {too_many} do not.", *choice.notes))
+
+
+def _rows_expected(plan: Plan, rows: int) -> int:
+    """Returns the rows that are expected to fit if all but the variables grow with them, at most 16 times as many."""
+    memory = plan.memory
+    free, used = (memory.capacity or 0) - memory.state, memory.total - memory.state
+    return min(16 * rows, int(rows * free / max(used, 1)))

@@ -1,0 +1,258 @@
+"""Chooses a distribution for one batch on some devices: makes candidates, searches among them, and reports."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from keras_dist._report.units import bytes_text
+from keras_dist.mesh.device_mesh import create_device_mesh
+from keras_dist.planning.abstract_step import Step, prepared_step
+from keras_dist.planning.candidates import (
+    CONTEXT_PARALLEL,
+    DATA,
+    MODEL,
+    STRATEGIES,
+    Candidate,
+    enumerate_candidates,
+)
+from keras_dist.planning.choice import Choice, NoCandidateError, NothingFitsError
+from keras_dist.planning.compilation_cache import CompilationCache
+from keras_dist.planning.compile_target import Target
+from keras_dist.planning.estimates import Sizes, Workload
+from keras_dist.planning.frozen_mapping import FrozenMapping
+from keras_dist.planning.places import Place
+from keras_dist.planning.plan import plan_step
+from keras_dist.planning.report import Plan
+from keras_dist.planning.search import ACCURACY, Search
+from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.data_parallel import DataParallel
+from keras_dist.strategies.tensor_parallel import Solution, solve
+
+# Candidates are compared by models of so few blocks. The chosen one is planned with those of `plan`.
+_COMPARED_DEPTHS, _PLANNED_DEPTHS = (1, 2), (2, 4)
+_NOT_TRIED = (
+    "Not tried: pipeline and expert parallelism, rules of your own, rematerialization, and other values of "
+    "min_shard_bytes and sequence_exchange."
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to choose for, wherever it is to run."""
+
+    build_model: Any
+    step: str = "train"
+    strategies: tuple[str, ...] = (*STRATEGIES, CONTEXT_PARALLEL)
+    trials: int = 12
+    depth: int | None = None
+    compiler_options: FrozenMapping = field(default_factory=FrozenMapping)
+    objective: str = "time"
+    report: Callable[[str], Any] = lambda activity: None
+
+    @property
+    def full_model(self) -> Any:
+        """The model, or a function without arguments that returns it."""
+        return self.build_model if self.depth is None else lambda: self.build_model(self.depth)
+
+    def plan(
+        self,
+        distribution: Distribution,
+        batch: Any,
+        depths: tuple[int, int] = _COMPARED_DEPTHS,
+        report: Callable[[str], Any] | None = None,
+    ) -> Plan:
+        """Returns the plan of a distribution, with compilations of models of `depths` if it is to be extrapolated."""
+        is_whole = self.depth is None or self.depth <= max(depths)
+        return plan_step(
+            self.full_model if is_whole else self.build_model,
+            distribution,
+            batch,
+            self.step,
+            None if is_whole else self.depth,
+            depths,
+            self.compiler_options,
+            report or self.report,
+            CompilationCache(),
+        )
+
+
+def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choice:
+    """Returns the best choice on some devices. Raises NothingFitsError if no candidate fits.
+
+    With `is_final`, the chosen candidate is planned as `plan` does it.
+    """
+    task.report(f"Building the model for {place}")
+    candidates, sizes, notes = candidates_of(task, place, batch)
+    recorded: dict[int, list[warnings.WarningMessage]] = {}
+
+    def compile(distribution: Distribution, report: Callable[[str], Any]) -> Plan:
+        with warnings.catch_warnings(record=True) as caught:
+            planned = task.plan(distribution, batch, _COMPARED_DEPTHS, report)
+        recorded[id(distribution)] = caught
+        return planned
+
+    search = Search(candidates, sizes, compile, task.objective, task.trials, place.hardware, task.report)
+    chosen = search.run()
+    is_extrapolated = task.depth is not None and task.depth > max(_COMPARED_DEPTHS)
+    if is_final and is_extrapolated and not search.is_interrupted:
+        chosen = _confirmed(task, search, chosen, batch)
+    if chosen is None:
+        raise _nothing_fits(search, place)
+    for warning in recorded[id(candidates[chosen])]:
+        warnings.warn(warning.message, warning.category, stacklevel=3)
+    comment = f"# For {place}.\n" if isinstance(place.devices, Target) else ""
+    source = chosen.to_source(candidates[chosen], place.num_devices_argument)
+    return Choice(
+        distribution=candidates[chosen],
+        plan=search.plans[chosen],
+        objective=task.objective,
+        trials=search.trial_table(chosen),
+        source=comment + source,
+        notes=(*notes, *_notes(search, chosen), _NOT_TRIED),
+    )
+
+
+def _confirmed(task: Task, search: Search, chosen: Candidate | None, batch: Any) -> Candidate | None:
+    """Plans what is chosen as `plan` does it; while deeper models show that it does not fit, the next best."""
+    while chosen is not None:
+        distribution = search.candidates[chosen]
+        search.plans[chosen] = task.plan(distribution, batch, _PLANNED_DEPTHS, functools.partial(search.show, chosen))
+        if search.plans[chosen].fits is not False:
+            return chosen
+        chosen = search.best
+    return None
+
+
+def candidates_of(
+    task: Task, place: Place, batch: Any
+) -> tuple[dict[Candidate, Distribution], dict[Candidate, Sizes], list[str]]:
+    """Returns the candidates with their distributions, what is known of each, and notes."""
+    devices = list(place.devices)
+    mesh = create_device_mesh({DATA: len(devices)}, devices=devices)
+    with prepared_step(task.full_model, DataParallel(mesh), batch, task.step) as prepared:
+        workload = Workload(prepared, batch, place.hardware, devices)
+        solutions, notes = _solutions(task, place, prepared)
+        length = _length(prepared) if CONTEXT_PARALLEL in task.strategies else None
+        found = enumerate_candidates(
+            len(devices), place.per_network, task.strategies, place.keep, length, solutions.keys()
+        )
+        if not found:
+            kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
+            raise NoCandidateError(
+                f"No candidate is left for {place}: of the strategies {', '.join(task.strategies)}, none has a mesh"
+                f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
+            )
+        distributions = {
+            each: each.distribution(workload.mesh(each), solutions.get(each.size(MODEL))) for each in found
+        }
+        all_reduced = solutions[min(solutions)].all_reduced_bytes if solutions else 0.0
+        sizes = {
+            each: workload.sizes(each, distribution, solutions.get(each.size(MODEL)), all_reduced)
+            for each, distribution in distributions.items()
+        }
+    unsharded = {each.strategy for each in found if not each.shards_state}
+    for each in found:
+        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded:
+            del distributions[each], sizes[each]  # on every mesh the same as the other
+    if len(distributions) < len(found):
+        notes.append(
+            f"{len(found) - len(distributions)} candidates of ZeRO-1, FSDP and HSDP were left out because they would "
+            "shard nothing: no weight is large enough, or has a dim that the axis divides."
+        )
+    if len(devices) == 1:
+        notes.append("There is one device, so there is nothing to choose.")
+    return distributions, sizes, notes
+
+
+def _solutions(task: Task, place: Place, prepared: Step) -> tuple[dict[int, Solution], list[str]]:
+    """Returns what tensor parallelism shards, by the size of its axis, and notes if it has no rules for the model."""
+    if not any("tp" in name for name in task.strategies):
+        return {}, []
+    solutions: dict[int, Solution] = {}
+    devices = list(place.devices)
+    for size in range(2, place.per_network + 1):
+        if place.per_network % size or place.keep.get(MODEL, size) != size:
+            continue
+        mesh = create_device_mesh({DATA: len(devices) // size, MODEL: size}, devices=devices)
+        try:
+            solution = solve(prepared.model, mesh, MODEL, prepared.batch)
+        except ValueError as error:
+            return {}, [f"Tensor parallelism was not tried: {error}"]
+        if solution.sharded_fraction > 0:
+            solutions[size] = solution
+    if not solutions and place.per_network > 1:
+        return {}, ["Tensor parallelism was not tried: no weight of the model can be sharded by it."]
+    return solutions, []
+
+
+def _length(prepared: Step) -> int | None:
+    """Returns the length of the sequences of a batch: dim 1 of tokens, or of vectors (rows, positions, features)."""
+    for spec in jax.tree.leaves(prepared.batch[0]):
+        is_tokens = len(spec.shape) == 2 and jax.numpy.issubdtype(spec.dtype, jax.numpy.integer)
+        if (is_tokens or len(spec.shape) == 3) and spec.shape[1] > 1:
+            return spec.shape[1]
+    return None
+
+
+def _notes(search: Search, chosen: Candidate) -> list[str]:
+    notes, cost = [], search.cost(search.plans[chosen])
+    near = [
+        each
+        for each, plan in search.plans.items()
+        if each != chosen and plan.fits is not False and search.cost(plan) <= (1 + ACCURACY) * cost
+    ]
+    if near and search.objective == "time":
+        nearest = sorted(near, key=lambda each: search.cost(search.plans[each]))[:3]
+        listed = "; ".join(
+            f"{each}, {100 * (search.cost(search.plans[each]) / cost - 1):.1f}% slower" for each in nearest
+        )
+        notes.append(
+            f"{len(near)} other candidate{'s are' if len(near) > 1 else ' is'} nearer to the chosen one than the "
+            f"forecast is accurate ({100 * ACCURACY:.0f}%): {listed}. Measure them if it matters."
+        )
+    untried = [trial for trial in search.trial_table(chosen) if trial.outcome.startswith("not tried")]
+    if search.is_interrupted:
+        notes.append(f"The search was interrupted: {len(untried)} candidates that might be better are not compiled.")
+    elif untried:
+        notes.append(
+            f"{len(untried)} candidates that might be better are not compiled, because trials={search.trials}. The "
+            f"most promising is {untried[0].candidate}."
+        )
+    if search.plans[chosen].roofline.forecast is None:
+        notes.append(
+            "The speed of this hardware is unknown: times are FLOP, memory traffic and bytes sent at nominal rates of "
+            "1 TFLOP/s, 100 GB/s and 10 GB/s, which can only rank candidates."
+        )
+    return notes
+
+
+def _nothing_fits(search: Search, place: Place) -> ValueError:
+    """Returns the error for a model that fits under no candidate: what comes closest, and what would help."""
+    if not search.plans and search.refused:
+        candidate, message = next(iter(search.refused.items()))
+        return ValueError(f"No candidate can be planned for {place}. {candidate}: {message}")
+    estimates, capacity = search.estimates, search.capacity or 0
+    if search.plans:
+        closest = min(search.plans, key=lambda each: search.plans[each].memory.total)
+        needed: float = search.plans[closest].memory.total
+    else:
+        closest = min(search.candidates, key=estimates.least_bytes)
+        needed = estimates.least_bytes(closest)
+    held = estimates.least_bytes(closest)
+    of_them = f", {bytes_text(held)} of them" if closest in search.plans else ""
+    text = (
+        f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
+        f"{bytes_text(capacity)} per device{of_them} for variables and batch."
+    )
+    help = []
+    if held < capacity and needed > held:
+        help.append(f"about {math.floor(100 * (capacity - held) / (needed - held))}% of the rows")
+    help.append(f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many devices")
+    help.append("an optimizer with less state")
+    text += f" Try {', '.join(help[:-1])}, or {help[-1]}."
+    return NothingFitsError(text, search.trial_table(closest))

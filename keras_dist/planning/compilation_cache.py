@@ -1,0 +1,78 @@
+"""Keeps what compilations found on disk, by the program and the target, so that nothing is compiled twice."""
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from keras_dist.checkpoint.atomic_write import write_atomically
+
+# What determines, besides the program, what a compiler makes of it and what is read from that.
+_PACKAGES = ("keras-dist", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class CompilationCache:
+    """Results by key in files of a folder. Files that cannot be read or written are left alone.
+
+    The folder is `keras_dist` in JAX's compilation cache, if there is one (`jax_compilation_cache_dir`), or else in the
+    user's cache folder. It can be deleted at any time.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cache = CompilationCache(Path(folder))
+    ...     cache.put("key", {"flops": 3})
+    ...     cache.get("key"), cache.get("other")
+    ({'flops': 3}, None)
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = _default_folder() if folder is None else folder
+
+    def key(self, *parts: str) -> str:
+        """Returns a key for texts that determine a result, for the compilers' versions and for JAX's configuration."""
+        digest = hashlib.sha256(_circumstances().encode())
+        for part in parts:
+            digest.update(b"\0" + part.encode())
+        return digest.hexdigest()
+
+    def get_or_make(self, texts: Iterable[str], make: Callable[[], Any]) -> Any:
+        """Returns what was made for these texts before, or makes and keeps it."""
+        key = self.key(*texts)
+        found = self.get(key)
+        if found is None:
+            found = make()
+            self.put(key, found)
+        return found
+
+    def get(self, key: str) -> Any:
+        """Returns what was put under a key, None if there is nothing or it cannot be read."""
+        try:
+            return pickle.loads((self.folder / key).read_bytes())
+        except Exception:  # another version of this package wrote it, or the disk damaged it: it is compiled again
+            return None
+
+    def put(self, key: str, value: Any) -> None:
+        """Keeps a value under a key, if the folder can be written."""
+        with contextlib.suppress(OSError):  # without a cache, the next search compiles again
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / key, lambda path: Path(path).write_bytes(pickle.dumps(value)))
+
+
+def _default_folder() -> Path:
+    configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return Path(configured or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "keras_dist")
+
+
+def _circumstances() -> str:
+    texts = [repr(sorted(jax.config.values.items())), *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)]
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            texts.append(f"{name}=={metadata.version(name)}")
+    return " ".join(texts)

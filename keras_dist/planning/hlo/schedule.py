@@ -1,0 +1,340 @@
+"""Walks the schedule of a compiled module in order, and adds up the time of one execution on one device.
+
+The schedule is the module's; how long each part takes comes from a `Times` object, which knows the hardware.
+
+* The device runs one instruction after another: a synchronous one advances the clock by its duration.
+* An asynchronous collective or copy begins where it starts in the schedule, or once its links are free, and runs while
+  the device goes on. Where it is done in the schedule, the device waits for the rest of it, which is `exposed`.
+* A loop takes its trip count times one iteration, a conditional the time of the branch that counts.
+
+Example: a collective of 10 ms starts, a matrix multiplication of 6 ms runs, then the collective is done. The device
+computes for 6 ms and waits for 4 ms, so 4 of the 10 ms are exposed, and all of it takes 10 ms.
+
+Source: the text formats that XLA's TPU and GPU compilers write, see `_Walk`.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from keras_dist.planning.hlo.collectives import Collective, is_collective
+from keras_dist.planning.hlo.instruction_costs import chain, flops
+from keras_dist.planning.hlo.kernel_costs import is_attention
+from keras_dist.planning.hlo.module_costs import ModuleReader
+from keras_dist.planning.hlo.parser import Computation, Instruction
+
+# What the walk adds up, besides the seconds of each collective.
+_COMPUTE, _ESTIMATED, _COPIES = "compute", "estimated", "copies"
+_COPY_LINK, _ASYNC_WORK_LINK = "copies", "asynchronous work"
+_PASSES_ON = frozenset({"get-tuple-element", "bitcast", "opt-barrier"})
+
+
+class Work(NamedTuple):
+    """What one instruction does on the device. `flops` are by HLO element type.
+
+    `cycles` and `microseconds` are the compiler's own estimates, None if it wrote none: XLA:TPU writes the clock cycles
+    of most fusions, XLA:GPU the time of fusions if asked to.
+    """
+
+    flops: Mapping[str, float]
+    memory_bytes: float
+    cycles: float | None = None
+    microseconds: float | None = None
+    is_attention: bool = False
+
+
+class Times(Protocol):
+    """How long the parts of a step take on some hardware, in seconds."""
+
+    def of_work(self, work: Work) -> tuple[float, bool]:
+        """Returns the seconds of an instruction, and whether they are the compiler's estimate."""
+        ...
+
+    def of_collective(self, collective: Collective) -> float:
+        """Returns the seconds of one run of a collective on its links."""
+        ...
+
+    def of_copy(self, memory_bytes: float) -> float:
+        """Returns the seconds of a copy that reads and writes a number of bytes of device memory."""
+        ...
+
+    def links(self, collective: Collective) -> Iterable[Hashable]:
+        """Returns the links that a collective occupies. One waits for those before it on any of the same links."""
+        ...
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Times in seconds of one execution of a module on one device.
+
+    Args:
+        compute_seconds: the device runs instructions.
+        exposed_seconds: it waits for collectives.
+        copy_seconds: it waits for asynchronous copies.
+        estimated_seconds: the part of `compute_seconds` that the compiler estimated.
+        collectives: seconds of each collective, in total and exposed, by "computation/instruction".
+    """
+
+    compute_seconds: float
+    exposed_seconds: float
+    copy_seconds: float
+    estimated_seconds: float
+    collectives: Mapping[str, tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Time of one execution."""
+        return self.compute_seconds + self.exposed_seconds + self.copy_seconds
+
+
+def walk_schedule(reader: ModuleReader, times: Times) -> Timeline:
+    """Returns how long one execution of a module takes."""
+    reader.costs(reader.module.entry)
+    walk = _Walk(reader, times)
+    walk.run(reader.module.entry)
+    totals: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    for key, seconds in walk.sums.items():
+        if isinstance(key, tuple):
+            (totals if key[0] == "total" else exposed)[key[1]] = seconds
+    return Timeline(
+        compute_seconds=walk.sums[_COMPUTE],
+        exposed_seconds=sum(exposed.values()),
+        copy_seconds=walk.sums[_COPIES],
+        estimated_seconds=walk.sums[_ESTIMATED],
+        collectives={key: (seconds, exposed.get(key, 0.0)) for key, seconds in totals.items()},
+    )
+
+
+@dataclass
+class _Transfer:
+    """A collective or a copy on its links. It waited for `previous`, if that was still on one of them."""
+
+    key: Hashable  # under which waiting for it is added up
+    start: float
+    end: float
+    previous: "_Transfer | None"
+
+
+class _Walk:
+    """The state of a walk: the clock, what is on the links, and sums of seconds.
+
+    Forms of asynchronous instructions:
+
+    * `all-gather-start` and `all-gather-done`, likewise for the other collectives, and `copy-start`, `slice-start`.
+    * `async-start` and `fusion-start` call a computation, and `async-done` and `fusion-done` are its end.
+    * TPUs: a fusion calls `AsyncCollectiveStart`, and one with the same `chain_id` `AsyncCollectiveDone`. Between them,
+      fusions with that `chain_id` go on with the collective while they compute.
+    * Between TPU slices: `send`, and `recv-done` of the `recv` with the same rendezvous.
+    """
+
+    def __init__(self, reader: ModuleReader, times: Times):
+        self.clock = 0.0
+        self.sums: dict[Hashable, float] = defaultdict(float)
+        self._reader, self._times = reader, times
+        self._on_link: dict[Hashable, _Transfer] = {}
+        self._pending: dict[Hashable, Sequence[_Transfer]] = {}
+        self._work: dict[tuple[str, str], tuple[float, bool]] = {}
+        self._chains = {name: chains for name, chains in self._chains_by_computation() if chains}
+        self._fragmented = set(reader.chains.values())
+        self._last_fragments: dict[str, dict[str, list[str]]] = {}
+
+    def run(self, name: str) -> None:
+        """Advances over one run of a computation."""
+        computation = self._reader.module.computations[name]
+        for instruction in computation.instructions.values():
+            self._step(computation, instruction)
+
+    def _step(self, computation: Computation, instruction: Instruction) -> None:
+        opcode, base = instruction.opcode, instruction.base_opcode
+        module = self._reader.module
+        if opcode == "while":
+            self._loop(computation, instruction)
+        elif opcode == "conditional":
+            self.run(self._reader.branch(instruction))
+        elif opcode == "call":
+            self.run(module.called(instruction).name)
+        elif opcode == "fusion":
+            self._fusion(computation, instruction)
+        elif opcode in ("async-start", "fusion-start"):
+            self._start_async(computation, instruction)
+        elif opcode.endswith("-start") or opcode == "send":
+            key = _rendezvous(instruction) if opcode == "send" else (computation.name, instruction.name)
+            self._pending[key] = _known(self._begin(computation, instruction))
+        elif opcode == "recv-done":
+            received = self._source(computation, instruction)
+            self._wait(self._pending.pop(_rendezvous(received), ()) if received else ())
+        elif opcode.endswith("-done") and opcode != "send-done":
+            started = self._source(computation, instruction)
+            self._wait(self._pending.pop((computation.name, started.name), ()) if started else ())
+        elif opcode != "recv" and is_collective(instruction):
+            self._wait(_known(self._begin(computation, instruction)))
+        elif base not in ("recv", "send-done", "async-update"):
+            self._advance(computation, instruction)
+
+    def _loop(self, computation: Computation, loop: Instruction) -> None:
+        """Walks two iterations: the first may wait for what began before the loop, the others are like the second."""
+        trips = self._reader.loops.trip_count(computation, loop)
+        trips = 1 if trips is None else trips
+        names = [self._reader.module.called(loop, key).name for key in ("condition", "body")]
+        before, start = {}, self.clock
+        for _ in range(min(trips, 2)):
+            before, start = dict(self.sums), self.clock
+            for name in names:
+                self.run(name)
+        if trips > 2:
+            self.clock += (trips - 2) * (self.clock - start)
+            for key, seconds in list(self.sums.items()):
+                self.sums[key] += (trips - 2) * (seconds - before.get(key, 0.0))
+
+    def _fusion(self, computation: Computation, fusion: Instruction) -> None:
+        fused = self._reader.module.called(fusion).name
+        found = self._reader.costs(fused, True).counts
+        chains = self._chains.get(fused, ())
+        transfers = []
+        if found:
+            # What a fusion with a collective moves in memory is moved by the collective.
+            moved = self._reader.memory_bytes.get((computation.name, fusion.name), 0.0)
+            begun = {key: self._begin_collective(key, moved) for key in found}
+            transfers = [transfer for key, transfer in begun.items() if transfer and key not in self._fragmented]
+            for key in begun.keys() & self._fragmented:
+                self._pending["chain", key] = _known(begun[key])
+        if not found or self._has_flops_or_estimate(fused, fusion):
+            self._advance(computation, fusion)
+        self._wait(transfers)
+        for key in self._last(computation).get(fusion.name, ()) if chains else ():
+            self._wait(self._pending.pop(("chain", key), ()))
+
+    def _has_flops_or_estimate(self, fused: str, fusion: Instruction) -> bool:
+        return bool(self._reader.costs(fused, True).flops) or _cycles(fusion) is not None
+
+    def _start_async(self, computation: Computation, instruction: Instruction) -> None:
+        called = self._reader.module.called(instruction).name
+        costs = self._reader.costs(called, instruction.base_opcode == "fusion")
+        begun = [self._begin_collective(key, 0.0) for key in costs.counts]
+        if not begun:  # work on other units of the device, such as a SparseCore
+            seconds, _ = self._times.of_work(Work(costs.flops, costs.memory_bytes))
+            begun = [self._put_on_links((_ASYNC_WORK_LINK,), _COMPUTE, seconds)]
+        self._pending[computation.name, instruction.name] = [transfer for transfer in begun if transfer]
+
+    def _begin(self, computation: Computation, instruction: Instruction) -> _Transfer | None:
+        """Begins a collective or a copy; None if it takes no time."""
+        moved = self._reader.memory_bytes.get((computation.name, instruction.name), 0.0)
+        if is_collective(instruction):
+            return self._begin_collective(f"{computation.name}/{instruction.name}", moved)
+        if instruction.opcode == "send":
+            return None
+        return self._put_on_links((_COPY_LINK,), _COPIES, self._times.of_copy(moved)) if moved else None
+
+    def _begin_collective(self, key: str, moved: float) -> _Transfer | None:
+        collective = self._reader.collectives.get(key)
+        if collective is None or collective.wire_bytes <= 0:
+            return None
+        # A collective is no faster than the memory that it reads and writes.
+        seconds = max(self._times.of_collective(collective), self._times.of_copy(moved))
+        self.sums["total", key] += seconds
+        return self._put_on_links(self._times.links(collective), ("exposed", key), seconds)
+
+    def _put_on_links(self, links: Iterable[Hashable], key: Hashable, seconds: float) -> _Transfer:
+        links = tuple(links)
+        before = max((self._on_link[link] for link in links if link in self._on_link), key=_end, default=None)
+        if before is not None and before.end <= self.clock:
+            before = None
+        start = self.clock if before is None else before.end
+        transfer = _Transfer(key, start, start + seconds, before)
+        self._on_link.update(dict.fromkeys(links, transfer))
+        return transfer
+
+    def _wait(self, transfers: Iterable[_Transfer]) -> None:
+        """Waits until transfers are over. What each occupied its links for while the device waits counts as its own."""
+        for waited_for in transfers:
+            transfer, until = waited_for, waited_for.end
+            while transfer is not None and until > self.clock:
+                since = max(self.clock, transfer.start)
+                if until > since:
+                    self.sums[transfer.key] += until - since
+                until, transfer = min(until, transfer.start), transfer.previous
+            self.clock = max(self.clock, waited_for.end)
+
+    def _advance(self, computation: Computation, instruction: Instruction) -> None:
+        key = computation.name, instruction.name
+        if key not in self._work:
+            work = self._work_of(computation, instruction)
+            self._work[key] = (0.0, False) if work is None else self._times.of_work(work)
+        seconds, is_estimate = self._work[key]
+        self.clock += seconds
+        self.sums[_COMPUTE] += seconds
+        self.sums[_ESTIMATED] += seconds * is_estimate
+
+    def _work_of(self, computation: Computation, instruction: Instruction) -> Work | None:
+        moved = self._reader.memory_bytes.get((computation.name, instruction.name), 0.0)
+        counted: Mapping[str, float] = {}
+        if instruction.opcode == "fusion":
+            counted = self._reader.costs(self._reader.module.called(instruction).name, True).flops
+        elif instruction.opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
+            found = flops(computation, instruction)
+            counted = {} if found is None else dict([found])
+        cycles = _cycles(instruction)
+        if not moved and not counted and cycles is None:
+            return None
+        return Work(counted, moved, cycles, _microseconds(instruction), is_attention(instruction))
+
+    def _source(self, computation: Computation, done: Instruction) -> Instruction | None:
+        """The start of which an instruction is the end; None if another computation has it."""
+        instruction = computation.operand(done, 0)
+        while instruction.opcode in _PASSES_ON or instruction.opcode.endswith("-update"):
+            instruction = computation.operand(instruction, 0)
+        is_start = instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv")
+        return instruction if is_start else None
+
+    # ---------------------------------------------------------------------------- fragments of one TPU collective
+
+    def _chains_by_computation(self) -> Iterable[tuple[str, list[str]]]:
+        for computation in self._reader.module.computations.values():
+            keys = (chain(each) for each in computation.instructions.values() if is_collective(each))
+            yield computation.name, [self._reader.chains[key] for key in keys if key in self._reader.chains]
+
+    def _last(self, computation: Computation) -> dict[str, list[str]]:
+        """The collectives of which a fusion has the last fragment, by the name of the fusion."""
+        if computation.name not in self._last_fragments:
+            last = {}
+            for instruction in computation.instructions.values():
+                if instruction.opcode == "fusion":
+                    for key in self._chains.get(self._reader.module.called(instruction).name, ()):
+                        last[key] = instruction.name
+            by_fusion: dict[str, list[str]] = {}
+            for key, name in last.items():
+                by_fusion.setdefault(name, []).append(key)
+            self._last_fragments[computation.name] = by_fusion
+        return self._last_fragments[computation.name]
+
+
+def _end(transfer: _Transfer) -> float:
+    return transfer.end
+
+
+def _known(transfer: _Transfer | None) -> tuple[_Transfer, ...]:
+    return () if transfer is None else (transfer,)
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_MICROSECONDS = re.compile(r'"reification_cost":\[\{[^{}]*?"exec_time_us":([\d.eE+-]+)')
+_UNKNOWN_CYCLES = 2**62  # XLA:TPU writes 2^63 - 1 for what it cannot estimate
+_RENDEZVOUS = re.compile(r'_xla_(?:host_transfer_rendezvous|send_recv_source_target_pairs)="?([^",]*)')
+
+
+def _cycles(instruction: Instruction) -> float | None:
+    found = _CYCLES.search(instruction.attributes)
+    return float(found[1]) if found and float(found[1]) < _UNKNOWN_CYCLES else None
+
+
+def _microseconds(instruction: Instruction) -> float | None:
+    found = _MICROSECONDS.search(instruction.attributes)
+    return float(found[1]) if found else None
+
+
+def _rendezvous(instruction: Instruction) -> Hashable:
+    found = _RENDEZVOUS.search(instruction.attributes)
+    return "rendezvous", found[1] if found else instruction.attribute("channel_id")

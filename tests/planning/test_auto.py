@@ -1,0 +1,284 @@
+"""`kd.auto` on simulated devices: what it chooses, what it compiles, and what it reports."""
+
+import functools
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support.planned_models import MODELS as PLANNED
+from support.planned_models import gpt, perceptron
+from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
+
+import keras_dist as kd
+from keras_dist.planning import compilation
+from keras_dist.planning.candidates import STRATEGIES
+from keras_dist.planning.choice import NothingFitsError
+
+
+def wide(width=512):
+    """A model with weights that FSDP shards, and rules of tensor parallelism."""
+    tokens = keras.Input((16,), dtype="int32")
+    x = layers.Embedding(64, 64, name="embedding")(tokens)
+    x = layers.Dense(64, name="down")(layers.Dense(width, activation="relu", name="up")(x))
+    model = keras.Model(tokens, layers.Dense(64, name="head")(x), name="wide")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Compilations of other tests are not known."""
+    monkeypatch.setattr("keras_dist.planning.compilation_cache._default_folder", lambda: tmp_path / "compilations")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The meshes of the programs that are compiled."""
+    meshes = []
+    original = compilation._compile
+
+    def counted(lowered, *arguments):
+        meshes.append(lowered)
+        return original(lowered, *arguments)
+
+    monkeypatch.setattr(compilation, "_compile", counted)
+    return meshes
+
+
+def test_the_choice_is_the_best_of_what_is_compiled(compiled):
+    choice = kd.auto(wide, 32, trials=6)
+    plans = [trial for trial in choice.trials if trial.plan is not None]
+    assert len(plans) == len(compiled) <= 6
+    assert choice.trials[0].outcome == "chosen"
+    assert choice.trials[0].plan == choice.plan
+    assert choice.trials[0].seconds == min(trial.seconds for trial in plans)
+    assert choice.mesh == choice.distribution.device_mesh
+    assert all(trial.outcome for trial in choice.trials)
+    assert kd.distribution() is None
+
+
+def test_the_plan_is_that_of_the_distribution():
+    choice = kd.auto(wide, 32, trials=2)
+    planned = kd.plan(wide, choice.distribution, 32)
+    assert choice.plan.memory == planned.memory
+    assert choice.plan.traffic == planned.traffic
+    assert choice.plan.variables == planned.variables
+
+
+def test_a_second_search_compiles_nothing_and_finds_the_same(compiled):
+    first = kd.auto(wide, 32, trials=4)
+    count = len(compiled)
+    second = kd.auto(wide, 32, trials=4)
+    assert count >= 2
+    assert len(compiled) == count
+    assert [(t.candidate, t.seconds, t.outcome) for t in first.trials] == [
+        (t.candidate, t.seconds, t.outcome) for t in second.trials
+    ]
+    kd.auto(functools.partial(wide, width=256), 32, trials=1)  # another program
+    assert len(compiled) == count + 1
+
+
+FAST = "zero1", "fsdp_tp_sp"
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in STRATEGIES])
+def test_a_chosen_distribution_trains_as_one_device_does(name):
+    build, x, y = MODELS["transformer"]
+    keep = {"data": 4} if name == "hsdp" else {"model": 2} if "tp" in name else None
+    choice = kd.auto(transformer, (x, y), strategies=[name], keep=keep, trials=1)
+    assert choice.trials[0].candidate.strategy == name
+    histories = []
+    for distribution in (None, choice.distribution):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        with scope(distribution):
+            model = build()
+            histories.append(model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history)
+    assert_same_numbers(histories[1], histories[0], 1e-4)
+
+
+@pytest.mark.slow
+def test_a_chosen_context_parallel_distribution_trains_as_one_device_does():
+    build, x, y = MODELS["transformer"]
+    choice = kd.auto(build, (x, y), strategies=["fsdp", "cp"], keep={"context": 4}, trials=2)
+    assert "CP" in choice.trials[0].candidate.label
+    losses = []
+    for distribution in (None, choice.distribution):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        with scope(distribution):
+            losses.append(build().fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+def test_the_chosen_distribution_can_be_installed():
+    x, y = PLANNED["perceptron"][1]
+    kd.set_distribution(kd.auto(perceptron, batch=(x, y), trials=1).distribution)
+    assert len(perceptron().fit(x, y, verbose=0, batch_size=len(x)).history["loss"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convnet", "two branches", "perceptron", "subclassed"])
+def test_models_of_all_kinds_get_a_choice(name):
+    build, (x, y) = PLANNED[name]
+    choice = kd.auto(build, (x, y), trials=3)
+    assert choice.plan.fits
+    tensor_parallel = [trial for trial in choice.trials if "tp" in trial.candidate.strategy]
+    assert tensor_parallel or any("Tensor parallelism was not tried" in note for note in choice.notes)
+
+
+def test_memory_is_minimized():
+    least = kd.auto(wide, 32, objective="memory", trials=5)
+    fastest = kd.auto(wide, 32, trials=5)
+    assert least.plan.memory.total <= fastest.plan.memory.total
+    compiled = [trial for trial in least.trials if trial.plan is not None]
+    assert least.plan.memory.total == min(trial.memory_bytes for trial in compiled)
+
+
+def test_fewest_devices():
+    choice = kd.auto(wide, 32, objective="devices", trials=1)
+    assert choice.mesh.devices.size == 1
+    assert "There is one device, so there is nothing to choose." in choice.notes
+    assert choice.trials[0].candidate.label == "DP"
+    assert choice.objective == "devices"
+    sharded = kd.auto(wide, 32, objective="devices", strategies=["fsdp"], trials=1)
+    assert sharded.mesh.devices.size == 2  # one device has nothing to shard over
+
+
+def capacity_of(monkeypatch, capacity):
+    """Lets a CPU device have this memory."""
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(capacity) * len(jax.devices())}
+    monkeypatch.setattr("keras_dist.planning.compile_target.os.sysconf", pages.__getitem__)
+
+
+def test_fewest_devices_that_it_fits_on(monkeypatch):
+    one = kd.auto(wide, 32, target=jax.devices()[:1], trials=1).plan.memory
+    capacity_of(monkeypatch, 0.7 * one.total)
+    choice = kd.auto(wide, 32, objective="devices", trials=6)
+    assert choice.mesh.devices.size in (2, 4)
+    assert choice.plan.fits
+    assert "devices=" in choice.to_source()
+    with pytest.raises(NothingFitsError, match="No candidate fits"):
+        kd.auto(wide, 32, target=jax.devices()[:1])
+
+
+def test_nothing_fits(monkeypatch, compiled):
+    capacity_of(monkeypatch, 1000)
+    with pytest.raises(NothingFitsError, match="per device for variables and batch") as caught:
+        kd.auto(wide, 32)
+    assert not compiled  # exact sizes suffice
+    assert all(trial.outcome.startswith("cannot fit") for trial in caught.value.trials)
+    assert kd.distribution() is None
+
+
+@pytest.mark.slow
+def test_most_rows(monkeypatch):
+    few = kd.auto(wide, 8, objective="memory", trials=4).plan.memory
+    capacity_of(monkeypatch, 2.5 * few.total)
+    choice = kd.auto(wide, "largest", trials=4)
+    rows = int(choice.notes[0].partition(" ")[0])
+    assert rows >= 8
+    assert choice.plan.fits
+    assert choice.plan.batch[0] == f"int32[{rows}, 16]"
+    of_function = kd.auto(wide, lambda rows: ((rows, 16), (rows, 16)), trials=4)
+    assert of_function.plan.fits
+
+
+def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
+    original, calls = compilation._compile, []
+
+    def interrupted(lowered, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(lowered, *arguments)
+
+    monkeypatch.setattr(compilation, "_compile", interrupted)
+    choice = kd.auto(wide, 32)
+    assert sum(trial.plan is not None for trial in choice.trials) == 2
+    assert any("interrupted" in note for note in choice.notes)
+    assert kd.distribution() is None
+    calls[:] = [1, 1]
+    with pytest.raises(KeyboardInterrupt):  # nothing was compiled
+        kd.auto(functools.partial(wide, width=128), 32)
+    assert kd.distribution() is None
+
+
+def test_a_candidate_that_the_compiler_refuses_is_passed_over(monkeypatch):
+    original, calls = compilation._compile, []
+
+    def refusing(lowered, *arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise NotImplementedError("no such thing")
+        return original(lowered, *arguments)
+
+    monkeypatch.setattr(compilation, "_compile", refusing)
+    choice = kd.auto(wide, 32, trials=3)
+    assert [t for t in choice.trials if t.outcome.startswith("refused: ") and "no such thing" in t.outcome]
+    monkeypatch.setattr(compilation, "_compile", lambda *_: (_ for _ in ()).throw(NotImplementedError("never")))
+    with pytest.raises(ValueError, match="never"):
+        kd.auto(functools.partial(wide, width=128), 32)
+
+
+def test_depth_is_extrapolated():
+    choice = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=6, strategies=["dp"], trials=1)
+    assert choice.plan.depth == 6
+    assert "Extrapolated to 6 blocks from compilations of 2 and 4" in choice.plan.notes[0]
+    whole = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=1, strategies=["dp"])
+    assert whole.plan.depth is None
+
+
+def test_a_mesh_keeps_its_axes():
+    choice = kd.auto(wide, 32, target=kd.create_device_mesh("data:4,model:2"), trials=2)
+    assert all(dict(trial.candidate.axes) == {"data": 4, "model": 2} for trial in choice.trials)
+    with pytest.raises(ValueError, match="Cannot keep axis 'batch'"):
+        kd.auto(wide, 32, target=kd.create_device_mesh("batch:8"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep": {"data": 3}}, ValueError, "3 does not divide the number of devices, 8"),
+        ({"keep": {"rows": 2}}, ValueError, "Cannot keep axis 'rows'"),
+        ({"keep": {"data": 0}}, ValueError, "must be a positive integer"),
+        ({"keep": {"model": 2}, "strategies": ["dp"]}, ValueError, "No candidate is left"),
+        ({"strategies": ["zero3"]}, ValueError, "Unknown strategy 'zero3'"),
+        ({"strategies": []}, ValueError, "strategies is empty"),
+        ({"objective": "speed"}, ValueError, "Unknown objective 'speed'"),
+        ({"trials": 0}, ValueError, "trials must be a positive number"),
+        ({"step": "fit"}, ValueError, "Unknown step 'fit'"),
+        ({"batch": "most"}, ValueError, "batch='most' is not a batch"),
+        ({"depth": 4, "build_model": lambda: wide()}, TypeError, "does not accept one argument"),
+        ({"target": []}, ValueError, "The list of devices is empty"),
+        ({"target": "v9:8"}, ValueError, "Unknown hardware 'v9'"),
+    ],
+)
+def test_wrong_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        kd.auto(**{"build_model": wide, "batch": 32, **options})
+    assert kd.distribution() is None
+
+
+def test_a_model_that_cannot_be_traced_is_one_error():
+    with pytest.raises(ValueError, match="Cannot trace the train step of 'perceptron'"):
+        kd.auto(perceptron, ((8, 17), (8, 8)))
+    assert kd.distribution() is None
+    assert layers.Dense(1).name == "dense"
+
+
+def test_reports():
+    choice = kd.auto(wide, 32, trials=3)
+    text = str(choice)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "chosen" in text
+    assert choice.to_source() in text + "\n"
+    assert "<table>" in choice._repr_html_()
+    data = json.loads(choice.to_json())
+    assert len(data["candidates"]) == len(choice.trials)
+    assert data["mesh"] == choice.mesh.axis_sizes
+    assert data["candidates"][0]["is_compiled"]
+    assert repr(choice).startswith("<Choice of ")
