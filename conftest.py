@@ -60,6 +60,12 @@ def compiled_programs_are_dropped():
     jax.clear_caches()
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """What `auto` compiled for other tests is not known."""
+    monkeypatch.setattr("keras_dist.planning.compilation_cache._default_folder", lambda: tmp_path / "compilations")
+
+
 @pytest.fixture(autouse=True)
 def names_in_examples(doctest_namespace):
     """Examples in docstrings may use these names without importing them."""

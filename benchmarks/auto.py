@@ -55,7 +55,7 @@ def attention_block(x, number: int, width: int, causal: bool):
     y = layers.MultiHeadAttention(8, width // 8, name=f"block{number}_attention")(y, y, use_causal_mask=causal)
     x = layers.Add(name=f"block{number}_add1")([x, y])
     y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
-    y = layers.Dense(4 * width, activation="gelu", name=f"block{number}_up")(y)
+    y = layers.Dense(4 * width, activation="relu", name=f"block{number}_up")(y)
     return layers.Add(name=f"block{number}_add2")([x, layers.Dense(width, name=f"block{number}_down")(y)])
 
 

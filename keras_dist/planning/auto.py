@@ -26,7 +26,7 @@ def auto(
     *,
     objective: str = "time",
     step: str = "train",
-    keep: Mapping[str, int] | None = None,
+    keep: Mapping[str, int] | str | None = None,
     strategies: Iterable[str] | None = None,
     trials: int = 12,
     depth: int | None = None,
@@ -52,11 +52,11 @@ def auto(
             whose axes are then kept. By default the devices of this machine. With `objective="devices"` also a list of
             names and targets.
         objective: What to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
-            The last chooses the best time on the fewest devices of the target, or on the first target of a list, on
+            The last chooses the best time on the fewest devices of the target, or on the smallest target of a list, on
             which the model fits.
         step: `"train"`, `"test"` or `"predict"`.
-        keep: Sizes of mesh axes that are fixed, such as `{"data": 4}`. The axes are "replica" (HSDP), "data",
-            "context" and "model".
+        keep: Sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
+            "data", "context" and "model".
         strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
             `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
         trials: The most candidates to compile.
@@ -98,8 +98,15 @@ def auto(
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise ValueError(f"depth must be a positive number of blocks, but got {depth!r}.")
     fewest, options = objective == "devices", checked_compiler_options(compiler_options)
-    if fewest and isinstance(target, (list, tuple)) and target and all(isinstance(t, (str, Target)) for t in target):
-        places: Iterable[Place] = [place_of(each, keep) for each in target]
+    if _are_targets(target, fewest):
+        if not fewest:
+            raise ValueError(
+                f"Several targets {target!r} are for objective='devices', which finds the smallest one on which the "
+                f"model fits, but objective is {objective!r}. Choose for one target at a time, and compare the times."
+            )
+        places: Iterable[Place] = sorted(
+            (place_of(each, keep) for each in target), key=lambda place: len(place.devices)
+        )
     else:
         place = place_of(target, keep)
         places = place.with_fewer_devices() if fewest else [place]
@@ -115,6 +122,14 @@ def auto(
                 failure = error  # the next place has more devices, or is the next of the list
         assert failure is not None  # there is at least one place
         raise failure
+
+
+def _are_targets(given: Any, fewest: bool) -> bool:
+    """Whether these are several targets; names such as "gpu:0" are devices, unless the fewest are looked for."""
+    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(each, (str, Target)) for each in given):
+        return False
+    devices = ("cpu", "gpu", "tpu")
+    return fewest or any(isinstance(each, Target) or each.partition(":")[0] not in devices for each in given)
 
 
 def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
@@ -139,35 +154,43 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
         raise ValueError(f"The most rows that fit are unknown, because the memory of {place} is. Pass a batch.")
     count, batch_of = len(place.devices), batch if callable(batch) else int
     least = replace(task, objective="memory", trials=min(task.trials, _TRIALS_FOR_ROWS))
-    fitting: dict[int, Choice] = {}
+    rows, too_many = count, None
+    smallest: Choice | None = None  # the choice for `rows`
 
-    def fits(rows: int) -> bool:
+    def smallest_for(number: int) -> Choice | None:
         try:
-            fitting[rows] = choose(least, place, batch_of(rows), is_final=False)
+            return choose(least, place, batch_of(number), is_final=False)
         except NothingFitsError:
-            return False
-        return True
+            if number == 1:
+                raise
+            return None
 
-    rows = count
-    while not fits(rows):
-        if rows == 1:
-            choose(least, place, batch_of(1), is_final=False)  # raises the error
-        rows = max(rows // 2, 1)
-    too_many = None if rows == count else 2 * rows
+    while (smallest := smallest_for(rows)) is None:
+        rows, too_many = max(rows // 2, 1), rows
     granularity = count if rows == count else 1
-    while too_many is None or too_many - rows > max(granularity, rows // 16):
-        more = max(_rows_expected(fitting[rows].plan, rows), 2 * rows)
-        middle = more if too_many is None else (rows + too_many) // 2
-        middle -= middle % granularity
-        if fits(middle):
-            rows = middle
-        else:
-            too_many = middle
+    try:
+        while too_many is None or too_many - rows > max(granularity, rows // 16):
+            if smallest.is_interrupted:
+                raise KeyboardInterrupt
+            more = max(_rows_expected(smallest.plan, rows), 2 * rows)
+            middle = more if too_many is None else (rows + too_many) // 2
+            middle -= middle % granularity
+            if (found := smallest_for(middle)) is None:
+                too_many = middle
+            else:
+                rows, smallest = middle, found
+        limit = f"{rows} rows fit, {too_many} do not."
+    except KeyboardInterrupt:
+        return replace(
+            smallest,
+            notes=(f"{rows} rows fit. The search for more, and for less time, was interrupted.", *smallest.notes),
+            is_interrupted=True,
+        )
     try:
         choice = choose(task, place, batch_of(rows))
     except NothingFitsError:  # what is fastest needs more than what is smallest
         choice = choose(least, place, batch_of(rows))
-    return replace(choice, notes=(f"{rows} rows fit, {too_many} do not.", *choice.notes))
+    return replace(choice, notes=(limit, *choice.notes))
 
 
 def _rows_expected(plan: Plan, rows: int) -> int:

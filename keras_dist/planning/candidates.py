@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_dist.mesh.axes import spell_axes
@@ -74,6 +74,16 @@ class Candidate:
         return CONTEXT if CONTEXT in self.axes else None
 
     @property
+    def communicating_less(self) -> tuple["Candidate", ...]:
+        """The same without gathering again, and with batches in place of sequences sharded over the axis "context"."""
+        found = [replace(self, regathers=False)] if self.regathers else []
+        if CONTEXT in self.axes:
+            sizes = {**self.axes, DATA: self.size(DATA, CONTEXT)}
+            axes = {axis: size for axis, size in sizes.items() if axis != CONTEXT}
+            found += [replace(each, axes=FrozenMapping(axes)) for each in (*found, self)]
+        return tuple(found)
+
+    @property
     def label(self) -> str:
         """The strategy as reports name it, such as "FSDP x TP + SP + CP, gathering again"."""
         context = " + CP" if self.sequence_dim_name else ""
@@ -95,10 +105,8 @@ class Candidate:
         kind = FullyShardedDataParallel if self.shards_weights else ModelParallel
         return kind(layout_map=merged_layout_map(rules, mesh), **options)
 
-    def to_source(self, distribution: Distribution, devices: str) -> str:
-        """Returns Python code that creates the distribution. `devices` is a further argument for the mesh, or empty."""
-        axes = ",".join(f"{axis}:{size}" for axis, size in self.axes.items())
-        mesh = f'mesh = kd.create_device_mesh("{axes}"{devices})'
+    def to_source(self, distribution: Distribution, mesh: str) -> str:
+        """Returns Python code that creates the distribution; `mesh` is the code that creates its mesh."""
         options = [] if self.sequence_dim_name is None else [f'sequence_dim_name="{self.sequence_dim_name}"']
         options += ["reshard_after_forward=True"] if self.regathers else []
         options += ["shard_optimizer_state=True"] if self.strategy == "zero1" else []
@@ -108,7 +116,8 @@ class Candidate:
             rules = ["layout_map = kd.LayoutMap(mesh)"]
             rules += [f"layout_map[{pattern!r}] = {axes}" for pattern, axes in distribution.layout_rules()]
         arguments = ", ".join([first, *options])
-        return "\n".join(["import keras_dist as kd", "", mesh, *rules, f"distribution = kd.{name}({arguments})", ""])
+        made = f"distribution = kd.{name}({arguments})"
+        return "\n".join(["import keras_dist as kd", "", f"mesh = {mesh}", *rules, made, ""])
 
 
 def enumerate_candidates(
@@ -118,6 +127,7 @@ def enumerate_candidates(
     keep: Mapping[str, int],
     length: int | None,
     model_sizes: Collection[int],
+    is_training: bool = True,
 ) -> list[Candidate]:
     """Returns all candidates for a number of devices, simple strategies first.
 
@@ -128,6 +138,7 @@ def enumerate_candidates(
         keep: Sizes of axes that are fixed.
         length: Length of the sequences, None if the model has none.
         model_sizes: Sizes of the axis "model" for which rules of tensor parallelism are known.
+        is_training: Whether there is a backward pass, for which weights may be gathered again.
     """
     found = []
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -136,15 +147,19 @@ def enumerate_candidates(
             continue
         if context > 1 and (length is None or length % context or CONTEXT_PARALLEL not in strategies):
             continue
-        for candidate in _on_axes(devices // (context * model), devices // per_network, context, model):
+        networks = keep.get(REPLICA, devices // per_network)
+        for candidate in _on_axes(devices // (context * model), networks, context, model):
             is_kept = all(candidate.axes.get(axis, 1) == size for axis, size in keep.items())
-            if candidate.strategy in strategies and is_kept:
+            if candidate.strategy in strategies and is_kept and (is_training or not candidate.regathers):
                 found.append(candidate)
     return sorted(found, key=_simplest_first)
 
 
 def _on_axes(rest: int, networks: int, context: int, model: int) -> Iterator[Candidate]:
-    """Yields the candidates with certain sizes of the axes "context" and "model", and `rest` devices for the others."""
+    """Yields the candidates with certain sizes of the axes "context" and "model", and `rest` devices for the others.
+
+    With several slices or hosts (`networks`), HSDP has a replica for each of them.
+    """
 
     def candidate(strategy: str, replicas: int = 1, regathers: bool = False) -> Candidate:
         sizes = zip(AXES, (replicas, rest // replicas, context, model), strict=True)
@@ -164,7 +179,6 @@ def _on_axes(rest: int, networks: int, context: int, model: int) -> Iterator[Can
         if shards_weights:
             yield from (candidate(name, regathers=each) for name in ("fsdp_tp", "fsdp_tp_sp") for each in again)
     for replicas in range(2, rest):
-        # Weights are gathered within a group of devices, as a rule those of a slice or host.
         if rest % replicas == 0 and (replicas == networks or (networks == context == model == 1)):
             names = ("hsdp",) if model == 1 else ("fsdp_tp", "fsdp_tp_sp")
             yield from (candidate(name, replicas, each) for name in names for each in again)

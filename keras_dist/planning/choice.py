@@ -45,9 +45,11 @@ class Choice(Report):
         distribution: the distribution, to be passed to `kd.set_distribution`.
         plan: its plan.
         objective: what was minimized: `"time"`, `"memory"` or `"devices"`.
-        trials: all candidates, the chosen one first, then those that were compiled.
+        trials: all candidates, the chosen one first, then those that were compiled. With `depth`, they are compared by
+            models of few blocks, and `plan` is from more of them.
         source: Python code that creates the distribution; see `to_source`.
         notes: what was not tried, and near ties.
+        is_interrupted: whether Ctrl-C ended the search.
     """
 
     distribution: Distribution
@@ -56,6 +58,7 @@ class Choice(Report):
     trials: tuple[Trial, ...]
     source: str
     notes: tuple[str, ...]
+    is_interrupted: bool = False
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -1,16 +1,17 @@
 """Chooses a distribution for one batch on some devices: makes candidates, searches among them, and reports."""
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from keras_dist._report.units import bytes_text
-from keras_dist.mesh.device_mesh import create_device_mesh
+from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
 from keras_dist.planning.abstract_step import Step, prepared_step
 from keras_dist.planning.candidates import (
     CONTEXT_PARALLEL,
@@ -26,9 +27,10 @@ from keras_dist.planning.compile_target import Target
 from keras_dist.planning.estimates import Sizes, Workload
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.places import Place
-from keras_dist.planning.plan import plan_step
+from keras_dist.planning.plan import UnequalBlocksError, plan_step
 from keras_dist.planning.report import Plan
 from keras_dist.planning.search import ACCURACY, Search
+from keras_dist.strategies.attention import attention_warnings_repeated
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.tensor_parallel import Solution, solve
@@ -87,45 +89,74 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
     With `is_final`, the chosen candidate is planned as `plan` does it.
     """
     task.report(f"Building the model for {place}")
-    candidates, sizes, notes = candidates_of(task, place, batch)
-    recorded: dict[int, list[warnings.WarningMessage]] = {}
+    with _recorded_warnings() as of_building:
+        candidates, sizes, notes = candidates_of(task, place, batch)
+    depths, of_candidates = _COMPARED_DEPTHS, {}
 
     def compile(distribution: Distribution, report: Callable[[str], Any]) -> Plan:
-        with warnings.catch_warnings(record=True) as caught:
-            planned = task.plan(distribution, batch, _COMPARED_DEPTHS, report)
-        recorded[id(distribution)] = caught
-        return planned
+        nonlocal depths
+        with _recorded_warnings() as of_candidates[id(distribution)]:
+            try:
+                return task.plan(distribution, batch, depths, report)
+            except UnequalBlocksError:
+                if depths == _PLANNED_DEPTHS:
+                    raise
+                depths = _PLANNED_DEPTHS  # such as blocks of two kinds that alternate
+                return task.plan(distribution, batch, depths, report)
 
     search = Search(candidates, sizes, compile, task.objective, task.trials, place.hardware, task.report)
-    chosen = search.run()
-    is_extrapolated = task.depth is not None and task.depth > max(_COMPARED_DEPTHS)
-    if is_final and is_extrapolated and not search.is_interrupted:
-        chosen = _confirmed(task, search, chosen, batch)
+    chosen, confirmed = search.run(), None
+    if is_final and task.depth is not None and max(depths) < task.depth and depths != _PLANNED_DEPTHS:
+        with _recorded_warnings():
+            chosen, confirmed = _confirmed(task, search, chosen, batch)
     if chosen is None:
-        raise _nothing_fits(search, place)
-    for warning in recorded[id(candidates[chosen])]:
-        warnings.warn(warning.message, warning.category, stacklevel=3)
+        raise _nothing_fits(task, search, place)
+    if confirmed is not None:
+        notes.append(
+            f"Candidates are compared by models of {' and '.join(map(str, depths))} blocks, and the plan of the chosen "
+            f"one is from {' and '.join(map(str, _PLANNED_DEPTHS))}."
+        )
+    distribution = candidates[chosen]
+    if is_final:
+        caught = (*of_building, *of_candidates[id(distribution)])
+        for warning in {(each.category, str(each.message)): each for each in caught}.values():
+            warnings.warn(warning.message, warning.category, stacklevel=3)
     comment = f"# For {place}.\n" if isinstance(place.devices, Target) else ""
-    source = chosen.to_source(candidates[chosen], place.num_devices_argument)
     return Choice(
-        distribution=candidates[chosen],
-        plan=search.plans[chosen],
+        distribution=distribution,
+        plan=confirmed or search.plans[chosen],
         objective=task.objective,
         trials=search.trial_table(chosen),
-        source=comment + source,
+        source=comment + chosen.to_source(distribution, place.mesh_source(distribution.device_mesh)),
         notes=(*notes, *_notes(search, chosen), _NOT_TRIED),
+        is_interrupted=search.is_interrupted,
     )
 
 
-def _confirmed(task: Task, search: Search, chosen: Candidate | None, batch: Any) -> Candidate | None:
+@contextlib.contextmanager
+def _recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Records all warnings of a block, also those that are shown once in a process."""
+    with warnings.catch_warnings(record=True) as caught, attention_warnings_repeated():
+        warnings.simplefilter("always")
+        yield caught
+
+
+def _confirmed(
+    task: Task, search: Search, chosen: Candidate | None, batch: Any
+) -> tuple[Candidate | None, Plan | None]:
     """Plans what is chosen as `plan` does it; while deeper models show that it does not fit, the next best."""
-    while chosen is not None:
-        distribution = search.candidates[chosen]
-        search.plans[chosen] = task.plan(distribution, batch, _PLANNED_DEPTHS, functools.partial(search.show, chosen))
-        if search.plans[chosen].fits is not False:
-            return chosen
+    while chosen is not None and not search.is_interrupted:
+        try:
+            show = functools.partial(search.show, chosen)
+            plan = task.plan(search.candidates[chosen], batch, _PLANNED_DEPTHS, show)
+        except KeyboardInterrupt:
+            search.is_interrupted = True
+            break
+        if plan.fits is not False:
+            return chosen, plan
+        search.plans[chosen] = plan
         chosen = search.best
-    return None
+    return chosen, None
 
 
 def candidates_of(
@@ -135,11 +166,17 @@ def candidates_of(
     devices = list(place.devices)
     mesh = create_device_mesh({DATA: len(devices)}, devices=devices)
     with prepared_step(task.full_model, DataParallel(mesh), batch, task.step) as prepared:
-        workload = Workload(prepared, batch, place.hardware, devices)
+        workload = Workload(prepared, batch, place.hardware)
         solutions, notes = _solutions(task, place, prepared)
         length = _length(prepared) if CONTEXT_PARALLEL in task.strategies else None
         found = enumerate_candidates(
-            len(devices), place.per_network, task.strategies, place.keep, length, solutions.keys()
+            len(devices),
+            place.per_network,
+            task.strategies,
+            place.keep,
+            length,
+            solutions.keys(),
+            is_training=task.step == "train",
         )
         if not found:
             kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
@@ -147,26 +184,54 @@ def candidates_of(
                 f"No candidate is left for {place}: of the strategies {', '.join(task.strategies)}, none has a mesh"
                 f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
             )
-        distributions = {
-            each: each.distribution(workload.mesh(each), solutions.get(each.size(MODEL))) for each in found
-        }
+        distributions = _distributions(found, place, solutions, notes)
         all_reduced = solutions[min(solutions)].all_reduced_bytes if solutions else 0.0
         sizes = {
             each: workload.sizes(each, distribution, solutions.get(each.size(MODEL)), all_reduced)
             for each, distribution in distributions.items()
         }
-    unsharded = {each.strategy for each in found if not each.shards_state}
-    for each in found:
-        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded:
-            del distributions[each], sizes[each]  # on every mesh the same as the other
-    if len(distributions) < len(found):
+    unsharded = {each.strategy for each in distributions if not each.shards_state}
+    useless = [
+        each
+        for each in distributions
+        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded
+    ]
+    for each in useless:
+        del distributions[each], sizes[each]  # on every mesh the same as the other
+    if useless:
         notes.append(
-            f"{len(found) - len(distributions)} candidates of ZeRO-1, FSDP and HSDP were left out because they would "
-            "shard nothing: no weight is large enough, or has a dim that the axis divides."
+            f"{len(useless)} candidates of ZeRO-1, FSDP and HSDP were left out because they would shard nothing: no "
+            "weight is large enough, or has a dim that the axis divides."
         )
     if len(devices) == 1:
         notes.append("There is one device, so there is nothing to choose.")
     return distributions, sizes, notes
+
+
+def _distributions(
+    found: Iterable[Candidate], place: Place, solutions: Mapping[int, Solution], notes: list[str]
+) -> dict[Candidate, Distribution]:
+    """Returns the distributions of candidates, without those that cannot be or are the same as a simpler one."""
+    meshes: dict[Mapping[str, int], DeviceMesh] = {}
+    made: dict[Candidate, Distribution] = {}
+    errors: list[str] = []
+    for each in found:
+        if each.axes not in meshes:
+            meshes[each.axes] = place.mesh(each.axes)
+        try:
+            distribution = each.distribution(meshes[each.axes], solutions.get(each.size(MODEL)))
+        except ValueError as error:
+            errors.append(f"{each}: {error}")
+            continue
+        simpler = made.get(replace(each, strategy=each.strategy.removesuffix("_sp")))
+        if each.sequence_parallel and simpler is not None and simpler.layout_rules() == distribution.layout_rules():
+            continue  # the model has no sequences to shard
+        made[each] = distribution
+    if not made:
+        raise NoCandidateError(f"No candidate is left for {place}. {errors[0]}")
+    if errors:
+        notes.append(f"{len(errors)} candidates were left out because they cannot be created. {errors[0]}")
+    return made
 
 
 def _solutions(task: Task, place: Place, prepared: Step) -> tuple[dict[int, Solution], list[str]]:
@@ -175,9 +240,9 @@ def _solutions(task: Task, place: Place, prepared: Step) -> tuple[dict[int, Solu
         return {}, []
     solutions: dict[int, Solution] = {}
     devices = list(place.devices)
-    for size in range(2, place.per_network + 1):
-        if place.per_network % size or place.keep.get(MODEL, size) != size:
-            continue
+    sizes = [size for size in range(2, place.per_network + 1) if place.per_network % size == 0]
+    sizes = [size for size in sizes if place.keep.get(MODEL, size) == size]
+    for size in sizes:
         mesh = create_device_mesh({DATA: len(devices) // size, MODEL: size}, devices=devices)
         try:
             solution = solve(prepared.model, mesh, MODEL, prepared.batch)
@@ -185,7 +250,7 @@ def _solutions(task: Task, place: Place, prepared: Step) -> tuple[dict[int, Solu
             return {}, [f"Tensor parallelism was not tried: {error}"]
         if solution.sharded_fraction > 0:
             solutions[size] = solution
-    if not solutions and place.per_network > 1:
+    if not solutions and sizes:
         return {}, ["Tensor parallelism was not tried: no weight of the model can be sharded by it."]
     return solutions, []
 
@@ -215,13 +280,13 @@ def _notes(search: Search, chosen: Candidate) -> list[str]:
             f"{len(near)} other candidate{'s are' if len(near) > 1 else ' is'} nearer to the chosen one than the "
             f"forecast is accurate ({100 * ACCURACY:.0f}%): {listed}. Measure them if it matters."
         )
-    untried = [trial for trial in search.trial_table(chosen) if trial.outcome.startswith("not tried")]
+    untried = search.untried
     if search.is_interrupted:
         notes.append(f"The search was interrupted: {len(untried)} candidates that might be better are not compiled.")
     elif untried:
         notes.append(
             f"{len(untried)} candidates that might be better are not compiled, because trials={search.trials}. The "
-            f"most promising is {untried[0].candidate}."
+            f"most promising is {untried[0]}."
         )
     if search.plans[chosen].roofline.forecast is None:
         notes.append(
@@ -231,7 +296,7 @@ def _notes(search: Search, chosen: Candidate) -> list[str]:
     return notes
 
 
-def _nothing_fits(search: Search, place: Place) -> ValueError:
+def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     """Returns the error for a model that fits under no candidate: what comes closest, and what would help."""
     if not search.plans and search.refused:
         candidate, message = next(iter(search.refused.items()))
@@ -249,10 +314,18 @@ def _nothing_fits(search: Search, place: Place) -> ValueError:
         f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
         f"{bytes_text(capacity)} per device{of_them} for variables and batch."
     )
-    help = []
-    if held < capacity and needed > held:
-        help.append(f"about {math.floor(100 * (capacity - held) / (needed - held))}% of the rows")
-    help.append(f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many devices")
-    help.append("an optimizer with less state")
-    text += f" Try {', '.join(help[:-1])}, or {help[-1]}."
+    if untried := search.untried:
+        text += (
+            f" {len(untried)} candidates that might fit were not compiled, because trials={search.trials}: allow more."
+        )
+    help, share = [], 100 * (capacity - held) / max(needed - held, 1)
+    if 1 <= share < 100:
+        help.append(f"about {math.floor(share)}% of the rows")
+    if closest.shards_state or len(search.candidates) == 1:
+        help.append(f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many devices")
+    else:
+        help.append('strategies that shard variables, such as "fsdp"')
+    if task.step == "train":
+        help.append("keras.RematScope" if needed > 2 * held else "an optimizer with less state")
+    text += f" Try {', or '.join([', '.join(help[:-1]), help[-1]] if help[1:] else help)}."
     return NothingFitsError(text, search.trial_table(closest))

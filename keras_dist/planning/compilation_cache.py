@@ -1,6 +1,7 @@
 """Keeps what compilations found on disk, by the program and the target, so that nothing is compiled twice."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -36,8 +37,8 @@ class CompilationCache:
         self.folder = _default_folder() if folder is None else folder
 
     def key(self, *parts: str) -> str:
-        """Returns a key for texts that determine a result, for the compilers' versions and for JAX's configuration."""
-        digest = hashlib.sha256(_circumstances().encode())
+        """Returns a key for texts that determine a result, the versions of what makes it, and JAX's configuration."""
+        digest = hashlib.sha256(_circumstances().encode() + _hash_of_this_room())
         for part in parts:
             digest.update(b"\0" + part.encode())
         return digest.hexdigest()
@@ -67,7 +68,18 @@ class CompilationCache:
 
 def _default_folder() -> Path:
     configured: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    return Path(configured or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "keras_dist")
+    if configured and "://" in configured:  # JAX also takes buckets, such as "gs://cache"
+        configured = None
+    return Path(configured or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "keras_dist")
+
+
+@functools.cache
+def _hash_of_this_room() -> bytes:
+    """Returns a hash of the code that reads compiled programs, which may change while its version stays the same."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def _circumstances() -> str:

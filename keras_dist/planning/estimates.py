@@ -1,15 +1,14 @@
 """What `auto` knows of a candidate before it is compiled: exact sizes, closed forms, and estimates from others."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from keras_dist._keras import internals
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
 from keras_dist.planning.abstract_step import Step, batch_specs, bytes_on_a_device
 from keras_dist.planning.candidates import CONTEXT, DATA, MODEL, REPLICA, Candidate
 from keras_dist.planning.hardware_figures import Hardware
@@ -28,6 +27,8 @@ _WEIGHTS, _TENSOR, _SEQUENCE, _ATTENTION = PURPOSES = ("weights", "tensor", "seq
 # Reads and writes of a training step's update for each byte of weights and optimizer state: Adam reads weight, gradient
 # and two averages (16 bytes of 4-byte numbers) and writes three (12), for 12 bytes of state.
 _UPDATE_TRAFFIC = 28 / 12
+# Purposes whose closed form is what any program must send at least. Attention's operands may be exchanged otherwise.
+_FLOORS = (_WEIGHTS, _TENSOR, _SEQUENCE)
 # The fraction of the activations between sharded layers, which tensor parallelism alone does not shard.
 _UNSHARDED_ACTIVATIONS = 0.5
 # How much of a collective's time is expected not to overlap, until a compiled candidate shows it.
@@ -49,12 +50,13 @@ class Sizes:
         state: bytes of weights, optimizer state and other variables.
         updated: bytes of them that a step updates.
         batch: bytes of the batch.
-        weights: bytes of the trainable weights that a device computes with, in the dtype that it computes in.
+        weights: bytes of the weights that a device computes with, in the dtype that it computes in.
         tokens: rows of a device times positions of a sequence that it has.
         sharded_fraction: fraction of the matrix multiplications that the axis "model" divides.
         shards_state: whether a variable is sharded over the axes of batches or sequences.
         wire: least bytes that a device sends, by purpose.
         wire_seconds: the time of that at full bandwidth, by purpose.
+        least_wire_seconds: the time that collectives take at least, if those over different axes overlap.
     """
 
     state: int
@@ -66,27 +68,27 @@ class Sizes:
     shards_state: bool
     wire: Mapping[str, float]
     wire_seconds: Mapping[str, float]
+    least_wire_seconds: float
 
 
 class Workload:
     """A prepared step, whose sizes under any distribution can be computed."""
 
-    def __init__(self, step: Step, batch: Any, hardware: Hardware | None, devices: Sequence[Any]):
-        self._step, self._batch, self._hardware, self._devices = step, batch, hardware, devices
-        self._meshes: dict[tuple, DeviceMesh] = {}
+    def __init__(self, step: Step, batch: Any, hardware: Hardware | None):
+        self._step, self._batch, self._hardware = step, batch, hardware
         model = step.model
         dtypes = internals.compute_dtypes(model)
+        trained = {id(v) for v in model.trainable_variables}
         self._weights = [
-            (VariableSpec.of(v), math.prod(v.shape), _itemsize(v.dtype), _itemsize(dtypes.get(id(v), v.dtype)))
-            for v in model.trainable_variables
+            _Weight(
+                VariableSpec.of(v),
+                math.prod(v.shape),
+                _itemsize(v.dtype),
+                _itemsize(dtypes.get(id(v), v.dtype)),
+                step.name == "train" and id(v) in trained,
+            )
+            for v in model.weights
         ]
-
-    def mesh(self, candidate: Candidate) -> DeviceMesh:
-        """Returns the mesh of a candidate; candidates with the same axes share it."""
-        key = tuple(candidate.axes.items())
-        if key not in self._meshes:
-            self._meshes[key] = create_device_mesh(dict(candidate.axes), devices=self._devices)
-        return self._meshes[key]
 
     def sizes(
         self, candidate: Candidate, distribution: Distribution, solution: Solution | None, all_reduced: float
@@ -111,15 +113,17 @@ class Workload:
         shards = [spec.sharding.shard_shape(spec.shape) for spec in specs]
         rows = max((shard[0] for shard in shards if shard), default=1)
         parts = candidate.size(CONTEXT)
-        weights = stored = 0.0
-        for spec, elements, stored_size, compute_size in self._weights:
-            axes = distribution.get_compute_layout(spec).axes if candidate.size(MODEL) > 1 else ()
-            divided = elements / (candidate.size(MODEL) if any(axes) else 1)
-            weights += divided * compute_size
-            stored += divided * stored_size
+        weights = gradients = updated = 0.0
+        for weight in self._weights:
+            axes = distribution.get_compute_layout(weight.spec).axes if candidate.size(MODEL) > 1 else ()
+            divided = weight.elements / (candidate.size(MODEL) if any(axes) else 1)
+            weights += divided * weight.compute_size
+            gradients += divided * weight.compute_size * weight.is_trained
+            updated += divided * weight.stored_size * weight.is_trained
         of_tensor = 0.0 if solution is None else solution.all_reduced_bytes
         share = rows / parts if step.name == "train" else rows / parts / 2  # activations are sent forward only
-        wire = _wire(candidate, weights, stored, of_tensor * share, all_reduced * share, step.name == "train")
+        wire = _wire(candidate, weights, gradients, updated, of_tensor * share, all_reduced * share)
+        seconds = self._seconds(candidate, distribution, wire)
         used = {name for layout in layouts.values() for name in axis_names(getattr(layout, "axes", ()))}
         return Sizes(
             state=held,
@@ -130,23 +134,37 @@ class Workload:
             sharded_fraction=0.0 if solution is None else solution.sharded_fraction,
             shards_state=bool(used & {DATA, CONTEXT}),
             wire={purpose: sum(sent for _, _, sent in parts) for purpose, parts in wire.items()},
-            wire_seconds=self._seconds(candidate, wire),
+            wire_seconds={purpose: sum(of_axes.values()) for purpose, of_axes in seconds.items()},
+            least_wire_seconds=max((s for purpose in _FLOORS for s in seconds[purpose].values()), default=0.0),
         )
 
-    def _seconds(self, candidate: Candidate, wire: Mapping[str, list]) -> dict[str, float]:
-        mesh = self.mesh(candidate).backend_mesh
+    def _seconds(
+        self, candidate: Candidate, distribution: Distribution, wire: Mapping[str, list]
+    ) -> dict[str, dict[tuple, float]]:
+        """Returns the time of the collectives for each purpose and the axes that they are along."""
+        mesh = distribution.device_mesh.backend_mesh
         interconnect = Interconnect(self._hardware, mesh.devices) if self._hardware is not None else None
-        seconds = {}
+        seconds: dict[str, dict[tuple, float]] = {}
         for purpose, parts in wire.items():
-            total = 0.0
+            of_axes = seconds[purpose] = {}
             for kind, axes, sent in parts:
                 rate = None
                 if interconnect is not None and sent:
                     dims = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
                     _, rate = interconnect.seconds_per_byte(kind, groups_along(mesh.devices.shape, dims))
-                total += sent * (1 / _NOMINAL["link"] if rate is None else rate)
-            seconds[purpose] = total
+                needed = sent * (1 / _NOMINAL["link"] if rate is None else rate)
+                of_axes[tuple(axes)] = of_axes.get(tuple(axes), 0.0) + needed
         return seconds
+
+
+class _Weight(NamedTuple):
+    """A weight, with the bytes of an element where it is stored and where a layer computes with it."""
+
+    spec: VariableSpec
+    elements: int
+    stored_size: int
+    compute_size: int
+    is_trained: bool
 
 
 def _itemsize(dtype: Any) -> int:
@@ -154,13 +172,15 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _wire(
-    candidate: Candidate, weights: float, stored: float, all_reduced: float, activations: float, is_training: bool
+    candidate: Candidate, weights: float, gradients: float, updated: float, all_reduced: float, activations: float
 ) -> dict[str, list]:
     """Returns for each purpose the kind, the axes and the bytes that a device sends of its collectives, at least.
 
-    `all_reduced` are the bytes that tensor parallelism all-reduces for the tokens of a device. Attention's operands are
-    taken to be exchanged by all-to-alls of queries, keys, values and outputs, forward and backward. They are twice
-    `activations`, those between attention and dense layers, which tensor parallelism over few devices all-reduces.
+    `weights`, `gradients` and `updated` weights, as they are stored, are the bytes that a device has of them unless
+    they are sharded over the axes of batches; the last two are 0 without training. `all_reduced` are the bytes that
+    tensor parallelism all-reduces for the tokens of a device. Attention's operands are taken to be exchanged by
+    all-to-alls of queries, keys, values and outputs, forward and backward. They are twice `activations`, those between
+    attention and dense layers, which tensor parallelism over few devices all-reduces.
     """
     sharing = [axis for axis in (REPLICA, DATA, CONTEXT) if candidate.size(axis) > 1]
     shards = [axis for axis in sharing if axis != REPLICA]
@@ -168,16 +188,15 @@ def _wire(
     found: dict[str, list] = {purpose: [] for purpose in PURPOSES}
     of_weights = found[_WEIGHTS]
     if candidate.shards_weights:
-        gathers = 2 if candidate.regathers and is_training else 1
+        gathers = 2 if candidate.regathers else 1
         of_weights.append(("all-gather", shards, gathers * wire_bytes("all-gather", weights, num_shards)))
-    if candidate.shards_weights and is_training:
-        of_weights.append(("reduce-scatter", shards, wire_bytes("reduce-scatter", weights, num_shards)))
-        of_weights.append(("all-reduce", [REPLICA], wire_bytes("all-reduce", weights / num_shards, replicas)))
-    elif candidate.strategy == "zero1" and is_training:
-        of_weights.append(("reduce-scatter", sharing, wire_bytes("reduce-scatter", weights, num_shards)))
-        of_weights.append(("all-gather", sharing, wire_bytes("all-gather", stored, num_shards)))
-    elif is_training:
-        of_weights.append(("all-reduce", sharing, wire_bytes("all-reduce", weights, candidate.size(*sharing))))
+        of_weights.append(("reduce-scatter", shards, wire_bytes("reduce-scatter", gradients, num_shards)))
+        of_weights.append(("all-reduce", [REPLICA], wire_bytes("all-reduce", gradients / num_shards, replicas)))
+    elif candidate.strategy == "zero1":
+        of_weights.append(("reduce-scatter", sharing, wire_bytes("reduce-scatter", gradients, num_shards)))
+        of_weights.append(("all-gather", sharing, wire_bytes("all-gather", updated, num_shards)))
+    else:
+        of_weights.append(("all-reduce", sharing, wire_bytes("all-reduce", gradients, candidate.size(*sharing))))
     parts = candidate.size(CONTEXT)
     of_tensor = wire_bytes("all-reduce", all_reduced, candidate.size(MODEL))
     found[_SEQUENCE if candidate.sequence_parallel else _TENSOR].append(("all-reduce", [MODEL], of_tensor))
@@ -211,14 +230,17 @@ class Estimates:
             self._larger[kind] = self._larger.get(kind, 1.0) * plan.memory.temporaries / expected
         if plan.flops == 0:
             return  # the compiler stopped when memory did not suffice
-        if self._time_base is None:
-            self._time_base = candidate, plan
-        elif expected := self._compute_seconds(candidate):
-            self._slower[kind] = self._slower.get(kind, 1.0) * _busy_seconds(plan) / expected
+        busy, expected = _busy_seconds(plan), self._compute_seconds(candidate)
         for key, exposed in self._exposed_of(candidate, plan).items():
             total = self._sizes[candidate].wire_seconds[key[0]]
             if total > 0:
                 self._exposed[key] = exposed / total
+            else:
+                busy += exposed  # what no closed form foresaw is expected of its kind
+        if self._time_base is None:
+            self._time_base = candidate, plan
+        elif expected:
+            self._slower[kind] = self._slower.get(kind, 1.0) * busy / expected
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step."""
@@ -230,7 +252,17 @@ class Estimates:
         return max(self._compute_seconds(candidate) + sum(exposed), max(sizes.wire_seconds.values()))
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """Returns a time of a step that is not undercut unless the compiler does much better than in those compiled."""
+        """Returns the time of a step at peak rates, if all communication overlaps with the computation."""
+        if self._time_base is None:
+            return self._sizes[candidate].least_wire_seconds
+        base, plan = self._time_base
+        ours, theirs = self._sizes[candidate], self._sizes[base]
+        share = ours.tokens / theirs.tokens * _multiplied(candidate, ours) / _multiplied(base, theirs)
+        multiplied = share * min(_matmul_seconds(plan), _busy_seconds(plan))
+        return max(multiplied + self._update_seconds(candidate), ours.least_wire_seconds)
+
+    def optimistic_seconds(self, candidate: Candidate) -> float:
+        """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
         sizes = self._sizes[candidate]
         exposed = (
             seconds * self._exposed.get(_key(purpose, candidate), 0.0) * _DOUBT

@@ -1,6 +1,7 @@
 """Where `auto` may place a model: a target, attached devices, or fewer of them."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import jax
 import keras
 
-from keras_dist.mesh.device_mesh import as_auto_mesh
-from keras_dist.mesh.devices import as_device_array, available_devices, is_attached, list_devices, to_jax_devices
+from keras_dist.mesh.axes import parse_axes, spell_axes
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
+from keras_dist.mesh.devices import as_device_array, device_name, is_attached, list_devices, to_jax_devices
 from keras_dist.mesh.topology import networks_of
-from keras_dist.planning.candidates import AXES
-from keras_dist.planning.compile_target import Target
+from keras_dist.planning.candidates import AXES, DATA
+from keras_dist.planning.compile_target import Target, require_one_target
 from keras_dist.planning.compile_target import target as target_of
 from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
@@ -20,17 +22,19 @@ from keras_dist.planning.hardware_figures import Hardware
 
 @dataclass(frozen=True)
 class Place:
-    """Devices to choose for.
+    """Devices to choose for, and the meshes on them.
 
     Attributes:
         devices: the devices, or a target.
         hardware: their hardware; None if it is not registered.
         keep: sizes of mesh axes that are fixed.
+        arrangement: the mesh that the user passed, if it is the only one.
     """
 
     devices: Sequence[Any]
     hardware: Hardware | None
     keep: Mapping[str, int]
+    arrangement: DeviceMesh | None = None
 
     @property
     def per_network(self) -> int:
@@ -38,11 +42,31 @@ class Place:
         networks = networks_of(list(self.devices)).tolist()
         return math.gcd(*(networks.count(network) for network in set(networks)))
 
-    @property
-    def num_devices_argument(self) -> str:
-        """The argument of `create_device_mesh` for these devices in Python code: empty if they are all of a machine."""
-        first, count = self.devices[0], len(self.devices)
-        return f", devices={count}" if is_attached(first) and available_devices(first) != count else ""
+    def mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """Returns the mesh of some axes. A mesh that was passed keeps its devices in their places."""
+        passed = self.arrangement
+        if passed is None:
+            return create_device_mesh(dict(axes), devices=list(self.devices))
+        names = [name for name in axes if name in passed.axis_names]
+        others = [name for name in passed.axis_names if name not in names]  # of size 1
+        order = [passed.axis_names.index(name) for name in (*others, *names)]
+        return DeviceMesh(dict(axes), None, passed.backend_mesh.devices.transpose(order).reshape(tuple(axes.values())))
+
+    def mesh_source(self, mesh: DeviceMesh) -> str:
+        """Returns Python code that creates such a mesh on the machine that it runs on."""
+        axes = ",".join(f"{axis}:{size}" for axis, size in mesh.axis_sizes.items())
+        devices = mesh.backend_mesh.devices.ravel().tolist()
+        is_here = is_attached(devices[0])
+        available = to_jax_devices(list_devices()) if is_here else sorted(devices, key=lambda device: device.id)
+        arranged = create_device_mesh(mesh.axis_sizes, devices=available[: len(devices)])
+        if devices == arranged.backend_mesh.devices.ravel().tolist():
+            count = f", devices={len(devices)}" if len(devices) < len(available) else ""
+            return f'kd.create_device_mesh("{axes}"{count})'
+        if self.arrangement is not None:
+            return f'kd.DeviceMesh("{axes}", devices={list(map(device_name, devices))})'
+        if is_here:
+            return f'kd.create_device_mesh("{axes}", devices={list(map(device_name, self.devices))})'
+        return f'kd.create_device_mesh("{axes}")'
 
     def __str__(self) -> str:
         if isinstance(self.devices, Target):
@@ -63,22 +87,21 @@ class Place:
         yield self
 
 
-def place_of(target: Any, keep: Mapping[str, int] | None) -> Place:
+def place_of(target: Any, keep: Mapping[str, int] | str | None) -> Place:
     """Returns the place that `target` and `keep` of `auto` stand for. Raises a ValueError with the fix."""
-    kept = dict(keep or {})
+    mesh = None
     if isinstance(target, str):
         target = target_of(target)
     if isinstance(target, (keras.distribution.DeviceMesh, jax.sharding.Mesh)):
         mesh = as_auto_mesh(target)
-        kept, target = {**mesh.axis_sizes, **kept}, mesh.backend_mesh.devices
-    for axis, size in kept.items():
-        if axis not in AXES:
-            raise ValueError(
-                f"Cannot keep axis {axis!r}: the axes of candidates are {', '.join(map(repr, AXES))}. Rename it, or "
-                "pass the devices in place of the mesh."
-            )
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"The size of axis {axis!r} must be a positive integer, but got {size!r}.")
+        require_one_target(mesh)
+        target = mesh.backend_mesh.devices
+    kept = _checked(_parsed(keep))
+    if mesh is not None:
+        for axis, size in kept.items():
+            if mesh.axis_sizes.get(axis, 1) != size:
+                raise ValueError(f"Cannot keep {axis}:{size}, because {mesh} is kept. Pass its devices, or no keep.")
+        kept = _checked(mesh.axis_sizes) | kept
     if isinstance(target, Target):
         devices, entry = target, target.hardware
     else:
@@ -86,16 +109,41 @@ def place_of(target: Any, keep: Mapping[str, int] | None) -> Place:
         if not given:
             raise ValueError("The list of devices is empty. Leave `target` out to use all devices.")
         devices = to_jax_devices(given)
+        require_one_target(create_device_mesh({DATA: len(devices)}, devices=devices))
         # A CPU device has a share of this machine's memory, which only a target knows.
         entry = target_of("cpu:1").hardware if devices[0].platform == "cpu" else hardware.of_device(devices[0])
     product = math.prod(kept.values())
     if len(devices) % product:
-        axes = ", ".join(f"{axis}:{size}" for axis, size in kept.items())
         raise ValueError(
-            f"Cannot keep {axes}: {product} does not divide the number of devices, {len(devices)}. Choose sizes whose "
-            f"product divides {len(devices)}."
+            f"Cannot keep {spell_axes(kept)}: {product} does not divide the number of devices, {len(devices)}. "
+            f"Choose sizes whose product divides {len(devices)}."
         )
-    return Place(devices, entry, kept)
+    return Place(devices, entry, kept, mesh)
+
+
+def _parsed(keep: Any) -> dict[str, Any]:
+    if isinstance(keep, str):
+        return parse_axes(keep)
+    if keep is not None and not isinstance(keep, Mapping):
+        raise TypeError(
+            f'keep must be sizes of axes, such as {{"data": 4}} or "data:4", but got {keep!r} ({type(keep).__name__}).'
+        )
+    return dict(keep or {})
+
+
+def _checked(kept: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of axes that are kept as integers. Raises a ValueError with the fix."""
+    checked = {}
+    for axis, size in kept.items():
+        if axis not in AXES:
+            raise ValueError(
+                f"Cannot keep axis {axis!r}: the axes of candidates are {', '.join(map(repr, AXES))}. Rename it, or "
+                "pass the devices in place of the mesh."
+            )
+        checked[axis] = operator.index(size) if hasattr(size, "__index__") and not isinstance(size, bool) else 0
+        if checked[axis] < 1:
+            raise ValueError(f"The size of axis {axis!r} must be a positive integer, but got {size!r}.")
+    return checked
 
 
 def _smaller_target(target: Target, count: int) -> Target | None:

@@ -272,11 +272,15 @@ def _require_depths(depth: Any, compile_depths: Any) -> None:
         )
 
 
+class UnequalBlocksError(ValueError):
+    """The blocks of a model differ in size, so that figures of few blocks cannot be extrapolated."""
+
+
 def _require_equal_blocks(state_bytes: Mapping[int, int]) -> None:
     (fewest, least), (fewer, less), (more, most) = sorted(state_bytes.items())
     if (most - least) * (fewer - fewest) != (less - least) * (more - fewest):
         sizes = ", ".join(f"{size} bytes with {blocks} blocks" for blocks, size in sorted(state_bytes.items()))
-        raise ValueError(
+        raise UnequalBlocksError(
             f"Cannot extrapolate to {more} blocks because the blocks are not equal: the variables of a device take "
             f"{sizes}. Omit depth to compile the full model."
         )

@@ -77,6 +77,13 @@ class Search:
         """Returns what the objective minimizes."""
         return seconds_of(plan) if self.objective == "time" else plan.memory.total
 
+    @property
+    def untried(self) -> list[Candidate]:
+        """The candidates that might be the best and are not compiled, the most promising first."""
+        left = [each for each in self.candidates if each not in self.plans and each not in self.refused]
+        left = [each for each in left if self._why_not(each) is None and self._is_expected_to_fit(each)]
+        return sorted(left, key=self._expected)
+
     def show(self, candidate: Candidate, activity: str) -> None:
         """Shows what is done for a candidate, how many are compiled, and the best so far."""
         best = self.best
@@ -90,7 +97,7 @@ class Search:
         except (ValueError, RuntimeError) as error:
             self.refused[candidate] = str(error)
             if len(self.refused) == min(3, len(self.candidates)) and not self.plans:
-                raise
+                raise ValueError(f"No candidate can be planned. {candidate}: {error}") from error
             return
         self.plans[candidate] = plan
         self.estimates.observe(candidate, plan)
@@ -101,9 +108,10 @@ class Search:
         left = [each for each in left if self._why_not(each) is None]
         if not self.plans:
             return min(left, key=self._simplest_first, default=None)
-        fitting = [each for each in left if self._is_expected_to_fit(each)]
-        if fitting:
-            return min(fitting, key=self._expected)
+        untried = self.untried
+        for candidate in untried:
+            if not set(self._simpler(candidate)) & set(untried):
+                return candidate
         if self.best is not None:
             return None
         # Nothing fits so far. Estimates may be wrong, but not by much once some candidates are compiled.
@@ -132,12 +140,24 @@ class Search:
         cost = self.cost(self.plans[best])
         if self.objective == "memory":
             return "cannot need less" if least >= (1 - _TOLERANCE) * cost else None
+        for simpler in self._simpler(candidate):
+            if (plan := self.plans.get(simpler)) is None:
+                if self._why_not(simpler) is not None and self._is_expected_to_fit(simpler):
+                    return f"computes as much as {simpler}, and sends more"
+            elif plan.fits is not False:
+                return f"computes as much as {simpler}, and sends more"
         bound, expected = self.estimates.least_seconds(candidate), self.estimates.seconds(candidate)
         if bound >= (1 - _TOLERANCE) * cost:
             return f"cannot win: at least {seconds_text(bound)}" if bound > cost else "cannot win by more than 2%"
-        if expected >= _HOPELESS * cost:
-            return f"expected to be {expected / cost:.1f} times slower"
+        if self.estimates.optimistic_seconds(candidate) >= (1 - _TOLERANCE) * cost or expected >= _HOPELESS * cost:
+            return f"expected to be {100 * (expected / cost - 1):.0f}% slower"
         return None
+
+    def _simpler(self, candidate: Candidate) -> list[Candidate]:
+        """The candidates that compute as much on a device as this one does, and communicate less."""
+        tokens = self.sizes[candidate].tokens
+        known = [each for each in candidate.communicating_less if each in self.candidates]
+        return [each for each in known if self.sizes[each].tokens <= tokens]
 
     def _cost_text(self, cost: float) -> str:
         return seconds_text(cost) if self.objective == "time" else bytes_text(cost)

@@ -141,6 +141,18 @@ def _caller() -> str:
 _warned: set[str] = set()
 
 
+@contextlib.contextmanager
+def attention_warnings_repeated() -> Iterator[None]:
+    """Shows warnings of attention in a block that were shown before, and again after it."""
+    before = set(_warned)
+    _warned.clear()
+    try:
+        yield
+    finally:
+        _warned.clear()
+        _warned.update(before)
+
+
 def _warn_once(reason: str, is_in_blocks: bool) -> None:
     if reason not in _warned:
         _warned.add(reason)

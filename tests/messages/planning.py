@@ -306,6 +306,11 @@ CASES = {
     "a choice that keeps an unknown axis": lambda: kd.auto(perceptron, 16, keep={"rows": 2}),
     "a choice that keeps an axis that does not divide": lambda: kd.auto(perceptron, 16, keep={"data": 3}),
     "a choice that keeps an axis of no size": lambda: kd.auto(perceptron, 16, keep={"data": 0}),
+    "a choice that keeps what names no size": lambda: kd.auto(perceptron, 16, keep=["data"]),
+    "a choice that keeps another size than its mesh": lambda: kd.auto(
+        perceptron, 16, kd.create_device_mesh("data:4,model:2"), keep={"data": 2}
+    ),
+    "a choice of the fastest of several targets": lambda: kd.auto(perceptron, 16, ["v5e:2x2", "v5e:2x4"]),
     "a choice for no devices": lambda: kd.auto(perceptron, 16, target=[]),
     "a choice that keeps an axis that no strategy has": lambda: kd.auto(
         perceptron, 16, strategies=["dp"], keep={"model": 2}

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import warnings
 
 import jax
 import keras
@@ -13,9 +14,11 @@ from support.planned_models import gpt, perceptron
 from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
 
 import keras_dist as kd
-from keras_dist.planning import compilation
+from keras_dist.planning import choosing, compilation
 from keras_dist.planning.candidates import STRATEGIES
 from keras_dist.planning.choice import NothingFitsError
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def wide(width=512):
@@ -26,12 +29,6 @@ def wide(width=512):
     model = keras.Model(tokens, layers.Dense(64, name="head")(x), name="wide")
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Compilations of other tests are not known."""
-    monkeypatch.setattr("keras_dist.planning.compilation_cache._default_folder", lambda: tmp_path / "compilations")
 
 
 @pytest.fixture
@@ -222,6 +219,100 @@ def test_a_candidate_that_the_compiler_refuses_is_passed_over(monkeypatch):
     monkeypatch.setattr(compilation, "_compile", lambda *_: (_ for _ in ()).throw(NotImplementedError("never")))
     with pytest.raises(ValueError, match="never"):
         kd.auto(functools.partial(wide, width=128), 32)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_warnings_of_the_chosen_candidate_are_shown_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kd.auto(with_constant, 32, strategies=["dp", "zero1"])
+    [shown] = [each for each in caught if "embeds 1 constant" in str(each.message)]
+    assert shown.filename == __file__
+
+
+def with_constant():
+    table = np.ones((1024, 4096), "float32")
+    inputs = keras.Input((1024,))
+    x = layers.Lambda(lambda x: x @ table)(layers.Dense(1024)(inputs))
+    model = keras.Model(inputs, x)
+    model.compile("adam", "mse")
+    return model
+
+
+def test_a_strategy_that_changes_nothing_is_not_compiled_twice():
+    choice = kd.auto(perceptron, 32, strategies=["tp", "tp_sp"], keep={"model": 4})
+    assert [trial.candidate.label for trial in choice.trials] == ["TP"]  # rows of numbers have no sequences
+    labels = {trial.candidate.label for trial in kd.auto(wide, 32, step="predict", trials=1).trials}
+    assert "FSDP" in labels
+    assert not any("gathering again" in label for label in labels)
+
+
+def alternating(depth):
+    """Blocks of two kinds: every second one is wider."""
+    x = inputs = keras.Input((32,))
+    for number in range(depth):
+        x = layers.Dense(32, name=f"block{number}_down")(layers.Dense(64 * (1 + number % 2), activation="relu")(x))
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_blocks_that_alternate_are_compared_by_more_of_them():
+    choice = kd.auto(alternating, 16, depth=6, strategies=["dp", "zero1"])
+    assert choice.plan.depth == 6
+    assert choice.plan.memory.weights == kd.plan(lambda: alternating(6), kd.DataParallel(), 16).memory.weights
+    with pytest.raises(ValueError, match="blocks are not equal"):
+        kd.auto(lambda depth: perceptron() if depth == 4 else alternating(depth), 16, depth=6, strategies=["dp"])
+
+
+def test_an_interrupted_confirmation_returns_the_comparison(monkeypatch):
+    original, depths = choosing.Task.plan, []
+
+    def interrupted(self, distribution, batch, depths_, report):
+        depths.append(depths_)
+        if depths_ == (2, 4):
+            raise KeyboardInterrupt
+        return original(self, distribution, batch, depths_, report)
+
+    monkeypatch.setattr(choosing.Task, "plan", interrupted)
+    choice = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=6, strategies=["dp"])
+    assert depths == [(1, 2), (2, 4)]
+    assert choice.is_interrupted
+    assert choice.plan == choice.trials[0].plan
+
+
+def test_a_search_for_rows_that_is_interrupted_returns_the_most_so_far(monkeypatch):
+    few = kd.auto(wide, 8, objective="memory", trials=2).plan.memory
+    capacity_of(monkeypatch, 50 * few.total)
+    original, rows = choosing.Task.plan, []
+
+    def interrupted(self, distribution, batch, *arguments):
+        rows.append(batch)
+        if len(set(rows)) == 3:
+            raise KeyboardInterrupt
+        return original(self, distribution, batch, *arguments)
+
+    monkeypatch.setattr(choosing.Task, "plan", interrupted)
+    choice = kd.auto(wide, "largest", strategies=["dp", "fsdp"], trials=2)
+    assert choice.is_interrupted
+    second = list(dict.fromkeys(rows))[1]
+    assert choice.plan.batch[0] == f"int32[{second}, 16]"
+    assert choice.notes[0].startswith(f"{second} rows fit. ")
+
+
+def test_the_smallest_target_of_a_list():
+    choice = kd.auto(wide, 32, target=["cpu:4", "cpu:2", "cpu:8"], objective="devices", strategies=["fsdp"], trials=1)
+    assert choice.mesh.devices.size == 2
+    with pytest.raises(ValueError, match="Choose for one target at a time"):
+        kd.auto(wide, 32, target=["v5e:2x2", "v5e:2x4"])
+
+
+def test_candidates_that_trials_left_out_are_named_when_nothing_fits(monkeypatch):
+    plans = {trial.candidate.label: trial.plan for trial in kd.auto(wide, 32, strategies=["dp", "tp"]).trials}
+    capacity_of(monkeypatch, plans["DP"].memory.total - 1)
+    with pytest.raises(NothingFitsError, match="because trials=1: allow more"):
+        kd.auto(wide, 32, strategies=["dp", "tp"], trials=1)
+    assert kd.auto(wide, 32, strategies=["dp", "tp"]).plan.fits
 
 
 def test_depth_is_extrapolated():

@@ -15,11 +15,6 @@ from keras_dist.planning.estimates import seconds_of
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation", "own_cache")]
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_dist.planning.compilation_cache._default_folder", lambda: tmp_path)
-
-
 def perceptron():
     """Large weights and small activations."""
     x = inputs = keras.Input((1024,))
