@@ -321,7 +321,7 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     help, share = [], 100 * (capacity - held) / max(needed - held, 1)
     if 1 <= share < 100:
         help.append(f"about {math.floor(share)}% of the rows")
-    if closest.shards_state or len(search.candidates) == 1:
+    if {"fsdp", "fsdp_tp", "fsdp_tp_sp"} & set(task.strategies):
         help.append(f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many devices")
     else:
         help.append('strategies that shard variables, such as "fsdp"')

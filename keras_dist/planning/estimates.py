@@ -217,6 +217,7 @@ class Estimates:
         self._sizes, self._hardware = sizes, hardware
         self._time_base: tuple[Candidate, Plan] | None = None
         self._memory_base: tuple[Candidate, Plan] | None = None
+        self._seconds: dict[Candidate, float] = {}
         self._exposed: dict[tuple, float] = {}
         self._slower: dict[tuple, float] = {}
         self._larger: dict[tuple, float] = {}
@@ -230,6 +231,7 @@ class Estimates:
             self._larger[kind] = self._larger.get(kind, 1.0) * plan.memory.temporaries / expected
         if plan.flops == 0:
             return  # the compiler stopped when memory did not suffice
+        self._seconds[candidate] = seconds_of(plan)
         busy, expected = _busy_seconds(plan), self._compute_seconds(candidate)
         for key, exposed in self._exposed_of(candidate, plan).items():
             total = self._sizes[candidate].wire_seconds[key[0]]
@@ -249,7 +251,14 @@ class Estimates:
             seconds * self._exposed.get(_key(purpose, candidate), _EXPECTED_EXPOSURE)
             for purpose, seconds in sizes.wire_seconds.items()
         )
-        return max(self._compute_seconds(candidate) + sum(exposed), max(sizes.wire_seconds.values()))
+        simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
+        return max(self._compute_seconds(candidate) + sum(exposed), max(sizes.wire_seconds.values()), *simpler)
+
+    def simpler(self, candidate: Candidate) -> list[Candidate]:
+        """Returns the candidates that compute as much on a device as this one does, and communicate less."""
+        tokens = self._sizes[candidate].tokens
+        known = [each for each in candidate.communicating_less if each in self._sizes]
+        return [each for each in known if self._sizes[each].tokens <= tokens]
 
     def least_seconds(self, candidate: Candidate) -> float:
         """Returns the time of a step at peak rates, if all communication overlaps with the computation."""

@@ -150,7 +150,7 @@ class StepTimes:
         return seconds
 
     def links(self, collective: Collective) -> Iterable[Hashable]:
-        """Returns what a collective occupies: dims of the torus or all NVLinks, and the network."""
+        """Returns what a collective occupies: links of the torus or all NVLinks, and the network."""
         return self._interconnect.links(collective.kind, collective.groups)
 
     def _seconds(self, collective: Collective) -> float | None:

@@ -85,16 +85,16 @@ class Interconnect:
         return link + network + (self._start_seconds if link_hops + network_hops else 0.0)
 
     def _links_of(self, kind: str, groups: Groups) -> frozenset[Hashable]:
-        """Returns what a collective occupies: dims of the torus or all NVLinks, and the network."""
-        links: set[Hashable] = set()
-        for array in self._arrays(kind, groups):
-            parts = self._by_network(array)
-            links |= {"network"} if len(parts) > 1 else set()
-            for part in parts:
-                if self._torus is not None:
-                    links |= self._torus.dims(part)
-                elif len(part) > 1:
-                    links.add("links")
+        """Returns what a collective occupies: links of a chip by dim of the torus and direction or all NVLinks, and
+        the network. Collectives without a common one can run at the same time.
+        """
+        split = [self._by_network(array) for array in self._arrays(kind, groups)]
+        links: set[Hashable] = {"network"} if any(len(parts) > 1 for parts in split) else set()
+        inside = [part for parts in split for part in parts if len(part) > 1]
+        if self._torus is not None:
+            links |= self._torus.used(kind, inside)
+        elif inside:
+            links.add("links")
         return frozenset(links)
 
     def _seconds_per_byte(self, kind: str, groups: Groups) -> tuple[bool, float | None]:
@@ -178,6 +178,22 @@ class _TorusLinks:
         The byte is split into as many parts as there are dims along which the two differ. Each part starts with another
         dim. Where both directions around a ring are equally long, half takes each.
         """
+        return max(self._load(pairs).values(), default=0.0)
+
+    def used(self, kind: str, groups: list[np.ndarray]) -> set[Hashable]:
+        """The links that leave a chip and that a collective uses, as (dim, direction).
+
+        Devices do the same, so one that takes part stands for all of them. A permutation may use one direction only:
+        on a ring, passing on to the next and to the previous device do not disturb each other.
+        """
+        if kind == "collective-permute" and groups:
+            first = groups[0][0]
+            leaving = (self._slices[first], *self._chips[first].tolist())
+            return {(dim, step) for slice_, dim, step, *chip in self._load(groups) if (slice_, *chip) == leaving}
+        return {(dim, step) for group in groups for dim, _, _ in self._dims(group) for step in (1, -1)}
+
+    def _load(self, pairs: list[np.ndarray]) -> dict[tuple, float]:
+        """Bytes on each link, as (slice, dim, direction, *chip that it leaves), if each pair sends one."""
         load: dict[tuple, float] = defaultdict(float)
         for source, target in pairs:
             start, end, rings = (
@@ -193,7 +209,7 @@ class _TorusLinks:
                             link = (self._slices[source], dim, step, *at[:dim], place, *at[dim + 1 :])
                             load[link] += 1 / len(dims) / len(paths)
                     at[dim] = end[dim]
-        return max(load.values(), default=0.0)
+        return load
 
     def hops(self, kind: str, group: np.ndarray) -> int:
         """The links that a byte passes one after another, from one device of a group to the farthest."""
@@ -205,10 +221,6 @@ class _TorusLinks:
             int(self._rings[group[0], dim]) // 2 if closed else int(places.max() - places.min())
             for dim, places, closed in self._dims(group)
         )
-
-    def dims(self, group: np.ndarray) -> set[Hashable]:
-        """The dims along which the chips of a group differ."""
-        return {dim for dim, _, _ in self._dims(group)}
 
     def _dims(self, group: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
         """The dims along which the chips of a group differ, their places there, and whether these close a ring."""

@@ -1,6 +1,6 @@
 """A lower bound on step time, and what sets it: compute, memory bandwidth, links or network."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,8 +90,8 @@ def roofline(
     * Compute: FLOP / peak, summed over HLO element types (`"bf16"`), see `compute_seconds`.
     * Memory: bytes / bandwidth.
     * Collectives: wire bytes of one device / its bandwidth within its group, times the number of runs, for the slowest
-      group; `Interconnect` has the details. Collectives run one after another and have no latency, so that small ones
-      take longer in practice.
+      group; `Interconnect` has the details. Those that use a common link run one after another, and the busiest link
+      counts. They have no latency, so that small ones take longer in practice.
 
     >>> from keras_dist import mock_tpus
     >>> from keras_dist.planning.hardware import hardware
@@ -105,17 +105,24 @@ def roofline(
     platform = devices.flat[0].platform
     hardware = Hardware("unknown", "cpu", "unknown") if hardware is None else hardware
     interconnect = Interconnect(hardware, devices)
-    seconds: dict[bool, float | None] = {False: 0.0, True: 0.0}  # by whether they cross the network
+    busy: dict[bool, dict[Hashable, float | None]] = {False: {}, True: {}}  # by whether they cross the network
     for collective in collectives:
         if collective.wire_bytes > 0:
             crosses_network, seconds_per_byte = interconnect.seconds_per_byte(collective.kind, collective.groups)
             time = seconds_for(collective.count * collective.wire_bytes, seconds_per_byte)
-            so_far = seconds[crosses_network]
-            seconds[crosses_network] = None if time is None or so_far is None else so_far + time
+            links = {"network"} if crosses_network else interconnect.links(collective.kind, collective.groups)
+            for link in links:
+                so_far = busy[crosses_network].get(link, 0.0)
+                busy[crosses_network][link] = None if time is None or so_far is None else so_far + time
     return Roofline(
         compute_seconds(hardware, flops_by_dtype),
         seconds_for(memory_bytes, inverse(hardware.memory_bytes_per_second)),
-        seconds[False],
-        seconds[True],
+        _longest(busy[False].values()),
+        _longest(busy[True].values()),
         *_LINK_AND_NETWORK.get(platform, _OF_GPUS),
     )
+
+
+def _longest(seconds: Collection[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return max(known, default=0.0) if len(known) == len(seconds) else None

@@ -80,9 +80,7 @@ class Search:
     @property
     def untried(self) -> list[Candidate]:
         """The candidates that might be the best and are not compiled, the most promising first."""
-        left = [each for each in self.candidates if each not in self.plans and each not in self.refused]
-        left = [each for each in left if self._why_not(each) is None and self._is_expected_to_fit(each)]
-        return sorted(left, key=self._expected)
+        return sorted(filter(self._is_expected_to_fit, self._left()), key=self._expected)
 
     def show(self, candidate: Candidate, activity: str) -> None:
         """Shows what is done for a candidate, how many are compiled, and the best so far."""
@@ -104,20 +102,23 @@ class Search:
 
     def _next(self) -> Candidate | None:
         """The candidate to compile next: first the one with the least state, then the best that may still win."""
-        left = [each for each in self.candidates if each not in self.plans and each not in self.refused]
-        left = [each for each in left if self._why_not(each) is None]
         if not self.plans:
-            return min(left, key=self._simplest_first, default=None)
+            return min(self._left(), key=self._simplest_first, default=None)
         untried = self.untried
         for candidate in untried:
-            if not set(self._simpler(candidate)) & set(untried):
+            if not set(self.estimates.simpler(candidate)) & set(untried):
                 return candidate
         if self.best is not None:
             return None
         # Nothing fits so far. Estimates may be wrong, but not by much once some candidates are compiled.
-        closest = min(left, key=self.estimates.bytes, default=None)
+        closest = min(self._left(), key=self.estimates.bytes, default=None)
         is_near = closest is not None and self.estimates.bytes(closest) <= _NEAR * (self.capacity or 0)
         return closest if len(self.plans) < 2 or is_near else None
+
+    def _left(self) -> list[Candidate]:
+        """The candidates that are not compiled and might be the best, if they fit."""
+        left = [each for each in self.candidates if each not in self.plans and each not in self.refused]
+        return [each for each in left if self._why_not(each) is None]
 
     def _simplest_first(self, candidate: Candidate) -> tuple:
         """Ranks candidates for the first compilation: pure data parallelism with the least state compiles fastest."""
@@ -140,24 +141,18 @@ class Search:
         cost = self.cost(self.plans[best])
         if self.objective == "memory":
             return "cannot need less" if least >= (1 - _TOLERANCE) * cost else None
-        for simpler in self._simpler(candidate):
+        for simpler in self.estimates.simpler(candidate):
             if (plan := self.plans.get(simpler)) is None:
                 if self._why_not(simpler) is not None and self._is_expected_to_fit(simpler):
-                    return f"computes as much as {simpler}, and sends more"
+                    return f"sends more than {simpler}"
             elif plan.fits is not False:
-                return f"computes as much as {simpler}, and sends more"
+                return f"sends more than {simpler}"
         bound, expected = self.estimates.least_seconds(candidate), self.estimates.seconds(candidate)
         if bound >= (1 - _TOLERANCE) * cost:
             return f"cannot win: at least {seconds_text(bound)}" if bound > cost else "cannot win by more than 2%"
         if self.estimates.optimistic_seconds(candidate) >= (1 - _TOLERANCE) * cost or expected >= _HOPELESS * cost:
             return f"expected to be {100 * (expected / cost - 1):.0f}% slower"
         return None
-
-    def _simpler(self, candidate: Candidate) -> list[Candidate]:
-        """The candidates that compute as much on a device as this one does, and communicate less."""
-        tokens = self.sizes[candidate].tokens
-        known = [each for each in candidate.communicating_less if each in self.candidates]
-        return [each for each in known if self.sizes[each].tokens <= tokens]
 
     def _cost_text(self, cost: float) -> str:
         return seconds_text(cost) if self.objective == "time" else bytes_text(cost)

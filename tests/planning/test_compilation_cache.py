@@ -33,6 +33,12 @@ def test_keys_depend_on_what_the_compiler_is_told_elsewhere(monkeypatch):
         jax.config.update("jax_disable_most_optimizations", level)
 
 
+def test_keys_depend_on_the_code_that_reads_programs(monkeypatch):
+    before = CompilationCache().key("program")
+    monkeypatch.setattr("keras_dist.planning.compilation_cache._hash_of_this_room", lambda: b"changed")
+    assert CompilationCache().key("program") != before
+
+
 def test_a_damaged_file_is_as_none(tmp_path):
     cache = CompilationCache(tmp_path)
     cache.put("a", {"x": 1})
@@ -59,5 +65,10 @@ def test_the_folder_is_in_the_cache_of_jax_or_of_the_user(tmp_path, monkeypatch)
         jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert CompilationCache().folder == tmp_path / "keras_dist"
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/cache")  # which JAX takes, and Python does not
+        assert CompilationCache().folder == tmp_path / "keras_dist"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert CompilationCache().folder == tmp_path / ".cache" / "keras_dist"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -80,6 +80,21 @@ class TestLinks:
         assert across == {"network"}
         assert not across & inside
 
+    @pytest.mark.parametrize("target", ["v5e:2x4", "v5e:16x16", "v5p:4x4x4"])
+    def test_both_directions_of_a_ring_have_their_own_links(self, target):
+        devices = kd.create_device_mesh({"x": -1}, devices=tpus(target).ravel().tolist()).backend_mesh.devices
+        times = StepTimes(hardware[target.partition(":")[0]], devices)
+        size = devices.size
+        forward, backward = (
+            set(times.links(collective("collective-permute", [(n, (n + step) % size) for n in range(size)])))
+            for step in (1, -1)
+        )
+        assert forward
+        assert backward
+        assert not forward & backward
+        around = set(times.links(collective("all-gather", [tuple(range(size))])))
+        assert forward | backward <= around
+
     def test_all_gpus_of_a_host_share_their_links(self):
         devices = gpus(2)
         times = StepTimes(H100, devices)
@@ -205,6 +220,25 @@ class TestCompiled:
         for each in planned.traffic:
             speed[each.crosses_network].append(each.seconds / each.wire_bytes)
         assert speed[True]
+
+    @needs_libtpu
+    def test_what_overlaps_is_exposed_less(self):
+        """An operand is gathered before a multiplication, or in a loop that multiplies with what has arrived."""
+        mesh = mesh_of("v5e:2x4", "x:8").backend_mesh
+        rows, columns = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("x", None), (None, "x")))
+        left = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=rows)
+        right = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=columns)
+        lowered = jax.jit(jnp.matmul, out_shardings=columns).lower(left, right)
+        found = {}
+        for threshold in (0, 1_000_000):
+            text = lowered.compile({"xla_jf_spmd_threshold_for_windowed_einsum_mib": threshold}).as_text()
+            assert ("collective-permute" in text) == (threshold == 0)
+            found[threshold] = walk_schedule(ModuleReader(text), StepTimes(V5E, mesh.devices))
+        [(total, exposed)] = found[1_000_000].collectives.values()
+        assert exposed == total
+        assert found[0].exposed_seconds < 0.9 * exposed
+        # Both directions of the ring are used at the same time.
+        assert found[0].exposed_seconds < 0.5 * sum(seconds for seconds, _ in found[0].collectives.values())
 
     @needs_libtpu
     @pytest.mark.slow

@@ -289,6 +289,12 @@ class TestCollectivePermute:
         assert bounds_of(V5E, devices, collective("collective-permute", self.shift(16, 1))).ici_seconds == WIRE / 50e9
         assert bounds_of(V5E, devices, collective("collective-permute", self.shift(16, -1))).ici_seconds == WIRE / 50e9
 
+    def test_shifts_in_both_directions_overlap_and_those_in_one_do_not(self):
+        devices = tpus("v5e:16x16")
+        forward, backward = (collective("collective-permute", self.shift(16, by)) for by in (1, -1))
+        assert bounds_of(V5E, devices, forward, backward).ici_seconds == WIRE / 50e9
+        assert bounds_of(V5E, devices, forward, backward, forward).ici_seconds == 2 * WIRE / 50e9
+
     def test_longer_shifts_share_links(self):
         devices = tpus("v5e:16x16")
         assert (
