@@ -4,6 +4,7 @@
   is compared with the candidate whose forecast is best, in time and in the number of compilations.
 * `keras_hub`: KerasHub's causal language models that have a layout map, with few blocks, on two targets. Bytes sent and
   temporaries of the choice are compared with those of `ModelParallel` with KerasHub's map on the same devices.
+* `families`: small models of KerasHub and Keras of many kinds, each with its choice on two targets.
 * `llama`: a Llama 3 of 8 and of 70 billion parameters, chosen for 64 and 512 chips of TPU v5p.
 
 What is compiled is kept on disk (see `docs/auto.md`), so a run that was stopped goes on where it was.
@@ -16,6 +17,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -214,6 +216,98 @@ def against_keras_hub(chosen: list[str]) -> Iterator[str]:
             )
 
 
+# ------------------------------------------------------------------------------------------------------------ families
+
+WIDTHS = {"num_layers": 2, "hidden_dim": 256, "intermediate_dim": 512}
+TEXT = {"vocabulary_size": 1024, **WIDTHS}
+HEADS = {"num_query_heads": 8, "num_key_value_heads": 4}
+ENCODER_DECODER = {"max_encoder_sequence_length": 128, "max_decoder_sequence_length": 128}
+MOBILE = {"include_top": False, "weights": None, "input_shape": (64, 64, 3)}
+
+# Backbones of KerasHub with the arguments that make them small.
+BACKBONES: dict[str, dict[str, Any]] = {
+    "Bart": {**TEXT, "num_heads": 8, "max_sequence_length": 128},
+    "Bert": {**TEXT, "num_heads": 8},
+    "FNet": {**TEXT, "max_sequence_length": 128},
+    "Gemma3": {**TEXT, **HEADS, "head_dim": 32, "image_size": 16, "vision_encoder": None},
+    "GPT2": {**TEXT, "num_heads": 8},
+    "GPTNeoX": {**TEXT, "num_heads": 8},
+    "Mistral": {**TEXT, **HEADS},
+    "Mixtral": {**TEXT, **HEADS, "num_experts": 8, "top_k": 2},
+    "Phi3": {**TEXT, **HEADS},
+    "RWKV7": {
+        "vocabulary_size": 1024, "num_layers": 2, "hidden_size": 256, "intermediate_dim": 512, "head_size": 32,
+        "gate_lora": 16, "mv_lora": 8, "aaa_lora": 8, "decay_lora": 8,
+    },
+    "T5": {**TEXT, "num_heads": 8},
+    "ViT": {
+        "image_shape": (64, 64, 3), "patch_size": 8, "num_layers": 2, "num_heads": 8, "hidden_dim": 256, "mlp_dim": 512,
+    },
+    "Whisper": {**TEXT, "num_heads": 8, **ENCODER_DECODER},
+    "ResNet": {
+        "input_conv_filters": [64], "input_conv_kernel_sizes": [3], "stackwise_num_filters": [64, 128],
+        "stackwise_num_blocks": [2, 2], "stackwise_num_strides": [1, 2], "block_type": "bottleneck_block",
+        "image_shape": (64, 64, 3),
+    },
+}  # fmt: skip
+
+
+def recurrent() -> keras.Model:
+    tokens = keras.Input((128,), dtype="int32")
+    x = layers.Bidirectional(layers.LSTM(256, return_sequences=True))(layers.Embedding(1024, 256)(tokens))
+    return keras.Model(tokens, layers.GRU(256, return_sequences=True)(x))
+
+
+OTHERS: dict[str, Callable[[], keras.Model]] = {
+    "MobileNet": lambda: keras.applications.MobileNet(**MOBILE),
+    "EfficientNetV2B0": lambda: keras.applications.EfficientNetV2B0(**MOBILE),
+    "LSTM and GRU": recurrent,
+}
+
+
+def family(name: str) -> keras.Model:
+    """Returns a small model of a family, whose first output is trained to be zero."""
+    import keras_hub
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = OTHERS[name]() if name in OTHERS else getattr(keras_hub.models, f"{name}Backbone")(**BACKBONES[name])
+    model = keras.Model(model.inputs, jax.tree.leaves(model.outputs)[0])
+    model.compile("adam", lambda true, predicted: ops.mean(ops.square(predicted), axis=-1))
+    return model
+
+
+def batch_of(name: str, rows: int) -> tuple:
+    """Returns a batch for a family: its inputs with 128 positions where their length is unknown."""
+    with kd.deferred():
+        model = family(name)
+
+    def spec(tensor: keras.KerasTensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *(128 if size is None else size for size in tensor.shape[1:])), tensor.dtype)
+
+    return [spec(tensor) for tensor in model.inputs], jax.ShapeDtypeStruct((rows, 1), "float32")
+
+
+def families(chosen: list[str]) -> Iterator[str]:
+    """Yields a row for each family and target: whether tensor parallelism is possible, and the choice."""
+    yield "| model | target | candidates | tensor parallel | chosen | memory | time | compiled |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name in (*BACKBONES, *OTHERS):
+        for target in ("v5e:4x4", "h100:8"):
+            if chosen and name not in chosen:
+                continue
+            rows = 2 * len(kd.target(target))
+            choice = kd.auto(lambda name=name: family(name), batch_of(name, rows), target, trials=3)
+            plan = choice.plan
+            assert plan.fits
+            compilations = sum(trial.plan is not None for trial in choice.trials)
+            has_rules = any("model" in trial.candidate.axes for trial in choice.trials)
+            yield (
+                f"| {name} | {target} | {len(choice.trials)} | {'yes' if has_rules else 'no'} "
+                f"| {choice.trials[0].candidate} | {plan.memory.total / 2**20:.0f} MiB "
+                f"| {1e6 * seconds_of(plan):.0f} us | {compilations} |"
+            )
+
+
 # --------------------------------------------------------------------------------------------------------------- Llama
 
 
@@ -239,11 +333,11 @@ def llama(chosen: list[str]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("exhaustive", "keras_hub", "llama"))
+    parser.add_argument("table", choices=("exhaustive", "keras_hub", "families", "llama"))
     parser.add_argument("case", nargs="*", help="a model, or model@target; all by default")
     options = parser.parse_args()
-    rows = {"exhaustive": exhaustive, "keras_hub": against_keras_hub, "llama": llama}[options.table]
-    for row in rows(options.case):
+    tables = {"exhaustive": exhaustive, "keras_hub": against_keras_hub, "families": families, "llama": llama}
+    for row in tables[options.table](options.case):
         print(row, flush=True)
 
 

@@ -62,7 +62,7 @@ class Roofline:
 
     @property
     def serial_seconds(self) -> float | None:
-        """Lower bound on step time if nothing overlaps: the sum of the known parts. None if none is known."""
+        """Lower bound on step time if these parts do not overlap: the sum of those known. None if none is known."""
         known = self._known()
         return sum(known.values()) if known else None
 

@@ -57,7 +57,7 @@ def test_memory_that_only_some_candidates_have(target):
     try:
         choice = kd.auto(perceptron, 64, "small:8", trials=4)
         assert choice.plan.fits
-        assert choice.plan.memory.weights < state / 12
+        assert choice.plan.memory.weights < state / 3 / 3.9  # of which a third are weights, split at least in four
         unsharded = next(trial for trial in choice.trials if trial.candidate.label == "DP")
         assert unsharded.outcome.startswith("cannot fit")
         fewest = kd.auto(perceptron, 64, "small:8", objective="devices", trials=3)
