@@ -1,39 +1,26 @@
-"""Chooses a distribution for one batch on some devices: makes candidates, searches among them, and reports."""
+"""Chooses a distribution for one batch on some devices, and says what else is to be known of the choice."""
 
 import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from keras_dist._report.units import bytes_text
-from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
-from keras_dist.planning.abstract_step import Step, prepared_step
-from keras_dist.planning.candidates import (
-    CONTEXT_PARALLEL,
-    DATA,
-    MODEL,
-    STRATEGIES,
-    Candidate,
-    enumerate_candidates,
-)
-from keras_dist.planning.choice import Choice, NoCandidateError, NothingFitsError
+from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
+from keras_dist.planning.choice import Choice, NothingFitsError
 from keras_dist.planning.compilation_cache import CompilationCache
 from keras_dist.planning.compile_target import Target
-from keras_dist.planning.estimates import Sizes, Workload
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.places import Place
 from keras_dist.planning.plan import UnequalBlocksError, plan_step
 from keras_dist.planning.report import Plan
 from keras_dist.planning.search import ACCURACY, Search
+from keras_dist.planning.search_space import search_space
 from keras_dist.strategies.attention import attention_warnings_repeated
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.data_parallel import DataParallel
-from keras_dist.strategies.tensor_parallel import Solution, solve
 
 # Candidates are compared by models of so few blocks. The chosen one is planned with those of `plan`.
 _COMPARED_DEPTHS, _PLANNED_DEPTHS = (1, 2), (2, 4)
@@ -90,7 +77,7 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
     """
     task.report(f"Building the model for {place}")
     with _recorded_warnings() as of_building:
-        candidates, sizes, notes = candidates_of(task, place, batch)
+        candidates, sizes, notes = search_space(task.full_model, task.step, task.strategies, place, batch)
     depths, of_candidates = _COMPARED_DEPTHS, {}
 
     def compile(distribution: Distribution, report: Callable[[str], Any]) -> Plan:
@@ -157,111 +144,6 @@ def _confirmed(
         search.plans[chosen] = plan
         chosen = search.best
     return chosen, None
-
-
-def candidates_of(
-    task: Task, place: Place, batch: Any
-) -> tuple[dict[Candidate, Distribution], dict[Candidate, Sizes], list[str]]:
-    """Returns the candidates with their distributions, what is known of each, and notes."""
-    devices = list(place.devices)
-    mesh = create_device_mesh({DATA: len(devices)}, devices=devices)
-    with prepared_step(task.full_model, DataParallel(mesh), batch, task.step) as prepared:
-        workload = Workload(prepared, batch, place.hardware)
-        solutions, notes = _solutions(task, place, prepared)
-        length = _length(prepared) if CONTEXT_PARALLEL in task.strategies else None
-        found = enumerate_candidates(
-            len(devices),
-            place.per_network,
-            task.strategies,
-            place.keep,
-            length,
-            solutions.keys(),
-            is_training=task.step == "train",
-        )
-        if not found:
-            kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
-            raise NoCandidateError(
-                f"No candidate is left for {place}: of the strategies {', '.join(task.strategies)}, none has a mesh"
-                f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
-            )
-        distributions = _distributions(found, place, solutions, notes)
-        all_reduced = solutions[min(solutions)].all_reduced_bytes if solutions else 0.0
-        sizes = {
-            each: workload.sizes(each, distribution, solutions.get(each.size(MODEL)), all_reduced)
-            for each, distribution in distributions.items()
-        }
-    unsharded = {each.strategy for each in distributions if not each.shards_state}
-    useless = [
-        each
-        for each in distributions
-        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded
-    ]
-    for each in useless:
-        del distributions[each], sizes[each]  # on every mesh the same as the other
-    if useless:
-        notes.append(
-            f"{len(useless)} candidates of ZeRO-1, FSDP and HSDP were left out because they would shard nothing: no "
-            "weight is large enough, or has a dim that the axis divides."
-        )
-    if len(devices) == 1:
-        notes.append("There is one device, so there is nothing to choose.")
-    return distributions, sizes, notes
-
-
-def _distributions(
-    found: Iterable[Candidate], place: Place, solutions: Mapping[int, Solution], notes: list[str]
-) -> dict[Candidate, Distribution]:
-    """Returns the distributions of candidates, without those that cannot be or are the same as a simpler one."""
-    meshes: dict[Mapping[str, int], DeviceMesh] = {}
-    made: dict[Candidate, Distribution] = {}
-    errors: list[str] = []
-    for each in found:
-        if each.axes not in meshes:
-            meshes[each.axes] = place.mesh(each.axes)
-        try:
-            distribution = each.distribution(meshes[each.axes], solutions.get(each.size(MODEL)))
-        except ValueError as error:
-            errors.append(f"{each}: {error}")
-            continue
-        simpler = made.get(replace(each, strategy=each.strategy.removesuffix("_sp")))
-        if each.sequence_parallel and simpler is not None and simpler.layout_rules() == distribution.layout_rules():
-            continue  # the model has no sequences to shard
-        made[each] = distribution
-    if not made:
-        raise NoCandidateError(f"No candidate is left for {place}. {errors[0]}")
-    if errors:
-        notes.append(f"{len(errors)} candidates were left out because they cannot be created. {errors[0]}")
-    return made
-
-
-def _solutions(task: Task, place: Place, prepared: Step) -> tuple[dict[int, Solution], list[str]]:
-    """Returns what tensor parallelism shards, by the size of its axis, and notes if it has no rules for the model."""
-    if not any("tp" in name for name in task.strategies):
-        return {}, []
-    solutions: dict[int, Solution] = {}
-    devices = list(place.devices)
-    sizes = [size for size in range(2, place.per_network + 1) if place.per_network % size == 0]
-    sizes = [size for size in sizes if place.keep.get(MODEL, size) == size]
-    for size in sizes:
-        mesh = create_device_mesh({DATA: len(devices) // size, MODEL: size}, devices=devices)
-        try:
-            solution = solve(prepared.model, mesh, MODEL, prepared.batch)
-        except ValueError as error:
-            return {}, [f"Tensor parallelism was not tried: {error}"]
-        if solution.sharded_fraction > 0:
-            solutions[size] = solution
-    if not solutions and sizes:
-        return {}, ["Tensor parallelism was not tried: no weight of the model can be sharded by it."]
-    return solutions, []
-
-
-def _length(prepared: Step) -> int | None:
-    """Returns the length of the sequences of a batch: dim 1 of tokens, or of vectors (rows, positions, features)."""
-    for spec in jax.tree.leaves(prepared.batch[0]):
-        is_tokens = len(spec.shape) == 2 and jax.numpy.issubdtype(spec.dtype, jax.numpy.integer)
-        if (is_tokens or len(spec.shape) == 3) and spec.shape[1] > 1:
-            return spec.shape[1]
-    return None
 
 
 def _notes(search: Search, chosen: Candidate) -> list[str]:

@@ -6,10 +6,10 @@ import pytest
 from keras import layers
 
 import keras_dist as kd
-from keras_dist.planning.candidates import Candidate
-from keras_dist.planning.choosing import Task, candidates_of
+from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.places import place_of
+from keras_dist.planning.search_space import search_space
 
 WIDTH, HIDDEN = 256, 1024
 KERNELS = 2 * WIDTH * HIDDEN * 4  # bytes; biases are as small as rounding errors here
@@ -24,9 +24,12 @@ def perceptron(trainable=True):
     return model
 
 
-def sizes_of(build, step="train", batch=64, **options):
-    task = Task(build, step, **options)
-    _, sizes, _ = candidates_of(task, place_of(jax.devices(), None), batch)
+def space_of(build, step="train"):
+    return search_space(build, step, (*STRATEGIES, CONTEXT_PARALLEL), place_of(jax.devices(), None), 64)
+
+
+def sizes_of(build, step="train"):
+    sizes = space_of(build, step).sizes
     return {(each.strategy, each.regathers, tuple(each.axes.values())): known for each, known in sizes.items()}
 
 
@@ -67,8 +70,7 @@ def test_collectives_over_different_axes_may_overlap():
 
 
 def test_state_and_batch_are_those_of_plans():
-    task = Task(perceptron)
-    candidates, sizes, _ = candidates_of(task, place_of(jax.devices(), None), 64)
+    candidates, sizes, _ = space_of(perceptron)
     chosen = [each for each in candidates if each.strategy in ("dp", "zero1", "fsdp", "tp", "hsdp")][::3]
     assert len(chosen) >= 3
     for candidate in chosen:
