@@ -8,7 +8,8 @@ from typing import Any
 from keras_dist._report.units import bytes_text, seconds_text
 from keras_dist.planning.candidates import DATA, MODEL, Candidate
 from keras_dist.planning.choice import Trial
-from keras_dist.planning.estimates import Estimates, Sizes, seconds_of
+from keras_dist.planning.closed_forms import Sizes
+from keras_dist.planning.estimates import Estimates, seconds_of
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.base import Distribution

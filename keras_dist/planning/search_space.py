@@ -10,7 +10,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
 from keras_dist.planning.abstract_step import Step, prepared_step
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, DATA, MODEL, Candidate, enumerate_candidates
 from keras_dist.planning.choice import NoCandidateError
-from keras_dist.planning.estimates import Sizes, Workload
+from keras_dist.planning.closed_forms import Sizes, Workload
 from keras_dist.planning.places import Place
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
