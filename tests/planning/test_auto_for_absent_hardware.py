@@ -46,6 +46,14 @@ def test_the_choice_has_the_best_forecast(target):
 
 
 @pytest.mark.parametrize("target", EIGHT_DEVICES)
+def test_few_rows_of_large_weights_are_tensor_parallel(target):
+    """A device with all rows and an eighth of the weights takes least: it reads few weights, and sends few bytes."""
+    choice = kd.auto(perceptron, 8, target)
+    assert dict(choice.trials[0].candidate.axes) == {"data": 1, "model": 8}
+    assert sum(trial.plan is not None for trial in choice.trials) <= 4
+
+
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_memory_that_only_some_candidates_have(target):
     """The weights of all fit on no device, their shards do."""
     entry = kd.target(target).hardware
