@@ -15,11 +15,13 @@ from keras_dist.planning.estimates import seconds_of
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation", "own_cache")]
 
 
-def perceptron():
+def perceptron(width=1024, blocks=1):
     """Large weights and small activations."""
-    x = inputs = keras.Input((1024,))
-    x = layers.Dense(4096, activation="relu", name="up")(x)
-    model = keras.Model(inputs, layers.Dense(1024, name="down")(x), name="perceptron")
+    x = inputs = keras.Input((width,))
+    for number in range(blocks):
+        x = layers.Dense(4 * width, activation="relu", name=f"up{number}")(x)
+        x = layers.Dense(width, name=f"down{number}")(x)
+    model = keras.Model(inputs, x, name="perceptron")
     model.compile("adam", "mse")
     return model
 
@@ -48,7 +50,7 @@ def test_the_choice_has_the_best_forecast(target):
 @pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_few_rows_of_large_weights_are_tensor_parallel(target):
     """A device with all rows and an eighth of the weights takes least: it reads few weights, and sends few bytes."""
-    choice = kd.auto(perceptron, 8, target)
+    choice = kd.auto(lambda: perceptron(2048, blocks=2), 32, target)
     assert dict(choice.trials[0].candidate.axes) == {"data": 1, "model": 8}
     assert sum(trial.plan is not None for trial in choice.trials) <= 4
 
