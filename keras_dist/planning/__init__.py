@@ -3,9 +3,9 @@
 * `plan.py`: `plan`, which puts the parts below together.
 * `report.py`: `Plan`, as data and as a printed report. `compare.py`: several plans in one table.
 * `auto.py`: `auto`, which chooses among distributions; `choosing.py` does it for one batch on some devices, and
-  `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `search_space.py`: those for a
-  model; `closed_forms.py`: what is known of them before compilation; `estimates.py`: what is expected; `search.py`: which
-  to compile; `compilation_cache.py`: what compilations found, on disk.
+  `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `search_space.py`: those
+  for a model; `closed_forms.py`: what is known of them before compilation; `estimates.py`: what is expected;
+  `search.py`: which to compile; `compilation_cache.py`: what compilations found, on disk.
 * `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
 * `hardware.py`: the hardware that targets can name; `hardware_figures.py`: memory, compute and bandwidths of one chip;
   `known_hardware.py`: these figures with their sources; `compiler_options.py`: options of XLA that others recommend.
