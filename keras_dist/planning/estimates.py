@@ -12,8 +12,9 @@ from keras_dist.planning.report import Plan
 _UPDATE_TRAFFIC = 28 / 12
 # How often a training step moves weights for matrix multiplications: forward, backward, and their gradients.
 _PASSES = 3
-# How often a step moves the activations that it holds, at most. What takes longer has to do with weights.
-_ACTIVATION_PASSES = 10
+# How often a step moves weights besides, at most: to convert and copy them and their gradients. The rest has to do with
+# activations.
+_CONVERSIONS = 6
 # The fraction of the activations between sharded layers, which tensor parallelism alone does not shard.
 _UNSHARDED_ACTIVATIONS = 0.5
 # How much of a collective's time is expected not to overlap, until a compiled candidate shows it.
@@ -114,10 +115,11 @@ class Estimates:
         of_matmuls = min(max(_matmul_seconds(plan), self._weights_seconds(base)), busy)
         of_update = min(self._update_seconds(base), busy - of_matmuls)
         rest = busy - of_matmuls - of_update
-        of_activations = min(rest, self._memory_seconds(_ACTIVATION_PASSES * _activation_bytes(plan, base, theirs)))
+        of_conversions = min(rest, self._memory_seconds(_CONVERSIONS * theirs.weights))
         multiplied = max(self._least_matmul_seconds(candidate), self._weights_seconds(candidate))
-        activated = of_activations * self._tokens_share(candidate) * _activated(candidate) / _activated(base)
-        converted = (rest - of_activations) * ours.weights / max(theirs.weights, 1.0)
+        of_activations = (rest - of_conversions) * _activated(candidate) / _activated(base)
+        activated = of_activations * self._tokens_share(candidate)
+        converted = of_conversions * ours.weights / max(theirs.weights, 1.0)
         seconds = multiplied + activated + converted + self._update_seconds(candidate)
         return seconds * self._slower.get(_kind(candidate), 1.0)
 
