@@ -6,6 +6,7 @@ options need none of it.
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 _DESCRIPTION = "Plan, inspect and launch distributed training of Keras models on JAX."
 _PLAN = """\
@@ -72,15 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,launch}", dest="command")
 
-    plan = commands.add_parser(
+    def add_command_for_models(name: str, **texts: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+        command.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
+        return command
+
+    plan = add_command_for_models(
         "plan",
         help="estimate memory, communication and time of a step, without the hardware",
         usage="%(prog)s MODEL --target TARGET --mesh AXES --batch BATCH [options]",
         description=_PLAN,
         epilog=_PLAN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
     plan.add_argument("--target", required=True, help=_TARGET)
     plan.add_argument("--mesh", required=True, metavar="AXES", help=_AXES)
     plan.add_argument("--batch", required=True, help="global number of rows, or a function that returns a batch")
@@ -97,15 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--slices", type=int, default=1, help=_SLICES)
 
-    auto = commands.add_parser(
+    auto = add_command_for_models(
         "auto",
         help="choose the mesh and the strategy for a model, without the hardware",
         usage="%(prog)s MODEL --batch BATCH [--target TARGET] [options]",
         description=_AUTO,
         epilog=_AUTO_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    auto.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
     auto.add_argument(
         "--batch",
         required=True,

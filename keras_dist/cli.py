@@ -90,7 +90,7 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
             target=(targets[0] if len(targets) == 1 else targets) or None,
             objective=options.objective,
             step=options.step,
-            keep=None if options.keep is None else parse_axes(options.keep),
+            keep=options.keep,
             strategies=None if options.strategies is None else options.strategies.split(","),
             trials=options.trials,
             depth=options.depth,

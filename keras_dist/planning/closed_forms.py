@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -90,12 +90,7 @@ class Workload:
         """
         step = self._step
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))
-        held = sum(
-            math.prod(internals.as_sharding(layouts[id(v)]).shard_shape(tuple(v.shape)))
-            * _itemsize(internals.stored_dtype(v))
-            for part in step.variables
-            for v in part
-        )
+        held = sum(map(bytes_on_a_device, jax.tree.leaves(replace(step, layouts=layouts).state_specs())))
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
         shards = [spec.sharding.shard_shape(spec.shape) for spec in specs]
         rows = max((shard[0] for shard in shards if shard), default=1)

@@ -67,13 +67,8 @@ class Estimates:
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step."""
-        sizes = self._sizes[candidate]
-        exposed = (
-            seconds * self._exposed.get(_key(purpose, candidate), _EXPECTED_EXPOSURE)
-            for purpose, seconds in sizes.wire_seconds.items()
-        )
         simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
-        return max(self._compute_seconds(candidate) + sum(exposed), max(sizes.wire_seconds.values()), *simpler)
+        return max([self._seconds_with(candidate, _EXPECTED_EXPOSURE, 1.0), *simpler])
 
     def simpler(self, candidate: Candidate) -> list[Candidate]:
         """Returns the candidates that compute as much on a device as this one does, and communicate less."""
@@ -90,12 +85,7 @@ class Estimates:
 
     def optimistic_seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
-        sizes = self._sizes[candidate]
-        exposed = (
-            seconds * self._exposed.get(_key(purpose, candidate), 0.0) * _DOUBT
-            for purpose, seconds in sizes.wire_seconds.items()
-        )
-        return max(self._compute_seconds(candidate) + sum(exposed), max(sizes.wire_seconds.values()))
+        return self._seconds_with(candidate, 0.0, _DOUBT)
 
     def bytes(self, candidate: Candidate) -> float:
         """Returns the expected memory of a device."""
@@ -105,6 +95,14 @@ class Estimates:
         """Returns the memory that variables and batch take."""
         sizes = self._sizes[candidate]
         return sizes.state + sizes.batch
+
+    def _seconds_with(self, candidate: Candidate, unknown: float, factor: float) -> float:
+        """Returns the time of a step if collectives are exposed by `factor` times what was seen, or by `unknown`."""
+        wire = self._sizes[candidate].wire_seconds
+        exposed = sum(
+            seconds * self._exposed.get(_key(purpose, candidate), unknown) * factor for purpose, seconds in wire.items()
+        )
+        return max(self._compute_seconds(candidate) + exposed, max(wire.values()))
 
     def _compute_seconds(self, candidate: Candidate) -> float:
         if self._time_base is None:
@@ -151,7 +149,8 @@ class Estimates:
             return 0.0
         base, plan = self._memory_base
         ours, theirs = self._sizes[candidate], self._sizes[base]
-        activations = _activation_bytes(plan, base, theirs)
+        temporaries = plan.memory.temporaries
+        activations = max(temporaries - _held_weights(base, theirs), 0.1 * temporaries)
         share = ours.tokens / theirs.tokens * _activated(candidate) / _activated(base)
         held = activations * share + _held_weights(candidate, ours)
         return held * self._larger.get(_kind(candidate), 1.0)
@@ -211,12 +210,6 @@ def _activated(candidate: Candidate) -> float:
     """Returns the part of the activations of its tokens that a device holds and computes."""
     unsharded = 0.0 if candidate.sequence_parallel else _UNSHARDED_ACTIVATIONS
     return unsharded + (1 - unsharded) / candidate.size(MODEL)
-
-
-def _activation_bytes(plan: Plan, candidate: Candidate, sizes: Sizes) -> float:
-    """Returns the bytes of the temporaries that are not weights or gradients, a tenth at least."""
-    temporaries = plan.memory.temporaries
-    return max(temporaries - _held_weights(candidate, sizes), 0.1 * temporaries)
 
 
 def _held_weights(candidate: Candidate, sizes: Sizes) -> float:
