@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
@@ -220,6 +221,17 @@ class TestCompiled:
         for each in planned.traffic:
             speed[each.crosses_network].append(each.seconds / each.wire_bytes)
         assert speed[True]
+
+    @needs_cuda
+    def test_a_fused_softmax_takes_about_as_long_as_its_memory_traffic(self):
+        def build():
+            model = keras.Sequential([keras.Input((256, 256)), keras.layers.Dense(2048)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return model
+
+        planned = kd.plan(build, kd.DataParallel(mesh_of("h100:4", "data:4")), 64)
+        require_consistent(planned)
+        assert planned.roofline.forecast.compute_seconds < 5 * planned.roofline.memory_seconds
 
     @needs_libtpu
     def test_what_overlaps_is_exposed_less(self):

@@ -15,6 +15,8 @@ class Seconds:
     def of_work(self, work):
         if work.cycles is not None:
             return work.cycles, True
+        if work.microseconds is not None:
+            return work.microseconds, True
         return sum(work.flops.values()) + work.memory_bytes / 100, False
 
     def of_collective(self, collective):
@@ -90,6 +92,24 @@ class TestInOrder:
     def test_an_estimate_without_a_value_is_none(self):
         found = walk(work("a", 2**63 - 1), END, others=FUSED, times=Seconds())
         assert (found.compute_seconds, found.estimated_seconds) == (8, 0)
+
+    @pytest.mark.parametrize(
+        ("models", "seconds"),
+        [
+            ({"": 3.5}, 3.5),
+            ({"": 3.5, "sol": 0.01}, 3.5),
+            ({"": 4e6, "indexing-cost-model": 5.0, "sol": 0.01}, 5.0),
+            ({"": 3.5, "experimental-gemm-cost-model": 30.0, "sol": 9.0}, 3.5),
+        ],
+    )
+    def test_of_several_cost_models_the_least_counts_that_knows_all_work(self, models, seconds):
+        costs = ",".join(
+            f'{{"exec_time_us":{time},"compute_time_us":0,"name":"{name}"}}' for name, time in models.items()
+        )
+        config = f'backend_config={{"reification_cost":[{costs}],"operation_queue_id":"0"}}'
+        fusion = f"%a = f32[100]{{0}} fusion(%x), kind=kCustom, calls=%fused, {config}"
+        found = walk(fusion, END, others=FUSED, times=Seconds())
+        assert (found.compute_seconds, found.estimated_seconds) == (seconds, seconds)
 
     def test_a_synchronous_collective_is_exposed_in_full(self):
         found = walk(work("a", 3), reduce("r"), work("b", 2), END, others=FUSED)
