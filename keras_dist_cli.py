@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     auto.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
     auto.add_argument("--keep", metavar="AXES", help="mesh axes of fixed size, such as data:4")
     auto.add_argument("--strategies", metavar="NAMES", help="strategies to choose from, such as dp,fsdp,tp_sp")
-    auto.add_argument("--trials", type=int, default=12, help="the most candidates to compile (default: 12)")
+    auto.add_argument("--trials", type=int, help="the most candidates to compile (default: a quarter, at most 12)")
     auto.add_argument("--depth", type=int, help="number of blocks to extrapolate to: MODEL takes a number of blocks")
 
     mesh = commands.add_parser("mesh", help="show which device is where in a mesh")

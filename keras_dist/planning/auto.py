@@ -28,7 +28,7 @@ def auto(
     step: str = "train",
     keep: Mapping[str, int] | str | None = None,
     strategies: Iterable[str] | None = None,
-    trials: int = 12,
+    trials: int | None = None,
     depth: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
@@ -59,7 +59,7 @@ def auto(
             "data", "context" and "model".
         strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
             `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
-        trials: The most candidates to compile.
+        trials: The most candidates to compile. By default 12, and once one fits a quarter of all, but at least 3.
         depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
         compiler_options: XLA's options to compile with, as in `kd.plan`.
         progress: Whether to show progress. By default only if standard error is a terminal.
@@ -88,8 +88,11 @@ def auto(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"Unknown objective {objective!r}. Use one of {', '.join(map(repr, OBJECTIVES))}.")
-    if not isinstance(trials, int) or isinstance(trials, bool) or trials < 1:
-        raise ValueError(f"trials must be a positive number of compilations, but got {trials!r}. The default is 12.")
+    if trials is not None and (not isinstance(trials, int) or isinstance(trials, bool) or trials < 1):
+        raise ValueError(
+            f"trials must be a positive number of compilations, but got {trials!r}. Leave it out to compile a quarter "
+            "of the candidates, at most 12."
+        )
     if isinstance(batch, str) and batch != LARGEST:
         raise ValueError(f"batch={batch!r} is not a batch. Pass {LARGEST!r}, a number of rows, arrays or shapes.")
     require_step(step)
@@ -153,7 +156,7 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
     if place.hardware is None or place.hardware.memory_bytes is None:
         raise ValueError(f"The most rows that fit are unknown, because the memory of {place} is. Pass a batch.")
     count, batch_of = len(place.devices), batch if callable(batch) else int
-    least = replace(task, objective="memory", trials=min(task.trials, _TRIALS_FOR_ROWS))
+    least = replace(task, objective="memory", trials=min(task.trials or _TRIALS_FOR_ROWS, _TRIALS_FOR_ROWS))
     rows, too_many = count, None
     smallest: Choice | None = None  # the choice for `rows`
 

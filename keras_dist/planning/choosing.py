@@ -37,7 +37,7 @@ class Task:
     build_model: Any
     step: str = "train"
     strategies: tuple[str, ...] = (*STRATEGIES, CONTEXT_PARALLEL)
-    trials: int = 12
+    trials: int | None = None
     depth: int | None = None
     compiler_options: FrozenMapping = field(default_factory=FrozenMapping)
     objective: str = "time"
@@ -167,8 +167,8 @@ def _notes(search: Search, chosen: Candidate) -> list[str]:
         notes.append(f"The search was interrupted: {len(untried)} candidates that might be better are not compiled.")
     elif untried:
         notes.append(
-            f"{len(untried)} candidates that might be better are not compiled, because trials={search.trials}. The "
-            f"most promising is {untried[0]}."
+            f"{len(untried)} candidates that might be better are not compiled. The most promising is {untried[0]}. To "
+            f"try all of them, pass trials={search.compiled + len(untried)}."
         )
     if search.plans[chosen].roofline.forecast is None:
         notes.append(
@@ -197,9 +197,7 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
         f"{bytes_text(capacity)} per device{of_them} for variables and batch."
     )
     if untried := search.untried:
-        text += (
-            f" {len(untried)} candidates that might fit were not compiled, because trials={search.trials}: allow more."
-        )
+        text += f" {len(untried)} more might fit: to try them, pass trials={search.compiled + len(untried)}."
     help, share = [], 100 * (capacity - held) / max(needed - held, 1)
     if 1 <= share < 100:
         help.append(f"about {math.floor(share)}% of the rows")

@@ -17,10 +17,10 @@ _PASSES = 3
 _CONVERSIONS = 6
 # The fraction of the activations between sharded layers, which tensor parallelism alone does not shard.
 _UNSHARDED_ACTIVATIONS = 0.5
-# How much of a collective's time is expected not to overlap, until a compiled candidate shows it.
-_EXPECTED_EXPOSURE = 0.5
-# A candidate that is not compiled may be this much better than compiled ones of its kind let expect.
-_DOUBT = 0.8
+# The most of a collective's time that is expected not to overlap, until a compiled candidate shows it.
+_UNKNOWN_EXPOSURE = 1.0
+# The least fraction of the expected exposure that a candidate may have, if one of its kind is compiled, and if not.
+_DOUBT, _DOUBT_OF_UNKNOWN_KIND = 0.8, 0.5
 # Fraction of the gathered weights that a step holds if its blocks gather them again for the backward pass.
 _HELD_WEIGHTS = 0.25
 
@@ -68,7 +68,7 @@ class Estimates:
     def seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step."""
         simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
-        return max([self._seconds_with(candidate, _EXPECTED_EXPOSURE, 1.0), *simpler])
+        return max([self._seconds_with(candidate, 1.0), *simpler])
 
     def simpler(self, candidate: Candidate) -> list[Candidate]:
         """Returns the candidates that compute as much on a device as this one does, and communicate less."""
@@ -85,7 +85,8 @@ class Estimates:
 
     def optimistic_seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
-        return self._seconds_with(candidate, 0.0, _DOUBT)
+        is_known = any(_kind(each) == _kind(candidate) for each in self._seconds)
+        return self._seconds_with(candidate, _DOUBT if is_known else _DOUBT_OF_UNKNOWN_KIND)
 
     def bytes(self, candidate: Candidate) -> float:
         """Returns the expected memory of a device."""
@@ -96,13 +97,16 @@ class Estimates:
         sizes = self._sizes[candidate]
         return sizes.state + sizes.batch
 
-    def _seconds_with(self, candidate: Candidate, unknown: float, factor: float) -> float:
-        """Returns the time of a step if collectives are exposed by `factor` times what was seen, or by `unknown`."""
+    def _seconds_with(self, candidate: Candidate, factor: float) -> float:
+        """Returns the time of a step if its collectives are exposed by `factor` times what is expected.
+
+        Those of which none was seen are expected to overlap as well as the best of the others.
+        """
         wire = self._sizes[candidate].wire_seconds
-        exposed = sum(
-            seconds * self._exposed.get(_key(purpose, candidate), unknown) * factor for purpose, seconds in wire.items()
-        )
-        return max(self._compute_seconds(candidate) + exposed, max(wire.values()))
+        unknown = min((_UNKNOWN_EXPOSURE, *self._exposed.values()))
+        exposures = {purpose: self._exposed.get(_key(purpose, candidate), unknown) for purpose in wire}
+        exposed = sum(seconds * exposures[purpose] for purpose, seconds in wire.items())
+        return max(self._compute_seconds(candidate) + factor * exposed, *wire.values())
 
     def _compute_seconds(self, candidate: Candidate) -> float:
         if self._time_base is None:

@@ -20,6 +20,9 @@ _TOLERANCE = 0.02
 _HOPELESS = 1.5
 # Candidates that are expected to need this much more than a device has are not compiled if others do not fit.
 _NEAR = 1.2
+# Unless `trials` says otherwise, at most this many candidates are compiled, and this fraction of them once one fits,
+# though never fewer than these.
+_MOST, _FRACTION, _FEWEST = 12, 0.25, 3
 # Forecasts of two programs of one model for one target are not good enough to tell nearer ones apart.
 ACCURACY = 0.1
 
@@ -33,7 +36,7 @@ class Search:
         sizes: what is known of each in advance.
         compile: returns the plan of a distribution; raises a ValueError if the target refuses it.
         objective: `"time"` or `"memory"`.
-        trials: most candidates to compile.
+        trials: most candidates to compile; None for a quarter of them.
         hardware: the hardware of the target, None if it is unknown.
         report: shows what is being done.
     """
@@ -42,7 +45,7 @@ class Search:
     sizes: Mapping[Candidate, Sizes]
     compile: Callable[[Distribution, Callable[[str], Any]], Plan]
     objective: str
-    trials: int
+    trials: int | None
     hardware: Hardware | None
     report: Callable[[str], Any]
     plans: dict[Candidate, Plan] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class Search:
     def run(self) -> Candidate | None:
         """Compiles candidates until none of the others can be better. Returns the best that fits, None if none does."""
         try:
-            while len(self.plans) + len(self.refused) < self.trials:
+            while self.compiled < self.limit:
                 candidate = self._next()
                 if candidate is None:
                     break
@@ -79,6 +82,18 @@ class Search:
         return seconds_of(plan) if self.objective == "time" else plan.memory.total
 
     @property
+    def compiled(self) -> int:
+        """The number of candidates that were compiled, or refused by the compiler."""
+        return len(self.plans) + len(self.refused)
+
+    @property
+    def limit(self) -> int:
+        """The most candidates to compile."""
+        if self.trials is not None:
+            return self.trials
+        return _MOST if self.best is None else min(_MOST, max(_FEWEST, int(_FRACTION * len(self.candidates))))
+
+    @property
     def untried(self) -> list[Candidate]:
         """The candidates that might be the best and are not compiled, the most promising first."""
         return sorted(filter(self._is_expected_to_fit, self._left()), key=self._expected)
@@ -87,7 +102,7 @@ class Search:
         """Shows what is done for a candidate, how many are compiled, and the best so far."""
         best = self.best
         so_far = "" if best is None else f", best so far {self._cost_text(self.cost(self.plans[best]))}"
-        count = f"{len(self.plans) + len(self.refused)} of at most {self.trials} compiled"
+        count = f"{self.compiled} of at most {self.limit} compiled"
         self.report(f"{count}{so_far}. {candidate}: {activity}")
 
     def _compile(self, candidate: Candidate) -> None:
@@ -152,7 +167,8 @@ class Search:
         if bound >= (1 - _TOLERANCE) * cost:
             return f"cannot win: at least {seconds_text(bound)}" if bound > cost else "cannot win by more than 2%"
         if self.estimates.optimistic_seconds(candidate) >= (1 - _TOLERANCE) * cost or expected >= _HOPELESS * cost:
-            return f"expected to be {100 * (expected / cost - 1):.0f}% slower"
+            slower = f"{100 * (expected / cost - 1):.0f}"
+            return f"expected to be {slower}% slower" if int(slower) > 0 else "expected to take as long"
         return None
 
     def _cost_text(self, cost: float) -> str:
@@ -174,7 +190,7 @@ class Search:
         outcome = f"refused: {outcome}" if outcome else self._why_not(candidate)
         if outcome is None and not self._is_expected_to_fit(candidate):
             outcome = "not compiled: expected not to fit"
-        outcome = outcome or f"not tried{': interrupted' if self.is_interrupted else f' within {self.trials} trials'}"
+        outcome = outcome or f"not tried{': interrupted' if self.is_interrupted else f' within {self.limit} trials'}"
         wire = sum(self.sizes[candidate].wire.values())
         seconds = None if outcome.startswith("cannot fit") or not self.plans else self.estimates.seconds(candidate)
         return Trial(candidate, self.estimates.bytes(candidate), wire, seconds, None, outcome)
