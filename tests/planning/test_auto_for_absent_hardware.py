@@ -95,7 +95,7 @@ def token_model(depth):
     for number in range(depth):
         y = layers.MultiHeadAttention(4, 32, name=f"block{number}_attention")(x, x, use_causal_mask=True)
         x = layers.Add(name=f"block{number}_add1")([x, y])
-        y = layers.Dense(512, activation="gelu", name=f"block{number}_up")(x)
+        y = layers.Dense(512, activation="relu", name=f"block{number}_up")(x)
         x = layers.Add(name=f"block{number}_add2")([x, layers.Dense(128, name=f"block{number}_down")(y)])
     model = keras.Model(tokens, layers.Dense(256, name="head")(x), name="gpt")
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

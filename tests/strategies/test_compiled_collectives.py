@@ -34,7 +34,7 @@ def gpt(vocabulary=VOCABULARY):
         y = layers.MultiHeadAttention(8, WIDTH // 8, name=f"block{number}_attention")(y, y, use_causal_mask=True)
         x = layers.Add(name=f"block{number}_add1")([x, y])
         y = layers.LayerNormalization(name=f"block{number}_norm2")(x)
-        y = layers.Dense(4 * WIDTH, activation="gelu", name=f"block{number}_up")(y)
+        y = layers.Dense(4 * WIDTH, activation="relu", name=f"block{number}_up")(y)
         y = layers.Dense(WIDTH, name=f"block{number}_down")(y)
         x = layers.Add(name=f"block{number}_add2")([x, y])
     x = layers.LayerNormalization(name="norm")(x)
