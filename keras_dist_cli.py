@@ -40,7 +40,6 @@ exit status: 0 if a candidate fits or the capacity is unknown, 1 if none fits, 2
 """
 _TARGET = "hardware: v5e:4x4, v5e:16, h100:8, h100:2x8 (2 hosts of 8), cpu:8, or a cloud name such as a3-highgpu-8g"
 _AXES = "mesh axes and their sizes, such as data:4,model:4; one size may be -1"
-_SLICES = "number of TPU slices of the target's shape (default: 1)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,13 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         help="function that takes the mesh and returns a distribution, or a LayoutMap (the batch is then sharded over "
         "the first axis). Default: weights are replicated, and the batch is sharded over the first axis",
     )
-    plan.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
     plan.add_argument(
         "--depth",
         type=int,
         help="number of blocks to extrapolate to: MODEL takes a number of blocks, and is compiled with 2 and 4",
     )
-    plan.add_argument("--slices", type=int, default=1, help=_SLICES)
 
     auto = add_command_for_models(
         "auto",
@@ -119,11 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help=f"{_TARGET}. With --objective devices it may be repeated. Default: the devices of this machine",
     )
-    auto.add_argument("--slices", type=int, default=1, help=_SLICES)
     auto.add_argument(
         "--objective", choices=("time", "memory", "devices"), default="time", help="what to minimize (default: time)"
     )
-    auto.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
     auto.add_argument("--keep", metavar="AXES", help="mesh axes of fixed size, such as data:4")
     auto.add_argument("--strategies", metavar="NAMES", help="strategies to choose from, such as dp,fsdp,tp_sp")
     auto.add_argument("--trials", type=int, help="the most candidates to compile (default: a quarter, at most 12)")
@@ -134,18 +129,22 @@ def _parser() -> argparse.ArgumentParser:
     devices = mesh.add_mutually_exclusive_group()
     devices.add_argument("--target", help=_TARGET)
     devices.add_argument("--devices", type=int, help="number of devices of this machine to use (default: all)")
-    mesh.add_argument("--slices", type=int, default=1, help=_SLICES)
 
     listing = commands.add_parser("devices", help="list this machine's devices, or the hardware to plan for")
     listing.add_argument("--hardware", action="store_true", help="list the hardware that targets can name")
 
     for command in (plan, auto):
+        command.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
         command.add_argument(
             "--compiler-option",
             action="append",
             default=[],
             metavar="NAME=VALUE",
             help="an option of XLA, such as xla_tpu_scoped_vmem_limit_kib=98304; may be repeated",
+        )
+    for command in (plan, auto, mesh):
+        command.add_argument(
+            "--slices", type=int, default=1, help="number of TPU slices of the target's shape (default: 1)"
         )
     for command in (plan, auto, mesh, listing):
         command.add_argument("--json", action="store_true", help="print JSON")

@@ -80,7 +80,10 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
     if options.target is None and options.slices != 1:
         raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
     if options.target is not None and len(options.target) > 1 and options.objective != "devices":
-        raise ValueError("Several targets need --objective devices: the model is placed on the first that it fits on.")
+        raise ValueError(
+            f"Several targets ({', '.join(options.target)}) need --objective devices, which chooses the smallest on "
+            "which the model fits. For other objectives, give one target at a time."
+        )
     targets = [_target(name, options.slices) for name in options.target or ()]  # before the user's module starts JAX
     build = _function(options.model)
     try:

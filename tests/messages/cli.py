@@ -55,6 +55,9 @@ CASES = {
     "a mesh that is larger than this machine": lambda: shown("mesh", "data:4,model:4"),
     "a mesh": lambda: shown("mesh", "data:2,model:4"),
     "slices without a target": lambda: shown("mesh", "data:8", "--slices", "2"),
+    "several targets to choose the fastest for": lambda: shown(
+        "auto", "model.py:build", "--batch", "16", "--target", "v5e:2x2", "--target", "v5e:2x4"
+    ),
     "a batch that is neither a number nor a function": lambda: changed(batch="many"),
     "a batch of no rows": lambda: changed(batch="0"),
     "a function that the file does not have": lambda: changed(layout="model.py:layout"),
