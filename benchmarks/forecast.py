@@ -210,7 +210,7 @@ STEPS = {
     "torchtitan-8b-h100": Step(
         "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md", "8b", "h100-96gb:8", 16, 8192, 2 * 8192 / 6667,
         "selective activation checkpointing there, none here; GPUs limited to 500 W there", memory=77.0 * 2**30,
-        why="every other matrix multiplication of the forward pass is computed again there, a sixth more FLOP (0.68 "
+        why="every other matrix multiplication of the forward pass is computed again there, a sixth more FLOP (0.67 "
         "with it); the GPUs were limited to 500 of 700 W",
     ),
     "maxtext-8b-v6e-8": Step(

@@ -3,7 +3,6 @@
 import functools
 import json
 import warnings
-from types import SimpleNamespace
 
 import jax
 import keras
@@ -18,7 +17,6 @@ import keras_dist as kd
 from keras_dist.planning import choosing, compilation
 from keras_dist.planning.candidates import STRATEGIES
 from keras_dist.planning.choice import NothingFitsError
-from keras_dist.planning.search import Search
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -307,19 +305,6 @@ def test_the_smallest_target_of_a_list():
     assert choice.mesh.devices.size == 2
     with pytest.raises(ValueError, match="Choose for one target at a time"):
         kd.auto(wide, 32, target=["v5e:2x2", "v5e:2x4"])
-
-
-@pytest.mark.parametrize(
-    ("candidates", "trials", "limit", "limit_once_one_fits"),
-    [(4, None, 12, 3), (27, None, 12, 6), (159, None, 12, 12), (27, 20, 20, 20), (27, 1, 1, 1)],
-)
-def test_a_quarter_of_the_candidates_is_compiled_by_default(candidates, trials, limit, limit_once_one_fits):
-    search = Search(dict.fromkeys(range(candidates)), {}, None, "memory", trials, None, print)
-    assert search.limit == limit
-    search.plans[0] = SimpleNamespace(fits=False)
-    assert search.limit == limit
-    search.plans[1] = SimpleNamespace(fits=True, memory=SimpleNamespace(total=1))
-    assert search.limit == limit_once_one_fits
 
 
 def test_candidates_that_trials_left_out_are_named_when_nothing_fits(monkeypatch):
