@@ -98,6 +98,8 @@ def test_extrapolation_equals_the_compiled_model(target):
     # libtpu 0.0.42 keeps a little less in fast memory the deeper the model is.
     assert line.memory.temporaries == pytest.approx(whole.memory.temporaries, rel=0.05)
     assert line.roofline.compute_seconds == pytest.approx(whole.roofline.compute_seconds, rel=0.01)
+    assert line.roofline.forecast.seconds == pytest.approx(whole.roofline.forecast.seconds, rel=0.03)
+    assert line.roofline.forecast.compute_seconds == pytest.approx(whole.roofline.forecast.compute_seconds, rel=0.01)
 
 
 def wide():
