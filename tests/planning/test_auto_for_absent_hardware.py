@@ -106,7 +106,7 @@ def token_model(depth):
 @pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_devices_that_have_no_row_of_their_own_are_tried_with_a_share_of_one(target):
     batch = (jax.ShapeDtypeStruct((4, 128), "int32"),) * 2
-    choice = kd.auto(token_model, batch, target, depth=6, trials=4)
+    choice = kd.auto(token_model, batch, target, depth=6, trials=2)
     assert choice.plan.depth == 6
     compiled = [trial.candidate for trial in choice.trials if trial.plan is not None]
     assert any(candidate.size("context", "model") > 1 for candidate in compiled)

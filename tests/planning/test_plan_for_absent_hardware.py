@@ -41,7 +41,7 @@ def test_data_parallel_reduces_the_gradients_and_nothing_else(target):
 def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
     moved = []
-    for depth in (2, 3):
+    for depth in (1, 2):
         planned = kd.plan(lambda depth=depth: gpt(depth, width=128, length=64), distribution, 16)
         [reduced] = [t for t in planned.traffic if (t.kind, t.axes) == ("all-reduce", ("model",))]
         moved.append((reduced.count, reduced.bytes))
@@ -128,7 +128,7 @@ def test_plan_that_does_not_fit(target):
 @needs_libtpu
 def test_model_larger_than_any_host_is_planned():
     def giant():
-        model = keras.Sequential([keras.Input((2**15,)), *(layers.Dense(2**15) for _ in range(64))])
+        model = keras.Sequential([keras.Input((2**16,)), *(layers.Dense(2**16) for _ in range(16))])
         model.compile("sgd", "mse")
         return model
 
@@ -147,7 +147,7 @@ def test_keras_hub_task_that_compiles_itself(target):
     def build():
         backbone = keras_hub.models.Llama3Backbone(
             vocabulary_size=256,
-            num_layers=2,
+            num_layers=1,
             num_query_heads=8,
             num_key_value_heads=2,
             hidden_dim=64,
@@ -169,7 +169,7 @@ def test_keras_hub_task_that_compiles_itself(target):
     planned = kd.plan(build, rules(mesh, layout), batch)
     weights = [v for v in planned.variables if v.part == "weights"]
     sharded = [v for v in weights if any(v.axes)]
-    assert len(sharded) == 2 * 7 + 1
+    assert len(sharded) == 7 + 1
     assert planned.memory.optimizer == 2 * planned.memory.weights + 8
     assert {("model",), ("data",)} <= {each.axes for each in planned.traffic}
 
@@ -177,12 +177,12 @@ def test_keras_hub_task_that_compiles_itself(target):
 @needs_cuda
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 def test_step_without_tile_sizes_is_compiled_without_triton():
-    """XLA finds no tile sizes for one product of this ViT without a GPU to measure on: 197 tokens of 1,024 numbers."""
+    """The XLA of JAX 0.10 finds none for a product of this ViT, of 197 tokens, without a GPU; that of JAX 0.12 does."""
     keras_hub = pytest.importorskip("keras_hub")
 
     def build():
         backbone = keras_hub.models.ViTBackbone(
-            image_shape=(224, 224, 3), patch_size=(16, 16), num_layers=2, num_heads=16, hidden_dim=1024, mlp_dim=4096
+            image_shape=(224, 224, 3), patch_size=(16, 16), num_layers=1, num_heads=16, hidden_dim=1024, mlp_dim=4096
         )
         pooled = layers.GlobalAveragePooling1D()
         model = keras.Sequential([keras.Input((224, 224, 3)), backbone, pooled, layers.Dense(1000)])

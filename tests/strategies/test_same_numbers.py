@@ -86,20 +86,6 @@ ARCHITECTURES = {
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metric="accuracy",
     ),
-    "attention": lambda: Architecture(
-        row=(6, 8),
-        stack=(SelfAttention(name="block"), layers.GlobalAveragePooling1D(), layers.Dense(8, name="head")),
-    ),
-    "dropout": lambda: Architecture(
-        row=(8,),
-        stack=(
-            layers.Dense(24, activation="relu", name="first"),
-            layers.Dropout(0.4, name="first_dropout"),
-            layers.Dense(16, activation="tanh", name="second"),
-            layers.Dropout(0.2, name="second_dropout"),
-            layers.Dense(8, name="head"),
-        ),
-    ),
     "mix": lambda: Architecture(
         row=(6, 6, 2),
         stack=(
