@@ -35,13 +35,17 @@ SIZES = {
     "8b": {"layers": 32, "hidden_dim": 4096, "intermediate_dim": 14336, "num_query_heads": 32},
     "70b": {"layers": 80, "hidden_dim": 8192, "intermediate_dim": 28672, "num_query_heads": 64},
 }
+# Llama 2 70B has the blocks of Llama 3 70B, and a smaller vocabulary.
+SIZES["llama2-70b"] = {**SIZES["70b"], "vocabulary_size": 32000}
 
 
-def build(depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: int) -> keras.Model:
+def build(
+    depth: int, hidden_dim: int, intermediate_dim: int, num_query_heads: int, vocabulary_size: int = 128256
+) -> keras.Model:
     """Returns a compiled Llama 3. Nothing in it refers to a distribution."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     backbone = keras_hub.models.Llama3Backbone(
-        vocabulary_size=128256,
+        vocabulary_size=vocabulary_size,
         num_layers=depth,
         num_query_heads=num_query_heads,
         num_key_value_heads=8,
