@@ -3,6 +3,7 @@
 Shapes: B rows, T queries, S keys, N query heads, K key and value heads (N is a multiple of K), H and V head sizes.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -148,13 +149,21 @@ def _pad_to_lanes(tensor: jax.Array) -> jax.Array:
 
 
 def why_not_cudnn(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
-    """Returns why cuDNN cannot compute this and what would change that, None if it can. JAX checks both passes."""
+    """Returns why cuDNN cannot compute this and what would change that, None if it can."""
+    tensors, structure = jax.tree.flatten((query, key, value, bias, mask))
+    return _why_not_cudnn(tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in tensors), structure)
 
-    def loss(query, key, value, bias):
+
+@functools.lru_cache(maxsize=256)
+def _why_not_cudnn(tensors: tuple[jax.ShapeDtypeStruct, ...], structure: Any) -> str | None:
+    """Traces both passes, in which JAX checks them. The blocks of a model ask for the same, and tracing is slow."""
+
+    def loss(query, key, value, bias, mask):
         return cudnn_attention(query, key, value, bias, mask, scale=1.0, soft_cap=None).sum()
 
+    query = tensors[0]
     try:
-        jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2)), query, key, value, bias)
+        jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2)), *jax.tree.unflatten(structure, tensors))
     except Exception as error:  # JAX raises errors of many types
         reason = f"cuDNN cannot compute it ({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')})"
         return f"{reason}; use the dtype policy 'mixed_bfloat16'" if query.dtype == jnp.float32 else reason
