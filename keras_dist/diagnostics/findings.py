@@ -17,7 +17,7 @@ from keras_dist.diagnostics.suggestions import (
     variables_with_rules,
 )
 from keras_dist.layout.derived_weights import base_weight_of
-from keras_dist.layout.rule_matching import Regexes, matching_patterns, strip_model_names
+from keras_dist.layout.rule_matching import Regexes, is_for_activations, matching_patterns, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
 _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more are reported
@@ -145,7 +145,7 @@ def _lora_factor(variable: CoveredVariable) -> str:
 
 def _unmatched_rules(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Finding]:
     for pattern, group, fix in unmatched:
-        what = "layer" if pattern.endswith(("/output", "/input")) else "variable"
+        what = "layer" if is_for_activations(pattern) else "variable"
         message = f"Layout map rule {pattern!r} matches no {what} of {coverage.model!r}. {fix}"
         yield Finding("no match", message, _whole_bytes(group), tuple(v.path for v in group[:_MOST_PATHS]), pattern)
 
@@ -194,7 +194,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         return [v for v in candidates if axis not in axis_names(v.axes)]
 
     # Only axes that a rule for variables uses: the others are for the batch, or for a distribution to shard over.
-    for_variables = [rule for rule in coverage.rules if not rule.pattern.endswith(("/output", "/input"))]
+    for_variables = [rule for rule in coverage.rules if not is_for_activations(rule.pattern)]
     used = {name for rule in for_variables for name in axis_names(rule.layout.axes)}
     axes = [axis for axis, size in sizes.items() if size > 1 and axis in used]
     axes = [axis for axis in axes if _whole_bytes(replicated_over(axis)) > _LARGE_FRACTION * total]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
-from keras_dist.layout.rule_matching import Regexes, strip_model_names
+from keras_dist.layout.rule_matching import Regexes, is_for_activations, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
@@ -62,7 +62,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
     corrected = {rule: _WORD.sub(paths.correct_word, rule) for rule in rules}
     rewritten = (paths.with_prefix(rules), paths.with_match(globs), paths.with_match(corrected))
     for pattern in rules:
-        is_activation = pattern.endswith(("/output", "/input"))
+        is_activation = is_for_activations(pattern)
         better, found = next((each[pattern] for each in rewritten if pattern in each), (None, []))
         if better is None and not is_activation and (embedding := paths.tied_embedding(pattern)):
             yield Unmatched(pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern]))

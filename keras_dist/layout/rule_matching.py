@@ -114,6 +114,15 @@ def applies_to(pattern: str, path: str) -> bool:
     return suffix not in _ACTIVATION_SUFFIXES or re.search(rf"\b{suffix}\b", pattern) is not None
 
 
+def is_for_activations(pattern: str) -> bool:
+    """Returns whether a pattern is for what layers take or return, and not for variables.
+
+    >>> is_for_activations("dense/output"), is_for_activations(".*output"), is_for_activations("attention_output/kernel")
+    (True, True, False)
+    """
+    return re.search(rf"\b({'|'.join(_ACTIVATION_SUFFIXES)})$", pattern) is not None
+
+
 def find_shadowing_rule(pattern: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:
     """Returns the first earlier pattern that certainly makes a later one unreachable, or None.
 

@@ -5,6 +5,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist.layout.layout_map import LayoutMap, as_layout_map
+from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import create_device_mesh
 from keras_dist.strategies.base import BatchDimName
@@ -116,7 +117,7 @@ def _replica_and_shard_axes(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     mesh = layout_map.device_mesh
     sizes = {} if mesh is None else mesh.axis_sizes
-    weight_rules = [layout for key, layout in layout_map.items() if not key.endswith(("/input", "/output"))]
+    weight_rules = [layout for key, layout in layout_map.items() if not is_for_activations(key)]
     used = {name for layout in weight_rules for name in axis_names(layout.axes)}
     replica_axes, shard_axes = axis_tuple(replica_axis), axis_tuple(shard_axis)
     if not shard_axes:

@@ -3,6 +3,7 @@
 import keras
 
 from keras_dist.layout.layout_map import LayoutMap, Rule, as_layout_map
+from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
@@ -113,7 +114,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
 
 def _require_free_sequence_axes(layout_map: LayoutMap, sequence_dim_name: BatchDimName) -> None:
     for pattern, layout in layout_map.items():
-        is_weight = not pattern.endswith(("/input", "/output"))
+        is_weight = not is_for_activations(pattern)
         shared = set(axis_names(layout.axes if is_weight else layout.axes[:1])) & set(axis_tuple(sequence_dim_name))
         if shared:
             raise ValueError(

@@ -16,7 +16,7 @@ from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
-from keras_dist.strategies.dim_graph import DimGraph, Dims
+from keras_dist.strategies.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.strategies.jaxpr_dims import read_dims
 from keras_dist.strategies.model_trace import trace_model
 from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES, best_dim
@@ -206,8 +206,11 @@ class Solution(NamedTuple):
         return rules
 
     def activation_rules(self, table_rules: Mapping[str, Axes], sequence_parallel: bool) -> dict[str, Axes]:
-        """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended."""
-        found: defaultdict[str, set[Axes]] = defaultdict(set)
+        """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended.
+
+        A path has a rule only if all of its tensors have the same axes. Paths leave out names that Keras gave to nested
+        models, so layers of several models may share a path. What such a model itself returns has none.
+        """
         sharded = {_layer(weight.path) for weight in self.weights if any(self.axes_of(weight.dims))}
         tables = {_layer(path) for path in table_rules}
         # An embedding that is also called as the head returns two different things under one path.
@@ -217,12 +220,14 @@ class Solution(NamedTuple):
         # XLA computes wrong numbers for convolutions over a sharded dim, if the batch is not sharded, too (JAX 0.10
         # to 0.12).
         window_dims = {(node, rank) for dim, rank in self.graph.window_dims for node in self.graph.find((dim,))}
-        for name, dims, shape, origin in self.graph.named_tensors:
+
+        def axes_of_tensor(tensor: NamedTensor) -> Axes | None:
+            name, dims, shape, origin = tensor
             layer, is_output = _layer(name), name.endswith("/output")
             if layer in tables and is_output and origin in passed_on:
-                continue
+                return None
             if layer in heads or self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
-                continue
+                return None
             axes = list(self.axes_of(dims))
             is_replicated = not any(axes)
             axes[0] = _entry(self.batch_axes)
@@ -230,16 +235,19 @@ class Solution(NamedTuple):
             is_sequence = len(shape) > 2 and _length(self.graph, dims, shape) in self.lengths and not has_window
             axes[1] = _entry(self.sequence_axes) if is_sequence and axes[1] is None else axes[1]
             if not sequence_parallel:
-                if layer in tables and is_output and is_replicated:
-                    found[name].add(tuple(axes))
-                continue
+                return tuple(axes) if layer in tables and is_output and is_replicated else None
             if len(shape) < 3 or (not is_output and layer not in sharded):
-                continue
+                return None
             length = self.graph.find(dims)[1]
             if is_replicated and is_output and length is not None and not has_window:
                 axes[1] = _entry((*self.sequence_axes, self.axis) if is_sequence else (self.axis,))
-            found[name].add(tuple(axes))
-        return {name: next(iter(axes)) for name, axes in found.items() if len(axes) == 1}
+            return tuple(axes)
+
+        found: defaultdict[str, set[Axes | None]] = defaultdict(set)
+        for tensor in self.graph.named_tensors:
+            found[strip_model_names(tensor.name)].add(axes_of_tensor(tensor))
+        rules = {path: next(iter(axes)) for path, axes in found.items() if len(axes) == 1 and "/" in path}
+        return {path: axes for path, axes in rules.items() if axes is not None}
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -325,7 +333,16 @@ def _merged(rules: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
 
     Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
     """
-    patterns = {re.escape(strip_model_names(path)).replace(r"\-", "-"): axes for path, axes in rules.items()}
+    axes_by_name: defaultdict[str, set[Axes]] = defaultdict(set)
+    for path, axes in rules.items():
+        axes_by_name[strip_model_names(path)].add(axes)
+
+    def regex(path: str) -> str:
+        name = strip_model_names(path)
+        is_one_rule = len(axes_by_name[name]) == 1  # else only the names that Keras gave to nested models tell them apart
+        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
+
+    patterns = {regex(path): axes for path, axes in rules.items()}
     patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
     patterns = _merge_alike(patterns, _without_numbers)
     for pattern, axes in patterns.items():

@@ -395,7 +395,56 @@ def residual():
     return keras.Model(inputs, layers.Dense(4, name="head")(x))
 
 
+def nested():
+    """Models that Keras names, with layers of the same names: of other widths, in another order, for other ranks."""
+
+    def dense(**units):
+        return [layers.Dense(size, activation="relu", name=name) for name, size in units.items()]
+
+    x = inputs = keras.Input((LENGTH, WIDTH))
+    x = x + keras.Sequential(dense(up=128, down=WIDTH))(x)
+    x = keras.Sequential(dense(down=128, up=WIDTH))(x)
+    pooled = keras.Sequential([*dense(up=64, down=WIDTH), layers.GlobalAveragePooling1D()])(x)
+    pooled = keras.Sequential(dense(up=64, down=WIDTH))(pooled)
+    return keras.Model(inputs, layers.Dense(4, name="head")(layers.Dense(WIDTH, name="all")(x) + pooled[:, None]))
+
+
+def shared():
+    """Layers that are called with sequences and with what is pooled from them."""
+    norm, dense = layers.LayerNormalization(name="norm"), layers.Dense(WIDTH, name="dense")
+    x = inputs = keras.Input((LENGTH, WIDTH))
+    x = dense(norm(x))
+    pooled = dense(norm(layers.GlobalAveragePooling1D()(x)))
+    return keras.Model(inputs, layers.Dense(4, name="head")(x + pooled[:, None]))
+
+
 class TestModelsThatUsedToFail:
+    @pytest.mark.parametrize("sequence_parallel", [False, True])
+    @pytest.mark.parametrize("build", [nested, shared])
+    def test_layers_that_share_a_path(self, build, sequence_parallel):
+        x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
+
+        def losses():
+            keras.utils.clear_session(free_memory=False)
+            keras.utils.set_random_seed(0)
+            model = build()
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            return [float(model.train_on_batch(x, x[:, :, :4])) for _ in range(3)]
+
+        expected = losses()
+        start_anew()
+        layout_map = rules_for(build, sequence_parallel=sequence_parallel)
+        for distribution in (kd.ModelParallel(layout_map=layout_map), kd.FullyShardedDataParallel(layout_map=layout_map)):
+            with distribution.scope():
+                np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+
+    def test_nested_models_of_one_path_have_rules_of_their_own(self):
+        start_anew()
+        found = {name: layout.axes for name, layout in rules_for(nested, sequence_parallel=True).items()}
+        assert found["sequential/up/kernel"] == found["sequential_1/down/kernel"] == COLUMNS
+        assert found["sequential/down/kernel"] == found["sequential_1/up/kernel"] == ROWS
+        assert not {"output", "input", "up/output", "down/output"} & set(found)
+
     def test_a_square_recurrent_kernel_is_sharded_over_one_dim(self):
         """Its rows and columns are both the state: sharded together, but an axis can shard only one dim of a tensor."""
         found = axes_of(recurrent)
