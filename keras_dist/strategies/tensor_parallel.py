@@ -24,6 +24,8 @@ from keras_dist.variables.model_or_builder import built
 
 _MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
 
+Rules = dict[str, Axes | None]  # axes by path; None for a path that no rule may match
+
 
 def tensor_parallel_layout_map(
     model_or_builder: Any,
@@ -151,8 +153,8 @@ class Solution(NamedTuple):
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
-    def rules(self, mesh: DeviceMesh, sequence_parallel: bool, sequence_axes: tuple[str, ...] = ()) -> dict[str, Axes]:
-        """Returns the axes of each weight, and of what layers take and return, by path."""
+    def rules(self, mesh: DeviceMesh, sequence_parallel: bool, sequence_axes: tuple[str, ...] = ()) -> Rules:
+        """Returns the axes of each weight, and of what layers take and return, by path; None where there is no rule."""
         batch_axes = tuple(name for name in mesh.axis_names if name != self.axis and name not in sequence_axes)
         solution = self._replace(batch_axes=batch_axes, sequence_axes=sequence_axes)
         tables = solution.table_rules(sequence_parallel)
@@ -205,11 +207,12 @@ class Solution(NamedTuple):
                 rules[weight.path] = self._only([dim], rank)
         return rules
 
-    def activation_rules(self, table_rules: Mapping[str, Axes], sequence_parallel: bool) -> dict[str, Axes]:
+    def activation_rules(self, table_rules: Mapping[str, Axes], sequence_parallel: bool) -> dict[str, Axes | None]:
         """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended.
 
-        A path has a rule only if all of its tensors have the same axes. Paths leave out names that Keras gave to nested
-        models, so layers of several models may share a path. What such a model itself returns has none.
+        None is for paths without a rule. All tensors of a path with a rule have the same axes. Paths leave out names
+        that Keras gave to nested models, so layers of several models may share a path. What such a model itself returns
+        has no rule.
         """
         sharded = {_layer(weight.path) for weight in self.weights if any(self.axes_of(weight.dims))}
         tables = {_layer(path) for path in table_rules}
@@ -246,8 +249,7 @@ class Solution(NamedTuple):
         found: defaultdict[str, set[Axes | None]] = defaultdict(set)
         for tensor in self.graph.named_tensors:
             found[strip_model_names(tensor.name)].add(axes_of_tensor(tensor))
-        rules = {path: next(iter(axes)) for path, axes in found.items() if len(axes) == 1 and "/" in path}
-        return {path: axes for path, axes in rules.items() if axes is not None}
+        return {path: next(iter(axes)) if len(axes) == 1 and "/" in path else None for path, axes in found.items()}
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
@@ -306,7 +308,7 @@ def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
     return chosen
 
 
-def merged_layout_map(rules: Mapping[str, Axes], mesh: DeviceMesh) -> LayoutMap:
+def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
     """Returns a layout map with few rules, of which each applies to paths that are alike."""
     layout_map = LayoutMap(mesh)
     for pattern, axes in _merged(rules):
@@ -314,8 +316,8 @@ def merged_layout_map(rules: Mapping[str, Axes], mesh: DeviceMesh) -> LayoutMap:
     return layout_map
 
 
-def _warn_of_large_replicas(solution: Solution, rules: Mapping[str, Axes]) -> None:
-    replicas = [w for w in solution.weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path])]
+def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
+    replicas = [w for w in solution.weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
         count = f"{len(replicas)} weight{'s' * (len(replicas) > 1)}"
@@ -328,12 +330,12 @@ def _warn_of_large_replicas(solution: Solution, rules: Mapping[str, Axes]) -> No
         )
 
 
-def _merged(rules: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
+def _merged(rules: Rules) -> Iterator[tuple[str, Axes]]:
     """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes.
 
     Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
     """
-    axes_by_name: defaultdict[str, set[Axes]] = defaultdict(set)
+    axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
     for path, axes in rules.items():
         axes_by_name[strip_model_names(path)].add(axes)
 
@@ -346,16 +348,16 @@ def _merged(rules: Mapping[str, Axes]) -> Iterator[tuple[str, Axes]]:
     patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
     patterns = _merge_alike(patterns, _without_numbers)
     for pattern, axes in patterns.items():
-        if any(axes) or len(axes) > 1:  # a replicated kernel has a rule, too: it shows that this is intended
+        if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
             yield pattern, axes
 
 
-def _merge_alike(patterns: Mapping[str, Axes], form: Callable[[str], str]) -> dict[str, Axes]:
+def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:
     """Joins the patterns that have one form and the same axes."""
-    groups: defaultdict[str, dict[str, Axes]] = defaultdict(dict)
+    groups: defaultdict[str, Rules] = defaultdict(dict)
     for pattern, axes in patterns.items():
         groups[form(pattern)][pattern] = axes
-    merged: dict[str, Axes] = {}
+    merged: Rules = {}
     for members in groups.values():
         is_one_rule = len(set(members.values())) == 1
         merged |= {_joined(members): next(iter(members.values()))} if is_one_rule else members

@@ -418,9 +418,17 @@ def shared():
     return keras.Model(inputs, layers.Dense(4, name="head")(x + pooled[:, None]))
 
 
+def odd():
+    """Layers that differ in a number, of which the second has channels that no axis divides."""
+    x = inputs = keras.Input((LENGTH, WIDTH))
+    for number, units in enumerate((64, 7, 64)):
+        x = layers.BatchNormalization(name=f"norm_{number}")(layers.Dense(units, name=f"dense_{number}")(x))
+    return keras.Model(inputs, layers.Dense(4, name="head")(x))
+
+
 class TestModelsThatUsedToFail:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
-    @pytest.mark.parametrize("build", [nested, shared])
+    @pytest.mark.parametrize("build", [nested, shared, odd])
     def test_layers_that_share_a_path(self, build, sequence_parallel):
         x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
 
