@@ -4,7 +4,7 @@ import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +140,8 @@ class _Weight(NamedTuple):
 class Solution(NamedTuple):
     """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1.
 
-    It holds for every mesh on which the axis has the same size. `rows` is the number of rows that were traced.
+    It holds for every mesh on which the axis has the same size. `rows` is the number of rows that were traced, `layers`
+    are the paths of the model's layers, without those that a call creates.
     """
 
     graph: DimGraph
@@ -150,6 +151,7 @@ class Solution(NamedTuple):
     batch: int | None
     lengths: set[tuple[int | None, int]]
     rows: int
+    layers: Set[str]
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
@@ -229,7 +231,7 @@ class Solution(NamedTuple):
             layer, is_output = _layer(name), name.endswith("/output")
             if layer in tables and is_output and origin in passed_on:
                 return None
-            if layer in heads or self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
+            if layer not in self.layers or layer in heads or self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
                 return None
             axes = list(self.axes_of(dims))
             is_replicated = not any(axes)
@@ -285,7 +287,8 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     tokens = zip(graph.inputs[len(variables) :], shapes, strict=True)
     lengths = {_length(graph, dims, shape) for dims, shape in tokens if len(shape) > 1}
     num_rows = max((shape[0] for shape in shapes if shape), default=axis_size)
-    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows)
+    layers = internals.layers_by_path(model).keys()
+    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows, layers)
 
 
 def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:

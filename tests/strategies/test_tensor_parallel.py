@@ -446,6 +446,22 @@ class TestModelsThatUsedToFail:
             with distribution.scope():
                 np.testing.assert_allclose(losses(), expected, rtol=1e-5)
 
+    def test_a_layer_that_a_call_creates_has_no_rule(self):
+        class Block(layers.Layer):
+            def __init__(self):
+                super().__init__(name="block")
+                self.down = layers.Dense(WIDTH, name="down")
+
+            def build(self, shape):
+                self.down.build(shape)
+
+            def call(self, x):
+                return layers.Add(name="sum")([x, self.down(x)])
+
+        found = rules_for(sequence(lambda x: layers.Dense(64, name="up")(Block()(x))), sequence_parallel=True)
+        assert "block/down/output" in found
+        assert "block/sum/output" not in found
+
     def test_nested_models_of_one_path_have_rules_of_their_own(self):
         start_anew()
         found = {name: layout.axes for name, layout in rules_for(nested, sequence_parallel=True).items()}
