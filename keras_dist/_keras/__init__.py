@@ -7,4 +7,5 @@
 * `training_state.py`: moves the state of a running model between its variables and the steps.
 * `thread_value.py`: values that each thread has for itself.
 * `deferred_variables.py`: variables without values.
+* `tracing_errors.py`: what went wrong while a model was traced.
 """

@@ -117,7 +117,7 @@ def applies_to(pattern: str, path: str) -> bool:
 def is_for_activations(pattern: str) -> bool:
     """Returns whether a pattern is for what layers take or return, and not for variables.
 
-    >>> is_for_activations("dense/output"), is_for_activations(".*output"), is_for_activations("attention_output/kernel")
+    >>> is_for_activations("dense/output"), is_for_activations(".*output"), is_for_activations("output/kernel")
     (True, True, False)
     """
     return re.search(rf"\b({'|'.join(_ACTIVATION_SUFFIXES)})$", pattern) is not None

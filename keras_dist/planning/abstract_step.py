@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_dist._keras import deferred_variables, internals, training_state
+from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
@@ -178,44 +177,24 @@ def _build(model: keras.Model, specs: Any, name: str) -> None:
             model(symbolic[0])
 
 
-# Raised where Python needs a value or a shape that is known only when the program runs.
-_DATA_DEPENDENT = (
-    jax.errors.ConcretizationTypeError,  # also the base of TracerBoolConversionError
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
 @contextlib.contextmanager
 def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[None]:
     """Raises errors of Keras and JAX again as one ValueError with the batch, the cause and the fix."""
     try:
         yield
     except Exception as error:
-        cause: BaseException = error
-        while isinstance(cause, RuntimeError) and cause.__context__ is not None:
-            cause = cause.__context__  # Keras wraps what went wrong
-        text = " ".join(re.sub(r"\x1b\[\d*m", "", str(cause)).split())
-        caller = re.search(r"Exception encountered when calling (.*?)\.(?= |$)", text)
-        reason = text.replace(caller[0], "", 1).split(" Arguments received by ")[0].strip() if caller else text
         batch = ", ".join(
             f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}".replace("'", "")
             for part, value in zip(("x", "y", "sample_weight"), specs, strict=False)
         )
         fault = f"Cannot trace the {name} step of {model.name!r} with the batch {batch}"
-        if isinstance(cause, _DATA_DEPENDENT):
-            where = caller[1] if caller else "the step"
-            raise ValueError(
-                f"{fault}: {where} depends on the values of its inputs in Python or in a shape, which a compiled step "
-                f"cannot ({type(cause).__name__}). Use operations of static shape, such as keras.ops.where and "
-                "keras.ops.cond."
-            ) from error
+        if dependence := tracing_errors.describe_dependence_on_values(error):
+            raise ValueError(f"{fault}: {dependence}") from error
         if name != "predict" and len(specs) == 1 and model.loss is not None:
             raise ValueError(f"{fault}: it has no targets, and the model has a loss. Pass (x, y).") from error
         raise ValueError(
-            f"{fault}: {type(cause).__name__}{f' in {caller[1]}' if caller else ''}: {reason[:400].rstrip('.')}. Pass "
-            "the shapes of a global batch, as fit gets it: x, (x, y) or (x, y, sample_weight)."
+            f"{fault}: {tracing_errors.describe(error)}. Pass the shapes of a global batch, as fit gets it: x, (x, y) "
+            "or (x, y, sample_weight)."
         ) from error
 
 

@@ -1,6 +1,5 @@
 """Traces a model's call without values."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import keras
 from jax.ad_checkpoint import checkpoint_name
 
-from keras_dist._keras import internals
+from keras_dist._keras import internals, tracing_errors
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.strategies.attention_kernels import xla_attention
 from keras_dist.strategies.base import Distribution
@@ -44,6 +43,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
                 return jax.make_jaxpr(model.stateless_call)(weights, others, specs)
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
+    assert first_error is not None  # there is at least one candidate
     raise _untraceable(model, inputs, batch and specs, first_error) from first_error
 
 
@@ -54,7 +54,7 @@ def _candidates(inputs: Any, axis_size: int) -> Iterator[Any]:
         yield jax.tree.unflatten(structure, list(map(jax.ShapeDtypeStruct, shapes, dtypes)))
 
 
-def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception | None) -> ValueError:
+def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) -> ValueError:
     """Returns the error for a model that takes none of the shapes that were tried."""
     if batch is not None:
         shapes = jax.tree.map(lambda spec: spec.shape, batch)
@@ -64,15 +64,11 @@ def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception |
         advice = advice_on_batch(inputs)
     else:
         tried, advice = "on its inputs", "Check that it can be trained."
+    if dependence := tracing_errors.describe_dependence_on_values(error):
+        return ValueError(f"Cannot trace {model.name!r}: {dependence}")
     return ValueError(
-        f"Cannot trace {model.name!r}: calling it {tried} raises {type(error).__name__}: {_reason(error)}. {advice}"
+        f"Cannot trace {model.name!r}: calling it {tried} raises {tracing_errors.describe(error)}. {advice}"
     )
-
-
-def _reason(error: Exception | None) -> str:
-    """Returns the message of an error in one line, without what Keras adds to it."""
-    text = re.sub(r"\x1b\[\d+m", "", str(error)).partition("Arguments received by")[0]
-    return " ".join(text.split())[:400].rstrip(".")
 
 
 class _LayerNames(Distribution):

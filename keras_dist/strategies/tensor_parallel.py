@@ -231,7 +231,9 @@ class Solution(NamedTuple):
             layer, is_output = _layer(name), name.endswith("/output")
             if layer in tables and is_output and origin in passed_on:
                 return None
-            if layer not in self.layers or layer in heads or self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
+            if layer not in self.layers or layer in heads:
+                return None
+            if self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
                 return None
             axes = list(self.axes_of(dims))
             is_replicated = not any(axes)
@@ -344,7 +346,8 @@ def _merged(rules: Rules) -> Iterator[tuple[str, Axes]]:
 
     def regex(path: str) -> str:
         name = strip_model_names(path)
-        is_one_rule = len(axes_by_name[name]) == 1  # else only the names that Keras gave to nested models tell them apart
+        # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
+        is_one_rule = len(axes_by_name[name]) == 1
         return re.escape(name if is_one_rule else path).replace(r"\-", "-")
 
     patterns = {regex(path): axes for path, axes in rules.items()}

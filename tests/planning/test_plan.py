@@ -353,10 +353,19 @@ def test_input_shapes_with_none_need_a_full_batch():
     assert kd.plan(build, kd.DataParallel(), ((8, 3, 4), (8, 3, 2))).memory.batch == 3 * 4 * 4 + 3 * 2 * 4
 
 
-def test_data_dependent_shapes_are_refused_with_their_layer():
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda x: x[x > 0], "NonConcreteBooleanIndexError"),
+        (lambda x: x if x[0, 0] > 0 else -x, "TracerBoolConversionError"),
+        (lambda x: x * float(x[0, 0]), "ConcretizationTypeError"),
+        (lambda x: np.asarray(x), "TracerArrayConversionError"),
+    ],
+)
+def test_what_depends_on_values_is_refused_with_its_layer(function, error):
     class Positive(layers.Layer):
         def call(self, x):
-            return x[x > 0]
+            return function(x)
 
         def compute_output_shape(self, input_shape):
             return input_shape
@@ -366,7 +375,7 @@ def test_data_dependent_shapes_are_refused_with_their_layer():
         model.compile("sgd", "mse")
         return model
 
-    with pytest.raises(ValueError, match=r"Positive\.call\(\).*NonConcreteBooleanIndexError"):
+    with pytest.raises(ValueError, match=rf"Positive\.call\(\).*{error}"):
         kd.plan(build, kd.DataParallel(), 8)
 
 

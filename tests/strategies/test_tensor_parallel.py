@@ -442,8 +442,8 @@ class TestModelsThatUsedToFail:
         expected = losses()
         start_anew()
         layout_map = rules_for(build, sequence_parallel=sequence_parallel)
-        for distribution in (kd.ModelParallel(layout_map=layout_map), kd.FullyShardedDataParallel(layout_map=layout_map)):
-            with distribution.scope():
+        for strategy in (kd.ModelParallel, kd.FullyShardedDataParallel):
+            with strategy(layout_map=layout_map).scope():
                 np.testing.assert_allclose(losses(), expected, rtol=1e-5)
 
     def test_a_layer_that_a_call_creates_has_no_rule(self):
@@ -679,12 +679,23 @@ class TestErrors:
             inputs = keras.Input((length, WIDTH), name="tokens")
             return keras.Model(inputs, layers.Dense(64, name="up")(Exactly()(inputs)), name="picky")
 
-        with pytest.raises(ValueError, match=r"'picky'.*IndexError: .*128 is not 7.*batch=\(1, None, 16\)"):
+        with pytest.raises(ValueError, match=r"'picky'.*IndexError in Exactly.call\(\): 128 is not 7.*batch=\(1, None, 16\)"):
             rules_for(build)
-        with pytest.raises(ValueError, match=r"'picky'.*\(4, 9, 16\).*IndexError: .*9 is not 7"):
+        with pytest.raises(ValueError, match=r"'picky'.*\(4, 9, 16\).*IndexError in Exactly.call\(\): 9 is not 7"):
             rules_for(build, batch=(1, 9, WIDTH), axis_size=4)
         assert kernels(lambda: build(7)) == {"up": COLUMNS}
         assert rules_for(build, batch=(1, 7, WIDTH))["up/kernel"].axes == COLUMNS
+
+    def test_a_model_that_depends_on_values_is_reported_with_its_layer(self):
+        class Positive(layers.Layer):
+            def call(self, x):
+                return x if x[0, 0, 0] > 0 else -x
+
+            def compute_output_shape(self, shape):
+                return shape
+
+        with pytest.raises(ValueError, match=r"Positive\.call\(\).*TracerBoolConversionError"):
+            rules_for(sequence(lambda x: Positive()(x)))
 
     def test_the_installed_distribution_and_automatic_names_are_unchanged(self):
         rules_for(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.Dense(8)]))
