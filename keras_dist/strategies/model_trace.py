@@ -72,14 +72,20 @@ def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) 
 
 
 class _LayerNames(Distribution):
-    """Names what layers take and return in the traced program, and leaves all layouts alone."""
+    """Names what layers take and return in the traced program, and leaves all layouts alone.
+
+    Vectors and matrices beside tensors of more dims are not named: a layout for the latter leaves them alone.
+    """
 
     def get_tensor_layout(self, path: str) -> Any:
         return path
 
     def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        ranks = [leaf.ndim for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        least = min(max(ranks, default=0), 3)
+
         def named(leaf: Any) -> Any:
-            return checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) else leaf
+            return checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) and leaf.ndim >= least else leaf
 
         return jax.tree.map(named, outputs)
 

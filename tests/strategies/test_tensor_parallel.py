@@ -462,6 +462,18 @@ class TestModelsThatUsedToFail:
         assert "block/down/output" in found
         assert "block/sum/output" not in found
 
+    def test_a_layer_that_also_returns_a_tensor_of_fewer_dims_has_a_rule(self):
+        class Routed(layers.Layer):
+            def __init__(self):
+                super().__init__(name="routed")
+                self.down = layers.Dense(WIDTH, name="down")
+
+            def call(self, x):
+                return self.down(x), ops.max(x, axis=-1)
+
+        found = rules_for(sequence(lambda x: layers.Dense(64, name="up")(Routed()(x)[0])), sequence_parallel=True)
+        assert found["routed/output"].axes == found["routed/down/output"].axes == ("data", "model", None)
+
     def test_nested_models_of_one_path_have_rules_of_their_own(self):
         start_anew()
         found = {name: layout.axes for name, layout in rules_for(nested, sequence_parallel=True).items()}
