@@ -426,25 +426,27 @@ def odd():
     return keras.Model(inputs, layers.Dense(4, name="head")(x))
 
 
+def losses_of(build, make_optimizer):
+    """The losses of three steps of a model of sequences, built with the names and seed of a new process."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
+    model = build()
+    model.compile(make_optimizer(), "mse")
+    return [float(model.train_on_batch(x, x[:, :, :4])) for _ in range(3)]
+
+
 class TestModelsThatUsedToFail:
     @pytest.mark.parametrize("sequence_parallel", [False, True])
     @pytest.mark.parametrize("build", [nested, shared, odd])
     def test_layers_that_share_a_path(self, build, sequence_parallel):
-        x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
-
-        def losses():
-            keras.utils.clear_session(free_memory=False)
-            keras.utils.set_random_seed(0)
-            model = build()
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-            return [float(model.train_on_batch(x, x[:, :, :4])) for _ in range(3)]
-
-        expected = losses()
+        optimizer = functools.partial(keras.optimizers.SGD, 0.1)
+        expected = losses_of(build, optimizer)
         start_anew()
         layout_map = rules_for(build, sequence_parallel=sequence_parallel)
         for strategy in (kd.ModelParallel, kd.FullyShardedDataParallel):
             with strategy(layout_map=layout_map).scope():
-                np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+                np.testing.assert_allclose(losses_of(build, optimizer), expected, rtol=1e-5)
 
     def test_a_layer_that_a_call_creates_has_no_rule(self):
         class Block(layers.Layer):
@@ -491,18 +493,9 @@ class TestModelsThatUsedToFail:
 
     @pytest.mark.parametrize("build", [recurrent, residual])
     def test_their_rules_give_the_numbers_of_one_device(self, build):
-        x = np.random.default_rng(0).normal(size=(8, LENGTH, WIDTH)).astype("float32")
-
-        def losses():
-            keras.utils.clear_session(free_memory=False)
-            keras.utils.set_random_seed(0)
-            model = build()
-            model.compile("adam", "mse")
-            return [float(model.train_on_batch(x, x[:, :, :4])) for _ in range(3)]
-
-        expected = losses()
+        expected = losses_of(build, keras.optimizers.Adam)
         with kd.ModelParallel(layout_map=rules_for(build)).scope():
-            np.testing.assert_allclose(losses(), expected, rtol=1e-5)
+            np.testing.assert_allclose(losses_of(build, keras.optimizers.Adam), expected, rtol=1e-5)
 
     @pytest.mark.parametrize("augmentation", ["RandomFlip", "RandomRotation", "RandomZoom", "RandomTranslation"])
     def test_random_augmentation(self, augmentation):
