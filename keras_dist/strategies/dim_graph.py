@@ -24,13 +24,15 @@ class DimGraph:
 
     A node is an integer in a union-find structure. Reading a program creates a node for each dim that `axis_size`
     divides, unites the nodes of dims that must be sharded alike, and records for each node the bytes that are
-    communicated if it is sharded. The module `jaxpr_dims` has a worked example. `matmul_operands` has jaxpr variables.
+    communicated if it is sharded. The module `jaxpr_dims` has a worked example. `dims` are by jaxpr variable, and
+    `matmul_operands` has such variables.
     `window_dims` has the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
     """
 
     def __init__(self, axis_size: int):
         self.axis_size = axis_size
         self.inputs: list[Dims] = []
+        self.dims: dict[Any, Dims] = {}
         self.named_tensors: list[NamedTensor] = []
         self.matmul_operands: set[Any] = set()
         self.window_dims: set[tuple[int | None, int]] = set()

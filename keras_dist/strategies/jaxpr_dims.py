@@ -96,6 +96,7 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
             has_gradient = output.has_gradient and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
             tensors[variable] = _Tensor(output.dims, has_gradient, output.origin or variable)
             graph.tensors.add(output.dims)
+    graph.dims.update((variable, tensor.dims) for variable, tensor in tensors.items())
     return [tensor_of(variable) for variable in jaxpr.outvars]
 
 

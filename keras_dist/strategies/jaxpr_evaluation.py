@@ -1,0 +1,69 @@
+"""Evaluates jaxprs, the programs that JAX traces, in whole or in parts."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+REMATERIALIZATIONS = ("remat2", "checkpoint")
+"""Names of what `jax.checkpoint` leaves in a program."""
+
+
+def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list[Any]]:
+    """Returns an open jaxpr as a function from its inputs to its outputs."""
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))
+
+
+def evaluate_inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates an open jaxpr, and the functions that it calls as if they were written inline."""
+    values = Values(jaxpr, constants, arguments)
+    pending: list[Any] = []
+    for equation in jaxpr.eqns:
+        is_rematerialized = equation.primitive.name in REMATERIALIZATIONS
+        if not is_rematerialized and equation.primitive.name not in _CALLS:
+            pending.append(equation)
+            continue
+        values.evaluate(pending)
+        pending = []
+        body = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
+        consts, body = getattr(body, "consts", ()), getattr(body, "jaxpr", body)
+        operands = [values.read(variable) for variable in equation.invars]
+        if is_rematerialized:
+            outputs = with_body(equation, partial(evaluate_inlined, body, ()), operands)
+        else:
+            outputs = evaluate_inlined(body, consts, operands)
+        values.known.update(zip(equation.outvars, outputs, strict=True))
+    values.evaluate(pending)
+    return [values.read(variable) for variable in jaxpr.outvars]
+
+
+def with_body(equation: Any, body: Callable, operands: Sequence[Any]) -> Any:
+    """Evaluates an equation of `jax.checkpoint` with another body, of its operands, and returns what that returns."""
+    traced, shapes = jax.make_jaxpr(lambda *values: body(values), return_shape=True)(*operands)
+    jaxpr = traced.jaxpr.replace(invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars], constvars=[])
+    outputs = equation.primitive.bind(*traced.consts, *operands, **{**equation.params, "jaxpr": jaxpr})
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+class Values:
+    """The values of the variables of an open jaxpr, as far as they are known."""
+
+    def __init__(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]):
+        self._jaxpr = jaxpr
+        self.known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+
+    def read(self, variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else self.known[variable]
+
+    def evaluate(self, equations: Sequence[Any]) -> None:
+        """Evaluates consecutive equations."""
+        if not equations:
+            return
+        outputs = [v for equation in equations for v in equation.outvars if type(v).__name__ != "DropVar"]
+        used = {v: None for equation in equations for v in equation.invars if not isinstance(v, Literal)}
+        inputs = [variable for variable in used if variable in self.known]
+        part = self._jaxpr.replace(eqns=list(equations), invars=inputs, outvars=outputs, constvars=[])
+        self.known.update(zip(outputs, as_function(part)(*map(self.read, inputs)), strict=True))
