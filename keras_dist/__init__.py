@@ -60,6 +60,7 @@ from keras_dist.strategies.current import distribute_tensor, distribution, set_d
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
 from keras_dist.strategies.model_parallel import ModelParallel
+from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.tensor_parallel import tensor_parallel_layout_map
 from keras_dist.variables.deferred import deferred, materialize
 from keras_dist.variables.redistribute import redistribute
@@ -81,6 +82,7 @@ __all__ = [
     "LayoutMapWarning",
     "ModelParallel",
     "Plan",
+    "StepOptions",
     "Target",
     "TensorLayout",
     "TrainingCheckpoint",

@@ -1,6 +1,7 @@
 """What patches ask of a distribution."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import keras
@@ -89,6 +90,24 @@ class DistributionHooks(Protocol):
         """Returns `convolve(inputs, kernel)`; the dims are those of channels of inputs and of filters of the kernel."""
         ...
 
+    @property
+    def has_step_options(self) -> bool:
+        """Whether train steps are computed otherwise than Keras does, in any way."""
+        ...
+
+    @property
+    def train_step_options(self) -> Any:
+        """The options that have an effect in `train_step` only, None if there are none."""
+        ...
+
+    def train_step_scope(self, model: keras.Model) -> AbstractContextManager:
+        """Returns the context in which the train step of a model is traced, also one that the user defines."""
+        ...
+
+    def train_step(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
+        ...
+
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         """Returns the inputs of a model in a step, with sequences of any length sharded over the sequence axes."""
         ...
@@ -124,8 +143,13 @@ class DistributionHooks(Protocol):
         """Returns `function(tensor)`, which sorts along some dims, and may keep rows in dim 0."""
         ...
 
+    @property
+    def regathers(self) -> bool:
+        """Whether weights that were gathered are dropped after the forward pass and gathered again."""
+        ...
+
     def regathers_weights(self, layer: keras.Layer) -> bool:
-        """Returns whether a layer's gathered weights are dropped after the forward pass and gathered again."""
+        """Returns whether a layer has weights of its own that are gathered again."""
         ...
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:

@@ -39,7 +39,9 @@ import numpy as np  # noqa: E402
 try:
     from keras.src.backend.common import global_state, variables
     from keras.src.backend.common import standardize_dtype as standardize_dtype
+    from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
     from keras.src.backend.common.name_scope import current_path as current_path
+    from keras.src.backend.common.remat import get_current_remat_mode
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.jax import core as jax_core
@@ -50,6 +52,8 @@ try:
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
+    from keras.src.losses import loss as loss_lib  # noqa: F401
+    from keras.src.ops import function as function_lib  # noqa: F401
     from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
     from keras.src.random.seed_generator import global_seed_generator as _global_seed_generator
@@ -126,7 +130,7 @@ def stored_dtype(variable) -> str:
 
 
 def has_mask(tensor) -> bool:
-    return hasattr(tensor, "_keras_mask")
+    return get_keras_mask(tensor) is not None
 
 
 def variable_layout(variable):
@@ -219,15 +223,35 @@ def rematerialized(layer, call: Callable, policy: Callable | None):
         changed = {
             key: value for key, value in inner.state_mapping.items() if value is not outer.state_mapping.get(key)
         }
-        return outputs, changed, inner.losses
+        masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(outputs)]
+        return outputs, masks, changed, inner.losses
 
-    outputs, changed, losses = jax.checkpoint(function, policy=policy)()
+    outputs, masks, changed, losses = jax.checkpoint(function, policy=policy)()
+    for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
+        if mask is not None:
+            set_keras_mask(leaf, mask)
     outer.state_mapping.update(changed)
     for loss in losses:
         outer.add_loss(loss)
         if isinstance(layer, keras.Layer):
             layer._loss_ids.add(id(loss))
     return outputs
+
+
+@contextlib.contextmanager
+def remat_scope_applied(model, scope) -> Iterator[None]:
+    """Makes a `keras.RematScope` that of all layers of a model for a block, as if they had been created in it."""
+    layers = list(model._flatten_layers())
+    before = [layer._remat_mode for layer in layers]
+    with scope:
+        mode = get_current_remat_mode()
+    try:
+        for layer in layers:
+            layer._remat_mode = mode
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer._remat_mode = own
 
 
 # -------------------------------------------------------------------------------------------- a step as a function
@@ -346,19 +370,12 @@ def inputs_and_outputs(model) -> tuple:
     return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
 
 
-def stateless_step(model, step: str) -> Callable:
-    """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
-    if step != "predict":
-        return getattr(model, f"{step}_step")
-
-    def predict_step(state, data):
-        outputs, non_trainable_variables = model.predict_step(state, data)
-        return outputs, (state[0], non_trainable_variables)
-
-    return predict_step
-
-
 def compute_dtypes(model) -> dict[int, str]:
     """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
     layers = model._flatten_layers(include_self=True, recursive=True)
     return {id(variable): layer.compute_dtype for layer in layers for variable in direct_variables(layer)}
+
+
+def is_read_in_compute_dtype(variable) -> bool:
+    """Returns whether all that a train step reads of a weight is its value cast to the compute dtype of its layer."""
+    return variable._autocast and variable.regularizer is None and "float" in stored_dtype(variable)

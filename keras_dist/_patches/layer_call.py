@@ -1,6 +1,7 @@
 """Patches of calls of models and layers, and of the variables that they read."""
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.strategies.rematerialization import current_rematerialization
 from keras_dist.variables import global_reads, process_zero
 
 
@@ -102,19 +104,83 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     if not isinstance(self, keras.Layer):
         return original(self, *args, **kwargs)
     args = distribution.distribute_inputs(f"{internals.current_path()}/input", args)
-    call = _current_call.value
+    call, remat = _current_call.value, current_rematerialization.value
+    if remat is not None and call is not None and not remat.is_in_block:
+        if remat.is_of_attention and hasattr(self, "_compute_attention"):
+            with _attention_rematerialized(self, remat):
+                return original(self, *args, **kwargs)
+        if not remat.is_of_attention and id(self) in remat.blocks.layers:
+            with remat.block():
+                function = functools.partial(original, self, *args, **kwargs)
+                return rematerialized(self, function, remat.policy, distribution.regathers)
     # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
     # weights are still there.
     if (
         call is None
         or call.is_in_loop()
+        or (remat is not None and remat.is_in_block)
         or not distribution.regathers_weights(self)
         or self in internals.last_layers(call.model)
     ):
         return original(self, *args, **kwargs)
 
     keep = jax.checkpoint_policies.dots_saveable
-    return _rematerialized(self, lambda: original(self, *args, **kwargs), keep)
+    return rematerialized(self, lambda: original(self, *args, **kwargs), keep)
+
+
+@contextlib.contextmanager
+def _attention_rematerialized(layer, remat):
+    """Replaces the method with which layers of Keras and KerasHub compute attention from queries, keys and values."""
+    compute = layer._compute_attention
+
+    def call(*args, **kwargs):
+        with remat.block():
+            return rematerialized(layer, lambda: compute(*args, **kwargs), remat.policy)
+
+    vars(layer)["_compute_attention"] = call
+    try:
+        yield
+    finally:
+        del vars(layer)["_compute_attention"]
+
+
+@INSTALLED.patch(
+    internals.function_lib.Function,
+    "_run_through_graph",
+    reason="blocks of a functional model that are not layers cannot be computed again for the backward pass",
+)
+def _run_through_graph(original, distribution, self, inputs, operation_fn=lambda op: op, call_fn=None):
+    remat = current_rematerialization.value
+    if (
+        call_fn is not None
+        or remat is None
+        or remat.is_of_attention
+        or remat.is_in_block
+        or _current_call.value is None
+    ):
+        return original(self, inputs, operation_fn, call_fn)
+    parts = remat.blocks.parts_of(self)
+    if parts is None:
+        return original(self, inputs, operation_fn, call_fn)
+    tensors = dict(zip(map(id, self.inputs), keras.tree.flatten(inputs), strict=True))
+
+    def run(part):
+        known = dict(tensors)
+        for node in part.nodes:
+            args, kwargs = node.arguments.fill_in(known)
+            outputs = operation_fn(node.operation)(*args, **kwargs)
+            known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=True))
+        return [known[key] for key in part.outputs]
+
+    for part in parts:
+        if part.is_block:
+            layer = next(node.operation for node in part.nodes if isinstance(node.operation, keras.Layer))
+            with remat.block():
+                outputs = rematerialized(layer, functools.partial(run, part), remat.policy, distribution.regathers)
+        else:
+            outputs = run(part)
+        tensors.update(zip(part.outputs, outputs, strict=True))
+    return keras.tree.pack_sequence_as(self._outputs_struct, [tensors[id(tensor)] for tensor in self.outputs])
 
 
 @INSTALLED.patch(
@@ -127,15 +193,18 @@ def _remat(original, f):
     def call(*args, **kwargs):
         if active_distribution() is None or not in_stateless_scope():
             return original(f)(*args, **kwargs)
-        return _rematerialized(getattr(f, "__self__", None), lambda: f(*args, **kwargs))
+        return rematerialized(getattr(f, "__self__", None), lambda: f(*args, **kwargs))
 
     return call
 
 
-def _rematerialized(layer, function, policy=None):
-    """Calls a function that is computed again for the backward pass, and gathers the weights that it reads again."""
+def rematerialized(layer, function, policy=None, regathers=True):
+    """Calls a function that is computed again for the backward pass; `layer` owns the losses that it adds.
+
+    It gathers the weights that it reads again, too, or else they are kept.
+    """
     call = _current_call.value
-    if call is None or call.is_in_loop():
+    if call is None or call.is_in_loop() or not regathers:
         return internals.rematerialized(layer, function, policy)
 
     def in_trace():

@@ -1,5 +1,6 @@
 """Patches of the steps of `fit`, `evaluate` and `predict`: their functions, their batches, and optimizer state."""
 
+import contextlib
 import itertools
 import types
 import warnings
@@ -18,12 +19,14 @@ from keras_dist._keras.active_distribution import (
     remove_unused_patches,
 )
 from keras_dist._keras.distribution_hooks import DistributionHooks
-from keras_dist._keras.internals import STEPS, current_distribution, trainer
+from keras_dist._keras.internals import STEPS, current_distribution, loss_lib, trainer
+from keras_dist._keras.train_step import train_step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
 from keras_dist._patches.epoch_iterator import announce_step
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.program_comparison import compare_programs
+from keras_dist.strategies.microbatches import LossParts
 from keras_dist.variables.redistribute import place_new_seed_generators
 from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
 
@@ -36,6 +39,38 @@ from keras_dist.variables.variable_layouts import check_placement, layout_under,
 )
 def _distribute_data(original, distribution, data, layouts=None):
     return distribution.distribute_batch(data)
+
+
+@INSTALLED.patch(
+    trainer.JAXTrainer,
+    "train_step",
+    reason="gradients of microbatches (`gradient_accumulation_steps`) are all-reduced each time",
+)
+def _train_step(original, distribution, self, state, data):
+    return distribution.train_step(original, self, state, data)
+
+
+@INSTALLED.patch(
+    loss_lib,
+    "reduce_weighted_values",
+    reason="a mean over the unmasked elements of each microbatch differs from that over the batch",
+)
+def _reduce_weighted_values(
+    original, distribution, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+):
+    loss = original(values, sample_weight, mask, reduction, dtype)
+    parts = LossParts.current()
+    return loss if parts is None else parts.corrected(loss, reduction, _divisor(values, sample_weight, mask, reduction))
+
+
+def _divisor(values, sample_weight, mask, reduction):
+    """Returns what a mean was divided by, None if that is the number of its values."""
+    if values.ndim == 0 or (mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")):
+        return None
+    if reduction == "mean_with_sample_weight":
+        dtype = "float32" if sample_weight is None else sample_weight.dtype
+        return keras.ops.sum(loss_lib.apply_mask(sample_weight, mask, dtype, reduction))
+    return keras.ops.sum(keras.ops.cast(mask, "float32"))
 
 
 @INSTALLED.patch(
@@ -134,7 +169,8 @@ def _patch_make_function(step: str) -> None:
             place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
-            original(self, force=True)
+            with train_step_replaced(self) if step == "train" else contextlib.nullcontext():
+                original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             function = step_function(self, step, getattr(self, attribute), finish)
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
+from keras_dist._keras.train_step import stateless_step
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
@@ -39,13 +40,13 @@ class Step:
         """Traces the step that Keras compiles. Raises a ValueError with the cause if the model cannot be traced."""
         state = self.state_specs()
         shardings = tuple([spec.sharding for spec in part] for part in state)
-        function = jax.jit(
-            internals.stateless_step(self.model, self.name),
-            donate_argnums=0,
-            out_shardings=(None, shardings),
-            keep_unused=True,  # arguments that a step does not use take memory too
-        )
         with self.distribution.scope(), _explained_errors(self.model, self.batch, self.name):
+            function = jax.jit(
+                stateless_step(self.model, self.name),
+                donate_argnums=0,
+                out_shardings=(None, shardings),
+                keep_unused=True,  # arguments that a step does not use take memory too
+            )
             return function.trace(state, self.batch)
 
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:

@@ -28,6 +28,7 @@ from keras_dist.planning.hlo.schedule import walk_schedule
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.strategies.attention import AttentionCall, recorded_attention
+from keras_dist.strategies.step_options import StepOptions
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
@@ -139,10 +140,7 @@ def compile_step(
     with recorded_attention() as calls:
         traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
-    model_flops = count_model_flops(traced.jaxpr.jaxpr)
-    if model_flops is not None:
-        # The backward pass of a matrix multiplication is two of the same size.
-        model_flops += sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
+    model_flops = _model_flops(step, traced, calls)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     with _refusals_explained(step):
         lowered = traced.lower()
@@ -158,6 +156,19 @@ def compile_step(
     parts = mesh.axis_sizes, places, compiler, hardware, options, calls
     texts = lowered.as_text(), step.name, *map(repr, parts)
     return cache.get_or_make(texts, read)
+
+
+def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
+    """Returns the FLOP of a traced step, without those that its options add."""
+    if step.name == "train" and step.distribution.has_step_options:
+        with recorded_attention() as calls:
+            plain = step.distribution.with_step_options(StepOptions())
+            traced = replace(step, distribution=plain).trace()
+    flops = count_model_flops(traced.jaxpr.jaxpr)
+    if flops is None:
+        return None
+    # The backward pass of a matrix multiplication is two of the same size.
+    return flops + sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
 
 
 def _compile_and_read(

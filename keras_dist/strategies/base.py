@@ -1,9 +1,10 @@
 """`Distribution`, the base class of all distributions."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import keras
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras.train_step import TrainState, note_computed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
@@ -24,8 +26,11 @@ from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
+from keras_dist.strategies.microbatches import WeightLayouts, current_microbatch, train_step
+from keras_dist.strategies.rematerialization import rematerializing
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.sequences import SequenceSharding
+from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.traced_weights import TracedWeights
 from keras_dist.variables.variable_layouts import VariableSpec, describe_variable, is_on_mesh, layout_under
 
@@ -48,8 +53,10 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
         sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
+        step_options: how training steps are computed, for example in microbatches. By default as Keras does.
 
     Raises:
+        TypeError: `step_options` is something else.
         ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
             does not have or that is named twice, or an unknown exchange.
     """
@@ -61,6 +68,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         auto_shard_dataset: bool = True,
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
+        step_options: StepOptions | None = None,
     ):
         self._device_mesh = as_auto_mesh(device_mesh)
         batch_axes, sequence_axes = axis_tuple(batch_dim_name), axis_tuple(sequence_dim_name)
@@ -85,6 +93,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             )
         self._batch_dim_name, self._sequence_dim_name = batch_dim_name, sequence_dim_name
         self._sequence_exchange = sequence_exchange
+        if not isinstance(step_options, StepOptions | None):
+            raise TypeError(
+                f"step_options must be a keras_dist.StepOptions, but got {step_options!r} "
+                f"({type(step_options).__name__}). Pass, for example, keras_dist.StepOptions(microbatches=4)."
+            )
+        self._step_options = StepOptions() if step_options is None else step_options
         self._auto_shard_dataset = auto_shard_dataset
         self._num_processes = internals.num_processes()
         self._process_id = internals.process_id()
@@ -114,6 +128,31 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def sequence_dim_name(self) -> BatchDimName:
         """The mesh axis, or axes, that dim 1 of a batch is sharded over; `None` without context parallelism."""
         return self._sequence_dim_name
+
+    @property
+    def step_options(self) -> StepOptions:
+        """How training steps are computed."""
+        return self._step_options
+
+    def with_step_options(self, step_options: StepOptions) -> Self:
+        """Returns the same distribution with other step options.
+
+        Args:
+            step_options: how training steps are computed.
+
+        Example:
+
+        >>> from keras_dist import DataParallel, StepOptions
+        >>> DataParallel().with_step_options(StepOptions(remat="full")).step_options
+        StepOptions(remat='full')
+        """
+        changed = copy.copy(self)
+        changed._step_options = step_options
+        return changed
+
+    def __repr__(self) -> str:
+        options = f" step_options={self._step_options}" if self.has_step_options else ""
+        return f"<{type(self).__name__} device_mesh={self._device_mesh}{options}>"
 
     @property
     def num_model_replicas(self) -> int:
@@ -266,12 +305,11 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return distribute_tensors(inputs, layout, self._placer.batch_axes, self._placer.sequence_axes, role="input")
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        spec = VariableSpec.of(variable)
-        stored = layout_under(variable, self)
-        if stored != self.get_variable_layout(spec):  # the user passed its layout
-            self._traced_weights.add(value, getattr(stored, "axes", ()))
-            return value
-        used, update = self.get_compute_layout(spec), self.get_update_layout(spec)
+        stored, used, update = self._weight_layouts(variable)
+        if current_microbatch.value.has_gathered_weights and variable.trainable:
+            stored = used
+        if current_microbatch.value.reduces_gradients_later:
+            update = None
         value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
         self._traced_weights.add(value, used.axes)
         return value
@@ -305,6 +343,33 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         )
         return self._sequences.shard(outputs)
 
+    @property
+    def has_step_options(self) -> bool:
+        return self._step_options != StepOptions()
+
+    @property
+    def train_step_options(self) -> StepOptions | None:
+        return self._step_options if self._step_options.splits_gradients else None
+
+    def train_step_scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        return rematerializing(model, self._step_options.remat)
+
+    def train_step(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        if self.train_step_options is None:
+            return keras_train_step(model, state, batch)
+        note_computed()
+        layouts = [self._weight_layouts(variable) for variable in model.trainable_variables]
+        logs, new_state = train_step(model, TrainState(*state), batch, self._step_options, self._placer, layouts)
+        return logs, tuple(new_state)
+
+    def _weight_layouts(self, variable: keras.Variable) -> WeightLayouts:
+        spec, stored = VariableSpec.of(variable), layout_under(variable, self)
+        if stored != self.get_variable_layout(spec):  # the user passed its layout, or a sharding of JAX
+            if not isinstance(stored, TensorLayout):
+                stored = TensorLayout(getattr(stored, "spec", ()), self._device_mesh)
+            return WeightLayouts(stored, stored, stored)
+        return WeightLayouts(stored, self.get_compute_layout(spec), self.get_update_layout(spec))
+
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         return self._sequences.shard_inputs(model.name, inputs)
 
@@ -328,6 +393,10 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
         return self._sequences.sort(function, tensor, dims, keeps_rows)
+
+    @property
+    def regathers(self) -> bool:
+        return False
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         return False

@@ -12,6 +12,7 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
 from keras_dist.strategies.shard_dim import shard_one_more_dim
+from keras_dist.strategies.step_options import StepOptions
 
 
 class DataParallel(Distribution, keras.distribution.DataParallel):
@@ -28,6 +29,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         sequence_dim_name: the axis, or axes, of the mesh after the first one to shard dim 1 of the batch over (context
             parallelism).
         sequence_exchange: as for `ModelParallel`.
+        step_options: as for `ModelParallel`.
 
     Raises:
         ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh, or
@@ -50,6 +52,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         shard_optimizer_state: bool = False,
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
+        step_options: StepOptions | None = None,
     ):
         if device_mesh is not None and devices is not None:
             raise ValueError(
@@ -67,7 +70,9 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 device_mesh = DeviceMesh(np.shape(devices), names, devices)
         device_mesh = as_auto_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
-        super().__init__(device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange)
+        super().__init__(
+            device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options
+        )
         if set(device_mesh.axis_names[1:]) - set(axis_tuple(sequence_dim_name)):
             warnings.warn(
                 f"DataParallel expects a 1D mesh, but got {device_mesh}. The batch is sharded over the first axis, "

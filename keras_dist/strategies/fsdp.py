@@ -11,6 +11,7 @@ from keras_dist.mesh.device_mesh import create_device_mesh
 from keras_dist.strategies.base import BatchDimName
 from keras_dist.strategies.model_parallel import ModelParallel
 from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES, shard_one_more_dim
+from keras_dist.strategies.step_options import StepOptions
 from keras_dist.variables.variable_layouts import VariableSpec
 
 
@@ -44,6 +45,7 @@ class FullyShardedDataParallel(ModelParallel):
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.
         sequence_exchange: as for `ModelParallel`.
+        step_options: as for `ModelParallel`.
 
     Raises:
         ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
@@ -75,6 +77,7 @@ class FullyShardedDataParallel(ModelParallel):
         strict: bool = False,
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
+        step_options: StepOptions | None = None,
     ):
         if layout_map is None:
             mesh = create_device_mesh((-1,), axis_names=["fsdp"]) if device_mesh is None else device_mesh
@@ -89,6 +92,7 @@ class FullyShardedDataParallel(ModelParallel):
             strict=strict,
             sequence_dim_name=sequence_dim_name,
             sequence_exchange=sequence_exchange,
+            step_options=step_options,
         )
         self._shard_axes, self._min_shard_bytes = shard_axes, min_shard_bytes
         self.reshard_after_forward = reshard_after_forward
@@ -100,6 +104,10 @@ class FullyShardedDataParallel(ModelParallel):
             variable: a `keras.Variable`.
         """
         return self._layout_by_rule(variable)
+
+    @property
+    def regathers(self) -> bool:
+        return self.reshard_after_forward
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
         if not self.reshard_after_forward:

@@ -7,6 +7,7 @@ from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
+from keras_dist.strategies.step_options import StepOptions
 
 
 class ModelParallel(Distribution, keras.distribution.ModelParallel):
@@ -23,6 +24,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             parallelism). No rule for a weight may use it.
         sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
+        step_options: how training steps are computed, for example in microbatches. By default as Keras does.
         strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
             reported once, as a `LayoutMapWarning`.
@@ -53,6 +55,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         strict: bool = False,
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
+        step_options: StepOptions | None = None,
     ):
         if layout_map is None:
             raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
@@ -64,7 +67,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 "Create the map with LayoutMap(device_mesh)."
             )
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
-        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange)
+        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options)
         _require_free_sequence_axes(layout_map, sequence_dim_name)
         self._layout_map = layout_map
         self.strict = strict

@@ -13,15 +13,18 @@ from keras_dist.mesh.device_mesh import as_device_mesh
 
 
 def to_compute_layout(
-    weight: Any, stored: TensorLayout, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]
+    weight: Any, stored: TensorLayout, compute: TensorLayout, update: TensorLayout | None, batch_axes: Sequence[str]
 ) -> Any:
     """Reshards a traced weight from its stored layout to that of compute, and its gradient to that of the update.
 
     The value, already cast to the dtype of compute, is constrained to the stored layout first. So each device sends
-    only its shard, in as few bytes as the layer needs. The gradient, a sum over `batch_axes`, is reduce-scattered.
+    only its shard, in as few bytes as the layer needs. The gradient, a sum over `batch_axes`, is reduce-scattered;
+    without `update` it stays as it is.
     """
-    if stored.axes == compute.axes == update.axes:
+    if stored.axes == compute.axes and update in (None, stored):
         return weight
+    if update is None:
+        return _reshard(weight, compute, lambda gradient: gradient, stored)
     return _reshard(weight, compute, lambda gradient: _reduce_scatter(gradient, compute, update, batch_axes), stored)
 
 
@@ -67,6 +70,50 @@ def apply_to_gradient(function: Callable[[Any], Any], value: Any, to_value: Call
     return changed(value)
 
 
+def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
+    """Returns the sum of a gradient's summands in the layout of its update, in one reduce-scatter where possible.
+
+    Args:
+        summands: Array (summands, ...) whose dim 0 is sharded over `axes`, and the others as in `compute`.
+        axes: Axes of the mesh.
+        compute: The layout in which layers compute with the weight.
+        update: The layout of its gradient and optimizer state.
+    """
+    mesh = as_device_mesh(compute.device_mesh).backend_mesh
+    dim, shard_axes = _newly_sharded(compute, update)
+    if not set(shard_axes) <= set(axes):
+        dim, shard_axes = None, ()
+    others = tuple(name for name in axes if name not in shard_axes)
+
+    def on_device(summand: Any) -> Any:
+        summand = summand[0]
+        if dim is not None:
+            summand = jax.lax.psum_scatter(summand, shard_axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(summand, others) if others else summand
+
+    spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, shard_axes)
+    reduce = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=PartitionSpec(tuple(axes)),
+        out_specs=spec,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    reduced = reduce(summands) if axes else summands[0]
+    return with_sharding_constraint(reduced, update.backend_layout)
+
+
+def _newly_sharded(compute: TensorLayout, update: TensorLayout) -> tuple[int | None, tuple[str, ...]]:
+    """Returns the only dim that `update` shards and `compute` does not, and its axes; None if there is no such dim."""
+    rank = max(len(compute.axes), len(update.axes))
+    before, after = ([*layout.axes, *[None] * (rank - len(layout.axes))] for layout in (compute, update))
+    changed = [dim for dim in range(rank) if before[dim] != after[dim]]
+    if len(changed) != 1 or before[changed[0]] is not None:
+        return None, ()
+    return changed[0], axis_tuple(after[changed[0]])
+
+
 def _reduce_scatter(gradient: Any, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]) -> Any:
     """Constrains a gradient to the layout of its update, in the way that each compiler turns into a reduce-scatter.
 
@@ -97,12 +144,11 @@ def _reduce_scatter_on_tpu(
     (8, 8, 128); dim 0 is reduce-scattered over all eight devices; the merged dim is split and put back into the order
     of parts, (4, 2, 8, 128); and the dim of "replica" is gathered.
     """
-    mesh, rank = as_device_mesh(compute.device_mesh), gradient.ndim
-    before, after = ([*layout.axes, *[None] * (rank - len(layout.axes))] for layout in (compute, update))
-    changed = [dim for dim in range(rank) if before[dim] != after[dim]]
-    if len(changed) != 1 or before[dim := changed[0]] is not None:
+    mesh = as_device_mesh(compute.device_mesh)
+    dim, shard_axes = _newly_sharded(compute, update)
+    if dim is None:
         return gradient
-    shard_axes = axis_tuple(after[dim])
+    before = [*compute.axes, *[None] * (gradient.ndim - len(compute.axes))]
     part_axes = [*shard_axes, *(name for name in summed_axes if name not in shard_axes)]  # outermost first
     sizes = [mesh.axis_sizes[name] for name in part_axes]
     num_parts = math.prod(sizes)

@@ -96,7 +96,50 @@ def context_parallel(**options):
     return kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context", **options)
 
 
+class OwnStep(keras.Model):
+    def train_step(self, state, data):
+        return {}, state
+
+
+class Paired(keras.Model):
+    """A model with an input that has other rows than its targets."""
+
+    def __init__(self, inputs, outputs, name):
+        super().__init__(name=name)
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x[0]) + keras.ops.sum(x[1])
+
+
+def fit_with(kind=keras.Model, more=None, **options):
+    """Trains two dense layers on one batch with step options."""
+    with kd.DataParallel(step_options=kd.StepOptions(**options)).scope():
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(8, name="hidden")(inputs)
+        model = kind(inputs, keras.layers.Dense(2, name="head")(hidden), name="small")
+        model.compile("sgd", "mse")
+        x = np.ones((8, 4))
+        model.train_on_batch(x if more is None else (x, more), np.ones((8, 2)))
+
+
 CASES = {
+    "no microbatches": lambda: kd.StepOptions(microbatches=0),
+    "an unknown frequency": lambda: kd.StepOptions(reduce_gradients="epoch"),
+    "reduction in a dtype that is no float": lambda: kd.StepOptions(reduce_dtype="int8"),
+    "reduction in a dtype in each microbatch": lambda: kd.StepOptions(
+        reduce_dtype="bfloat16", reduce_gradients="microbatch"
+    ),
+    "an unknown rematerialization": lambda: kd.StepOptions(remat="half"),
+    "something else as rematerialization": lambda: kd.StepOptions(remat=True),
+    "something else as step options": lambda: kd.DataParallel(step_options={"microbatches": 4}),
+    "microbatches of arrays with other numbers of rows": lambda: fit_with(Paired, np.ones((5, 4)), microbatches=2),
+    "a train step that computes its own gradients": lambda: fit_with(OwnStep, microbatches=2),
+    "rematerialization of a model without blocks": lambda: fit_with(remat="full"),
+    "rematerialization of a model without attention": lambda: fit_with(remat="attention"),
+    "rematerialization of layers that do not exist": lambda: fit_with(
+        remat=keras.RematScope("list_of_layers", layer_names=["hiden"])
+    ),
     "an exchange that devices do not divide": lambda: attention(
         distribution=context_parallel(sequence_exchange="all_to_all"), heads=6
     ),

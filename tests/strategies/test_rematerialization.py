@@ -1,11 +1,17 @@
-"""`keras.RematScope` under a distribution: layers that branch on `training`, with random state, averages and losses."""
+"""Rematerialization: `keras.RematScope` under a distribution, and the option `remat` for any model.
 
+Layers branch on `training`, and have random state, averages and losses.
+"""
+
+import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
+from keras_dist._keras.repeated_blocks import RepeatedBlocks
 
 
 class Block(keras.Layer):
@@ -71,3 +77,179 @@ def test_less_memory_is_needed():
         kd.plan(lambda scope=scope: build(scope), distribution, 64) for scope in ({"mode": None}, {"mode": "full"})
     ]
     assert plans[1].memory.temporaries < plans[0].memory.temporaries
+
+
+# ----------------------------------------------------------------------------------------- the option of a distribution
+
+
+def flat_blocks():
+    """A functional graph of primitive layers, with masks, dropout, losses and averages in its blocks."""
+    tokens = keras.Input((8,), dtype="int32")
+    x = layers.Embedding(16, 16, mask_zero=True)(tokens)
+    for number in range(3):
+        y = layers.LayerNormalization(name=f"norm{number}")(x)
+        y = layers.MultiHeadAttention(2, 8, dropout=0.1, seed=number, name=f"attention{number}")(y, y)
+        x = layers.Add(name=f"add{number}")([x, y])
+        y = layers.Dense(32, "gelu", kernel_regularizer="l2", activity_regularizer="l2", name=f"up{number}")(x)
+        y = layers.BatchNormalization(name=f"average{number}")(layers.Dense(16, name=f"down{number}")(y))
+        x = layers.Add(name=f"sum{number}")([x, y])
+    model = keras.Model(tokens, layers.Dense(4, name="head")(x))
+    return compiled(model)
+
+
+def layers_as_blocks():
+    inputs = x = keras.Input((8, 16))
+    for number in range(3):
+        x = Block(name=f"block{number}")(x)
+    return compiled(keras.Model(inputs, layers.Dense(4)(x)))
+
+
+class Subclassed(keras.Model):
+    """A model that calls equal layers itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = [Block(name=f"block{number}") for number in range(3)], layers.Dense(4)
+
+    def call(self, x, training=None):
+        for block in self.blocks:
+            x = block(x, training=training)
+        return self.head(x)
+
+
+def nested():
+    """A functional model inside of another, whose blocks are equal models."""
+    inputs = x = keras.Input((8, 16))
+    for number in range(2):
+        hidden = [layers.Dense(32, "relu", name="up"), layers.Dense(16, name="down")]
+        x = keras.Sequential([keras.Input((8, 16)), *hidden], name=f"block{number}")(x)
+    inner = keras.Model(inputs, x, name="inner")
+    outer = keras.Input((8, 16))
+    return compiled(keras.Model(outer, layers.Dense(4)(inner(outer))))
+
+
+def compiled(model):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+TOKENS = np.random.default_rng(0).integers(0, 4, (24, 8), "int32")
+VECTORS = np.random.default_rng(1).standard_normal((24, 8, 16)).astype("float32")
+BUILDS = {
+    "flat": (flat_blocks, TOKENS),
+    "layers": (layers_as_blocks, VECTORS),
+    "subclassed": (lambda: compiled(Subclassed()), VECTORS),
+    "nested": (nested, VECTORS),
+}
+
+
+def numbers(name, distribution):
+    build, x = BUILDS[name]
+    keras.utils.set_random_seed(0)
+    with scope(distribution):
+        model = build()
+        history = model.fit(x, TOKENS % 4, 12, epochs=2, verbose=0).history
+        return {"fit": history, "weights": [np.asarray(weight) for weight in model.get_weights()]}
+
+
+def fully_sharded(**options):
+    mesh = kd.create_device_mesh("fsdp:4", devices=jax.devices()[:4])
+    return kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, **options)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}], ids=["", "resharding"])
+def test_remat_changes_no_number(name, options):
+    expected = numbers(name, fully_sharded(**options))
+    found = numbers(name, fully_sharded(**options, step_options=kd.StepOptions(remat="full")))
+    assert_same_numbers(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention", keras.RematScope("list_of_layers", layer_names=["block1"])])
+def test_each_mode_changes_no_number(remat):
+    expected = numbers("layers", fully_sharded())
+    assert_same_numbers(numbers("layers", fully_sharded(step_options=kd.StepOptions(remat=remat))), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["flat", "nested"])
+def test_remat_of_microbatches(name):
+    """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
+    expected = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3)))
+    found = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3, remat="full")))
+    assert_same_numbers(found, expected, 1e-3)
+
+
+def test_evaluation_and_prediction_compute_nothing_again():
+    build, x = BUILDS["flat"]
+    model = build()
+    distribution = kd.DataParallel(step_options=kd.StepOptions(remat="full"))
+    steps = [kd.plan(model, each, (x, TOKENS), step="test").flops for each in (distribution, kd.DataParallel())]
+    assert steps[0] == steps[1]
+    steps = [kd.plan(model, each, (x, TOKENS)).flops for each in (distribution, kd.DataParallel())]
+    assert steps[0] > steps[1]
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_blocks_are_found(name):
+    build, x = BUILDS[name]
+    model = build()
+    model(x[:1])
+    blocks = RepeatedBlocks(model)
+    parts = [part for parts in blocks._parts.values() for part in parts if part.is_block]
+    assert len(blocks.layers) + len(parts) == {"flat": 2, "nested": 2}.get(
+        name, 3
+    )  # masks of the first flat block are computed otherwise
+
+
+def test_blocks_of_known_networks():
+    """The first block of each stage of ResNet50 has other shapes, so 12 of 16 blocks are equal to another."""
+    model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), include_top=False)
+    (parts,) = [parts for parts in RepeatedBlocks(model)._parts.values() if any(part.is_block for part in parts)]
+    assert sum(part.is_block for part in parts) == 12
+    assert all(len(part.nodes) == 10 for part in parts if part.is_block)
+
+
+class OwnStep(keras.Model):
+    """A model whose train step computes its gradients itself."""
+
+    def train_step(self, state, data):
+        weights, others, optimizer, metrics = state
+
+        def loss(weights):
+            outputs, _ = self.stateless_call(weights, others, data[0])
+            return outputs.sum()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        weights, optimizer = self.optimizer.stateless_apply(optimizer, gradients, weights)
+        return {"loss": value}, (weights, others, optimizer, metrics)
+
+
+def test_remat_of_a_train_step_that_the_user_defines():
+    def flops(remat):
+        def build():
+            model = layers_as_blocks()
+            return compiled(OwnStep(model.inputs, model.outputs))
+
+        return kd.plan(build, kd.DataParallel(step_options=kd.StepOptions(remat=remat)), (VECTORS, TOKENS)).flops
+
+    assert flops("full") > flops(None)
+
+
+def test_remat_that_finds_nothing():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batch = np.zeros((8, 4)), np.zeros((8, 1))
+    for remat in ("full", "dots", "attention"):
+        distribution = kd.DataParallel(step_options=kd.StepOptions(remat=remat))
+        with pytest.raises(ValueError, match=f"remat='{remat}' has no effect"):
+            kd.plan(model, distribution, batch)
+    named = kd.DataParallel(step_options=kd.StepOptions(remat=keras.RematScope("list_of_layers", layer_names=["up"])))
+    with pytest.raises(ValueError, match=r"\['up'\].* \['dense"):
+        kd.plan(model, named, batch)
+
+
+@pytest.mark.parametrize(("remat", "error"), [("half", ValueError), (True, TypeError)])
+def test_values_that_remat_does_not_take(remat, error):
+    with pytest.raises(error, match=str(remat)):
+        kd.StepOptions(remat=remat)

@@ -1,0 +1,120 @@
+"""The parts of Keras's train step: its loss with all updates, its metrics, and the update of the weights."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from keras_dist._keras.active_distribution import active_distribution
+from keras_dist._keras.internals import data_adapter_utils
+from keras_dist._keras.thread_value import ThreadValue
+
+
+class TrainState(NamedTuple):
+    """The state of a train step, in Keras's order: values of the variables, in lists."""
+
+    weights: Any
+    others: Any
+    optimizer: Any
+    metrics: Any
+
+
+def compute_loss(model: Any, state: TrainState, batch: Any) -> tuple[Any, tuple]:
+    """Returns the loss, scaled by the optimizer, and what changes: the loss, outputs, and values of variables."""
+    return model.compute_loss_and_updates(
+        state.weights,
+        state.others,
+        state.metrics,
+        *data_adapter_utils.unpack_x_y_sample_weight(batch),
+        training=True,
+        optimizer_variables=state.optimizer,
+    )
+
+
+def compute_gradients(model: Any, state: TrainState, batch: Any, scale: float) -> tuple[list, tuple[dict, list, list]]:
+    """Does what Keras's train step does before the update.
+
+    Args:
+        model: the model.
+        state: its state.
+        batch: x, y and sample weights, as Keras's train step takes them.
+        scale: what the loss is multiplied with before it is differentiated.
+
+    Returns:
+        The gradients, and the logs and new values of `others` and `metrics`.
+    """
+    x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+
+    def loss_and_updates(weights):
+        loss, updates = compute_loss(model, state._replace(weights=weights), batch)
+        return loss * scale, updates
+
+    gradients, (loss, y_pred, others, metrics) = jax.grad(loss_and_updates, has_aux=True)(state.weights)
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return gradients, (logs, others, metrics)
+
+
+def apply_gradients(model: Any, state: TrainState, gradients: Sequence[Any]) -> tuple[list, list]:
+    """Returns the new values of the weights and of the optimizer's variables."""
+    return model.optimizer.stateless_apply(state.optimizer, gradients, state.weights)
+
+
+# ----------------------------------------------------------------------------------------- steps as Keras compiles them
+
+
+def stateless_step(model: Any, step: str) -> Callable:
+    """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
+    if step == "train":
+        return train_step_with_options(model)
+    if step == "test":
+        return model.test_step
+
+    def predict_step(state, data):
+        outputs, non_trainable_variables = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step
+
+
+_was_computed: ThreadValue[list | None] = ThreadValue(None)  # filled by steps that are computed with options
+
+
+def note_computed() -> None:
+    """Notes that the train step that is being traced is computed with the options of its distribution."""
+    if _was_computed.value is not None:
+        _was_computed.value.append(True)
+
+
+def train_step_with_options(model: Any) -> Callable:
+    """Returns a model's train step, in the scope that its distribution has for it.
+
+    One that the user defines raises ValueError if options of the distribution have no effect on it.
+    """
+    step, distribution = model.train_step, active_distribution()
+    if distribution is None or not distribution.has_step_options:
+        return step
+
+    def with_options(state, batch):
+        with distribution.train_step_scope(model), _was_computed.set_to([]):
+            outputs = step(state, batch)
+            was_computed = bool(_was_computed.value)
+        options = distribution.train_step_options
+        if options is not None and not was_computed:
+            raise ValueError(
+                f"{type(model).__name__}.train_step computes its gradients itself, so {options} would have no effect. "
+                "Call super().train_step(state, data) in it, override compute_loss instead, or leave out the options."
+            )
+        return outputs
+
+    return with_options
+
+
+@contextlib.contextmanager
+def train_step_replaced(model: Any) -> Iterator[None]:
+    """Replaces a model's train step by that with options, for a block in which Keras compiles it."""
+    vars(model)["train_step"] = train_step_with_options(model)
+    try:
+        yield
+    finally:
+        del vars(model)["train_step"]

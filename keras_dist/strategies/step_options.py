@@ -1,0 +1,96 @@
+"""`StepOptions`: how a training step is computed, apart from where its tensors are placed."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import keras
+
+from keras_dist.strategies.rematerialization import Mode
+
+_OFTEN = Literal["update", "microbatch"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options that trade the memory, the traffic and the time of a training step against each other. All are off.
+
+    Every distribution takes them as `step_options`. They change nothing in the model, its optimizer or its checkpoints,
+    which can be taken on with other options.
+
+    Args:
+        microbatches: number of parts that each batch is split into. The compiled step computes the gradients of one
+            part after the other and updates the weights once, so it holds the activations of one part only. Each device
+            splits its own rows. Where their number is not divisible, all parts but the last have the same size.
+        reduce_gradients: how often devices add up their gradients. "update": once, after the last microbatch; until
+            then each device holds an unsharded sum in float32. "microbatch": after each one, in the layout of the
+            optimizer state; this sends `microbatches` times as many bytes, and with `FullyShardedDataParallel` or
+            `shard_optimizer_state` a device holds its shard only.
+        gather_weights: how often `FullyShardedDataParallel` gathers weights. "microbatch": as layers use them, for each
+            microbatch anew. "update": once, before the first microbatch, in the dtype that layers compute in; each
+            device then holds all weights until the last one.
+        reduce_dtype: dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
+            that they are computed in: the compute dtype of the layer. Requires `reduce_gradients="update"`.
+
+        remat: what the backward pass computes again instead of holding it in memory, without changing any number.
+            "full": each repeated block of the model, such as the layers of a transformer; the memory of activations
+            becomes that of one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products
+            with weights and fused attention kernels are kept, which costs few FLOP. "attention": attention only, where
+            XLA computes it, which holds logits of queries x keys. A `keras.RematScope`: as if all layers had been
+            created in it.
+
+    Raises:
+        TypeError: `remat` is something else.
+        ValueError: an option with a value that it does not take.
+
+    Example:
+
+    >>> from keras_dist import DataParallel
+    >>> DataParallel(step_options=StepOptions(microbatches=4))
+    <DataParallel device_mesh=<DeviceMesh batch:8 on 8 cpu devices> step_options=StepOptions(microbatches=4)>
+    """
+
+    microbatches: int = 1
+    reduce_gradients: _OFTEN = "update"
+    gather_weights: _OFTEN = "microbatch"
+    reduce_dtype: str | None = None
+    remat: Mode | keras.RematScope | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ValueError(
+                f"microbatches={self.microbatches!r} must be a positive integer: the number of parts that each batch "
+                "is split into. 1 does not split batches."
+            )
+        for name in ("reduce_gradients", "gather_weights"):
+            if getattr(self, name) not in get_args(_OFTEN):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
+        if not isinstance(self.remat, keras.RematScope | str | None):
+            raise TypeError(f"remat must be a string or a keras.RematScope, but got {self.remat!r}.")
+        if isinstance(self.remat, str) and self.remat not in get_args(Mode):
+            raise ValueError(f"remat={self.remat!r} must be one of {list(get_args(Mode))}, or a keras.RematScope.")
+        if self.reduce_dtype is not None:
+            _require_float(self.reduce_dtype)
+            if self.reduce_gradients != "update":
+                raise ValueError(
+                    f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced "
+                    "in each microbatch are sent in the dtype that they are computed in."
+                )
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether `train_step` computes gradients otherwise than Keras does."""
+        return self.microbatches > 1 or self.reduce_dtype is not None
+
+    def __repr__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"StepOptions({', '.join(changed)})"
+
+
+def _require_float(dtype: Any) -> None:
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ValueError(f"reduce_dtype={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")

@@ -1,0 +1,117 @@
+"""What the compilers for GPUs and TPUs make of step options: bytes sent per device, temporaries, and FLOP."""
+
+import functools
+
+import jax
+import keras
+import pytest
+from keras import layers
+from support.compilers import EIGHT_DEVICES
+
+import keras_dist as kd
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.parametrize("target", EIGHT_DEVICES),
+    pytest.mark.usefixtures("full_compilation", "half_precision"),
+]
+
+LENGTH = 128
+
+
+class ByHand(keras.Layer):
+    """Layers in a row that the backward pass computes again, written with `jax.checkpoint`."""
+
+    def __init__(self, call, parts):
+        super().__init__()
+        self.function, self.parts = call, parts
+
+    def call(self, x):
+        return jax.checkpoint(self.function)(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def residual_model(blocks, width, by_hand=False):
+    """A language model of residual blocks without attention, which compiles in seconds."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(512, width, name="embedding")(tokens)
+    for _ in range(blocks):
+        parts = [layers.LayerNormalization(), layers.Dense(4 * width, "gelu"), layers.Dense(width), layers.Add()]
+
+        def block(x, parts=parts):
+            norm, up, down, add = parts
+            return add([x, down(up(norm(x)))])
+
+        if by_hand:
+            block(keras.Input((LENGTH, width)))  # creates the weights
+            block = ByHand(block, parts)
+        x = block(x)
+    model = keras.Model(tokens, layers.Dense(512, name="head")(layers.LayerNormalization()(x)))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@functools.cache
+def planned(target, strategy, rows=64, blocks=1, width=512, by_hand=False, **options):
+    mesh, step_options = kd.create_device_mesh("data:8", devices=kd.target(target)), kd.StepOptions(**options)
+    distribution = {
+        "DP": lambda: kd.DataParallel(mesh, step_options=step_options),
+        "ZeRO-1": lambda: kd.DataParallel(mesh, shard_optimizer_state=True, step_options=step_options),
+        "FSDP": lambda: kd.FullyShardedDataParallel(mesh, step_options=step_options),
+    }[strategy]()
+    tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
+    return kd.plan(lambda: residual_model(blocks, width, by_hand), distribution, (tokens, tokens))
+
+
+def wire_bytes(plan, *kinds):
+    return sum(each.wire_bytes for each in plan.traffic if not kinds or each.kind in kinds)
+
+
+@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+def test_gradients_of_microbatches_are_reduced_once(target, strategy):
+    undivided = planned(target, strategy)
+    plan = planned(target, strategy, microbatches=4)
+    reductions = "all-reduce", "reduce-scatter"
+    assert wire_bytes(plan, *reductions) <= 1.02 * wire_bytes(undivided, *reductions)
+    gathers = 4 if strategy == "FSDP" else 1  # FSDP gathers the weights of each microbatch
+    assert wire_bytes(plan) <= 1.02 * (
+        wire_bytes(undivided, *reductions) + gathers * wire_bytes(undivided, "all-gather", "collective-permute")
+    )
+
+
+def test_weights_of_microbatches_are_gathered_once(target):
+    plan = planned(target, "FSDP", microbatches=4, gather_weights="update")
+    assert wire_bytes(plan) <= 1.02 * wire_bytes(planned(target, "FSDP"))
+
+
+def test_gradients_are_reduced_in_each_microbatch(target):
+    """This sends as many times the bytes as there are microbatches, and holds shards of gradients only."""
+    options = {"microbatches": 4, "gather_weights": "update"}
+    plan, once = planned(target, "FSDP", reduce_gradients="microbatch", **options), planned(target, "FSDP", **options)
+    assert wire_bytes(plan, "reduce-scatter") >= 3.9 * wire_bytes(once, "reduce-scatter")
+    assert plan.memory.temporaries < once.memory.temporaries
+
+
+def test_gradients_are_reduced_in_float32(target):
+    plan, half = planned(target, "DP", reduce_dtype="float32"), planned(target, "DP")
+    assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
+
+
+def test_microbatches_hold_the_activations_of_one_part(target):
+    undivided, plan = (
+        planned(target, "FSDP", rows=2048, blocks=4, width=256, **options)
+        for options in ({}, {"microbatches": 8, "reduce_gradients": "microbatch"})
+    )
+    assert plan.memory.temporaries <= 0.3 * undivided.memory.temporaries
+    assert plan.flops <= 1.02 * undivided.flops
+    assert plan.model_flops == pytest.approx(undivided.model_flops)
+
+
+def test_rematerialization_of_blocks_is_that_written_by_hand(target):
+    by_hand = planned(target, "FSDP", rows=1024, blocks=3, width=256, by_hand=True)
+    plan = planned(target, "FSDP", rows=1024, blocks=3, width=256, remat="full")
+    assert plan.memory.temporaries <= 1.05 * by_hand.memory.temporaries
+    assert plan.flops <= 1.05 * by_hand.flops
+    assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
