@@ -129,3 +129,15 @@ def test_the_guide_to_many_hosts():
     assert "process 1 was the first to fail, with exit status 137" in done.stderr
     (loss,), (loss_again,) = ([line for line in part.splitlines() if " loss " in line] for part in (first, again))
     assert loss == loss_again
+
+
+@pytest.mark.slow
+def test_the_guide_to_step_options():
+    done = subprocess.run([sys.executable, GUIDES / "step_options.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if "GFLOP" in line]
+    losses, temporaries, wire_bytes, flops = zip(*([row[0], row[1], row[3], row[5]] for row in rows[-5:]), strict=True)
+    assert len(set(losses)) == 1
+    assert float(temporaries[3]) < float(temporaries[0])
+    assert float(wire_bytes[2]) > 2 * float(wire_bytes[1])  # gradients are reduced in each microbatch
+    assert float(flops[3]) > float(flops[0])

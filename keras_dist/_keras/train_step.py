@@ -1,6 +1,7 @@
 """The parts of Keras's train step: its loss with all updates, its metrics, and the update of the weights."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ def train_step_with_options(model: Any) -> Callable:
     if distribution is None or not distribution.has_step_options:
         return step
 
+    @functools.wraps(step)
     def with_options(state, batch):
         with distribution.train_step_scope(model), _was_computed.set_to([]):
             outputs = step(state, batch)

@@ -204,7 +204,8 @@ def subject_text(plan: Plan) -> str:
 
 def distribution_name(plan: Plan) -> str:
     found = re.match(r"<?(\w+)", plan.distribution)
-    return found[1] if found else plan.distribution
+    options = re.search(r" step_options=StepOptions\((.*)\)>$", plan.distribution)
+    return (found[1] if found else plan.distribution) + (f", {options[1]}" if options else "")
 
 
 def bound_text(plan: Plan) -> str:

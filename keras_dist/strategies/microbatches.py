@@ -181,9 +181,12 @@ class _Step:
         )
 
     def _added(self, sums: Summands, gradient: Summands, layouts: WeightLayouts) -> Summands:
-        return self._constrained(
-            jax.tree.map(lambda total, each: total + each.astype(total.dtype), sums, gradient), layouts
-        )
+        def plus(mine: Any, other: Any) -> Any:  # a part of another size may be reduced where others are not
+            if mine is None or other is None:
+                return other if mine is None else mine
+            return mine + other.astype(mine.dtype)
+
+        return self._constrained(Summands(*map(plus, sums, gradient)), layouts)
 
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
         unreduced, reduced = sums

@@ -83,8 +83,8 @@ class StepOptions:
         return self.microbatches > 1 or self.reduce_dtype is not None
 
     def __repr__(self) -> str:
-        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"StepOptions({', '.join(changed)})"
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"StepOptions({', '.join(f'{name}={_text(value)}' for name, value in changed.items())})"
 
 
 def _require_float(dtype: Any) -> None:
@@ -94,3 +94,7 @@ def _require_float(dtype: Any) -> None:
         is_float = False
     if not is_float:
         raise ValueError(f"reduce_dtype={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+
+
+def _text(value: Any) -> str:
+    return f"RematScope({value.mode!r})" if isinstance(value, keras.RematScope) else repr(value)

@@ -7,11 +7,13 @@ import re
 import pytest
 from support.example_plans import GIB, MEMORY, MIB, example_plan, variable
 
+import keras_dist as kd
 from keras_dist._report.tables import WIDTH
 from keras_dist.planning.compare import Comparison, compare
 from keras_dist.planning.compilation import Traffic
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
+from keras_dist.planning.report import distribution_name
 from keras_dist.planning.roofline import Roofline
 
 
@@ -421,3 +423,10 @@ def test_comparison_of_other_objects_is_refused(arguments):
         compare(*arguments)
     with pytest.raises(TypeError, match=re.escape(repr(arguments[0]))):
         compare(fsdp=arguments[0])
+
+
+def test_step_options_are_part_of_the_name_of_a_distribution():
+    distribution = kd.DataParallel(step_options=kd.StepOptions(microbatches=2, remat="full"))
+    plan = example_plan(distribution=repr(distribution))
+    assert distribution_name(plan) == "DataParallel, microbatches=2, remat='full'"
+    assert "DataParallel, microbatches=2, remat='full'" in str(plan)
