@@ -100,6 +100,10 @@ class DistributionHooks(Protocol):
         """The options that have an effect in `train_step` only, None if there are none."""
         ...
 
+    def optimizer_state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight."""
+        ...
+
     def train_step_scope(self, model: keras.Model) -> AbstractContextManager:
         """Returns the context in which the train step of a model is traced, also one that the user defines."""
         ...

@@ -124,7 +124,7 @@ def _check_layout_map(distribution: DistributionHooks, model: keras.Model) -> No
 @INSTALLED.patch(
     internals.KerasOptimizer,
     "add_variable_from_reference",
-    reason="optimizer state has the layout of its weight, and not one of its own (ZeRO-1, FSDP)",
+    reason="optimizer state has the layout and dtype of its weight, and not its own (ZeRO-1, FSDP)",
 )
 def _add_variable_from_reference(original, distribution, self, reference_variable, name=None, initializer="zeros"):
     if isinstance(reference_variable, keras.Variable):
@@ -132,7 +132,7 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
         reference_variable = types.SimpleNamespace(
             path=reference_variable.path,
             shape=reference_variable.shape,
-            dtype=reference_variable.dtype,
+            dtype=distribution.optimizer_state_dtype(self, name, reference_variable.dtype),
             _layout=optimizer_state_layout(reference_variable, layout, distribution),
         )
     return original(self, reference_variable, name, initializer)

@@ -27,6 +27,7 @@ from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.microbatches import WeightLayouts, current_microbatch, train_step
+from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.strategies.rematerialization import rematerializing
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.sequences import SequenceSharding
@@ -351,7 +352,11 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def train_step_options(self) -> StepOptions | None:
         return self._step_options if self._step_options.splits_gradients else None
 
+    def optimizer_state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        return state_dtype(optimizer, name, dtype, self._step_options.optimizer_state_dtype)
+
     def train_step_scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        require_state_dtype(model.optimizer, self._step_options.optimizer_state_dtype)
         return rematerializing(model, self._step_options.remat)
 
     def train_step(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:

@@ -32,6 +32,9 @@ class StepOptions:
         reduce_dtype: dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
             that they are computed in: the compute dtype of the layer. Requires `reduce_gradients="update"`.
 
+        optimizer_state_dtype: dtype of optimizer state, such as "bfloat16", which halves it. Updates are still computed
+            in the dtype of the weight. State that a step changes by less than the precision of the dtype keeps the
+            dtype of its weight: the velocity of Adam with `beta_2=0.999`, but not its momentum.
         remat: what the backward pass computes again instead of holding it in memory, without changing any number.
             "full": each repeated block of the model, such as the layers of a transformer; the memory of activations
             becomes that of one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products
@@ -54,6 +57,7 @@ class StepOptions:
     reduce_gradients: _OFTEN = "update"
     gather_weights: _OFTEN = "microbatch"
     reduce_dtype: str | None = None
+    optimizer_state_dtype: str | None = None
     remat: Mode | keras.RematScope | None = None
 
     def __post_init__(self):
@@ -69,13 +73,13 @@ class StepOptions:
             raise TypeError(f"remat must be a string or a keras.RematScope, but got {self.remat!r}.")
         if isinstance(self.remat, str) and self.remat not in get_args(Mode):
             raise ValueError(f"remat={self.remat!r} must be one of {list(get_args(Mode))}, or a keras.RematScope.")
-        if self.reduce_dtype is not None:
-            _require_float(self.reduce_dtype)
-            if self.reduce_gradients != "update":
-                raise ValueError(
-                    f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced "
-                    "in each microbatch are sent in the dtype that they are computed in."
-                )
+        for name in ("reduce_dtype", "optimizer_state_dtype"):
+            _require_float(name, getattr(self, name))
+        if self.reduce_dtype is not None and self.reduce_gradients != "update":
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
+                "each microbatch are sent in the dtype that they are computed in."
+            )
 
     @property
     def splits_gradients(self) -> bool:
@@ -87,13 +91,15 @@ class StepOptions:
         return f"StepOptions({', '.join(f'{name}={_text(value)}' for name, value in changed.items())})"
 
 
-def _require_float(dtype: Any) -> None:
+def _require_float(name: str, dtype: Any) -> None:
+    if dtype is None:
+        return
     try:
         is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
         is_float = False
     if not is_float:
-        raise ValueError(f"reduce_dtype={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+        raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
 
 
 def _text(value: Any) -> str:

@@ -130,6 +130,8 @@ CASES = {
     "reduction in a dtype in each microbatch": lambda: kd.StepOptions(
         reduce_dtype="bfloat16", reduce_gradients="microbatch"
     ),
+    "optimizer state in a dtype that is no float": lambda: kd.StepOptions(optimizer_state_dtype="int8"),
+    "optimizer state in a dtype that the optimizer does not have": lambda: fit_with(optimizer_state_dtype="bfloat16"),
     "an unknown rematerialization": lambda: kd.StepOptions(remat="half"),
     "something else as rematerialization": lambda: kd.StepOptions(remat=True),
     "something else as step options": lambda: kd.DataParallel(step_options={"microbatches": 4}),
