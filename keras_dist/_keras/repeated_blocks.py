@@ -35,9 +35,6 @@ class RepeatedBlocks:
         self._parts: dict[int, list[Part]] = {}  # by the id of a functional graph
         self._visit(model, set())
 
-    def __bool__(self) -> bool:
-        return bool(self.layers) or any(part.is_block for parts in self._parts.values() for part in parts)
-
     def parts_of(self, graph: Any) -> list[Part] | None:
         """Returns the parts of a functional graph, in order, None if none of them is a block."""
         parts = self._parts.get(id(graph), [])
@@ -48,11 +45,11 @@ class RepeatedBlocks:
             return
         seen.add(id(layer))
         graph = getattr(layer, "_functional", None) or layer
-        children = list(layer._flatten_layers(include_self=False, recursive=False))
+        children = list(graph._flatten_layers(include_self=False, recursive=False))
         if hasattr(graph, "_nodes_by_depth"):
             self._parts[id(graph)] = list(_parts(graph))
             in_blocks = {id(node.operation) for part in self._parts[id(graph)] if part.is_block for node in part.nodes}
-            children = [child for child in graph._flatten_layers(False, False) if id(child) not in in_blocks]
+            children = [child for child in children if id(child) not in in_blocks]
         else:
             signatures = {id(child): _signature(child) for child in children if _num_weighted(child) > 1}
             counts = Counter(signatures.values())

@@ -143,8 +143,11 @@ class _Program:
                     outputs = with_body(equation, body, operands)
                     for variable, output in zip(equation.outvars, outputs, strict=True):
                         if isinstance(output, Summands):
-                            sums[variable], output = output, total(output)
-                        values.known[variable] = output
+                            sums[variable] = output
+                            if variable in needed:
+                                values.known[variable] = total(output)
+                        else:
+                            values.known[variable] = output
                 elif number in self._row_dims:
                     operands = [values.read(variable) for variable in equation.invars]
                     summands = _sum_on_each_device(equation, operands, self._row_dims[number], self._rows)
