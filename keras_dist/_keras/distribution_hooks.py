@@ -91,25 +91,8 @@ class DistributionHooks(Protocol):
         ...
 
     @property
-    def has_step_options(self) -> bool:
-        """Whether train steps are computed otherwise than Keras does, in any way."""
-        ...
-
-    @property
-    def train_step_options(self) -> Any:
-        """The options that have an effect in `train_step` only, None if there are none."""
-        ...
-
-    def optimizer_state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
-        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight."""
-        ...
-
-    def train_step_scope(self, model: keras.Model) -> AbstractContextManager:
-        """Returns the context in which the train step of a model is traced, also one that the user defines."""
-        ...
-
-    def train_step(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
+    def train_steps(self) -> "TrainStepHooks":
+        """How train steps are computed."""
         ...
 
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
@@ -158,4 +141,45 @@ class DistributionHooks(Protocol):
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""
+        ...
+
+
+class TrainStepHooks(Protocol):
+    """What patches ask of a distribution about train steps. `strategies.train_steps.TrainSteps` implements it."""
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether train steps are computed otherwise than Keras does, in any way."""
+        ...
+
+    @property
+    def required_options(self) -> Any:
+        """The options that have an effect in `compute` only, None if there are none."""
+        ...
+
+    def state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight."""
+        ...
+
+    def state_layout(self, variable: Any, layout: Any) -> Any:
+        """Returns the layout of the optimizer state of a variable, given that of its update."""
+        ...
+
+    def scope(self, model: keras.Model) -> AbstractContextManager:
+        """Returns the context in which the train step of a model is traced, also one that the user defines."""
+        ...
+
+    def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
+        ...
+
+    def apply_gradients(
+        self,
+        apply: Callable,
+        optimizer: keras.optimizers.Optimizer,
+        state: Sequence[Any],
+        gradients: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> tuple[list, list]:
+        """Returns new weights and optimizer state, as Keras's function `apply(state, gradients, weights)` does."""
         ...

@@ -155,6 +155,11 @@ def distribute_with_keras(tensor, layout):
     return backend_lib.distribute_tensor(tensor, layout)
 
 
+def weights_of_optimizer(optimizer) -> list:
+    """Returns the weights that an optimizer was built for."""
+    return optimizer._trainable_variables
+
+
 def current_distribution():
     """Returns the active distribution, of this package or of Keras, or None."""
     return global_state.get_global_attribute(GLOBAL_NAME)

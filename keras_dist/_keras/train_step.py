@@ -93,15 +93,15 @@ def train_step_with_options(model: Any) -> Callable:
     One that the user defines raises ValueError if options of the distribution have no effect on it.
     """
     step, distribution = model.train_step, active_distribution()
-    if distribution is None or not distribution.has_step_options:
+    if distribution is None or not distribution.train_steps.are_changed:
         return step
 
     @functools.wraps(step)
     def with_options(state, batch):
-        with distribution.train_step_scope(model), _was_computed.set_to([]):
+        with distribution.train_steps.scope(model), _was_computed.set_to([]):
             outputs = step(state, batch)
             was_computed = bool(_was_computed.value)
-        options = distribution.train_step_options
+        options = distribution.train_steps.required_options
         if options is not None and not was_computed:
             raise ValueError(
                 f"{type(model).__name__}.train_step computes its gradients itself, so {options} would have no effect. "

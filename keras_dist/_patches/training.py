@@ -1,6 +1,7 @@
 """Patches of the steps of `fit`, `evaluate` and `predict`: their functions, their batches, and optimizer state."""
 
 import contextlib
+import functools
 import itertools
 import types
 import warnings
@@ -47,7 +48,17 @@ def _distribute_data(original, distribution, data, layouts=None):
     reason="gradients of microbatches (`gradient_accumulation_steps`) are all-reduced each time",
 )
 def _train_step(original, distribution, self, state, data):
-    return distribution.train_step(original, self, state, data)
+    return distribution.train_steps.compute(original, self, state, data)
+
+
+@INSTALLED.patch(
+    internals.KerasOptimizer,
+    "stateless_apply",
+    reason="optimizer state in host memory (`offload`) cannot be computed with, and devices would hold it all at once",
+)
+def _stateless_apply(original, distribution, self, optimizer_variables, grads, trainable_variables):
+    apply = functools.partial(original, self)
+    return distribution.train_steps.apply_gradients(apply, self, optimizer_variables, grads, trainable_variables)
 
 
 @INSTALLED.patch(
@@ -124,7 +135,7 @@ def _check_layout_map(distribution: DistributionHooks, model: keras.Model) -> No
 @INSTALLED.patch(
     internals.KerasOptimizer,
     "add_variable_from_reference",
-    reason="optimizer state has the layout and dtype of its weight, and not its own (ZeRO-1, FSDP)",
+    reason="optimizer state has the layout, dtype and memory of its weight, and not its own (ZeRO-1, FSDP)",
 )
 def _add_variable_from_reference(original, distribution, self, reference_variable, name=None, initializer="zeros"):
     if isinstance(reference_variable, keras.Variable):
@@ -132,7 +143,7 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
         reference_variable = types.SimpleNamespace(
             path=reference_variable.path,
             shape=reference_variable.shape,
-            dtype=distribution.optimizer_state_dtype(self, name, reference_variable.dtype),
+            dtype=distribution.train_steps.state_dtype(self, name, reference_variable.dtype),
             _layout=optimizer_state_layout(reference_variable, layout, distribution),
         )
     return original(self, reference_variable, name, initializer)

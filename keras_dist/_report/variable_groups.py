@@ -4,7 +4,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ class PlacedVariable:
         axes: mesh axes of each dim: None, an axis name, or a tuple of axis names.
         shard_shape: shape on one device.
         bytes: bytes on one device.
+        is_on_host: whether its shards are in the memory of the hosts, and not of the devices.
     """
 
     path: str
@@ -37,6 +38,7 @@ class PlacedVariable:
     axes: tuple[Any, ...]
     shard_shape: tuple[int, ...]
     bytes: int
+    is_on_host: bool = field(default=False, kw_only=True)
 
     @property
     def is_replicated(self) -> bool:
@@ -86,11 +88,12 @@ def _group_row(group: Sequence[PlacedVariable], note: str) -> tuple[str, ...]:
     first = group[0]
     path = "\n  ".join(_fold(text) for text in (path_pattern([v.path for v in group]), note) if text)
     shape, size = f"{first.dtype}{list(first.shape)}", bytes_text(sum(v.bytes for v in group))
+    place = "\non hosts" if first.is_on_host else ""
     if first.is_replicated:
-        return path, f"{len(group)}", shape, "replicated", size
+        return path, f"{len(group)}", shape, f"replicated{place}", size
     shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
     layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
-    return path, f"{len(group)}", shape, f"({layout})", size
+    return path, f"{len(group)}", shape, f"({layout}){place}", size
 
 
 def _fold(text: str) -> str:
@@ -107,7 +110,7 @@ def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:
         if v.part == "optimizer":
             kind = (*kind[:-1], kind[-1][:-1])  # joins "adam/dense_kernel_momentum" and "adam/dense_kernel_velocity"
         why = getattr(v, "why", None)  # of a coverage: no rule matches, or the variable came with a layout
-        groups[v.part, kind, v.shape, v.dtype, v.rule, v.axes, v.shard_shape, why].append(v)
+        groups[v.part, kind, v.shape, v.dtype, v.rule, v.axes, v.shard_shape, v.is_on_host, why].append(v)
     return sorted(groups.values(), key=lambda group: -sum(v.bytes for v in group))
 
 

@@ -21,7 +21,7 @@ from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.diagnostics.gathered_sequences import layers_that_gather_sequences
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
-from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, layout_error
+from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, is_in_host_memory, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
 from keras_dist.strategies.base import Distribution
@@ -133,10 +133,11 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
             axes=axes,
             shard_shape=shard_shape,
             bytes=math.prod(shard_shape) * itemsize,
+            is_on_host=is_in_host_memory(layout),
             why=why,
             fits=layout is not None,
         )
-        bytes_on[devices] += row.bytes
+        bytes_on[devices] += 0 if row.is_on_host else row.bytes
         rows.append(row)
     layers = internals.layers_by_path(model)
     on_all_devices = bytes_on.pop(None, 0)
@@ -177,7 +178,7 @@ def _decisions(
     model: keras.Layer, variables: Iterable[keras.Variable], distribution: Distribution
 ) -> dict[int, _Decision]:
     """Returns the layout of each variable, by `id`. Optimizer state has the layout of its weight's update."""
-    owners = optimizer_state_owners(model, variables)
+    owners = optimizer_state_owners(getattr(model, "optimizer", None), variables)
     decisions = {id(v): _decision(v, distribution) for v in variables if id(v) not in owners}
     weights = {id(owner): owner for owner in owners.values()}
     updates = {key: _update_decision(weight, decisions[key], distribution) for key, weight in weights.items()}

@@ -11,18 +11,22 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the memory of the host that a device is attached to."""
+
 
 class TensorLayout(keras.distribution.TensorLayout):
     """The mesh axes that each dim of one tensor is sharded over.
 
-    Two layouts are equal if their axes and their meshes are equal. A layout is immutable, except that a layout without
-    a mesh can be given one, once.
+    Two layouts are equal if their axes, meshes and kinds of memory are equal. A layout is immutable, except that a
+    layout without a mesh can be given one, once.
 
     Args:
         axes: one entry per dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that is
             sharded over several axes, outermost first. Dims beyond the last entry are not sharded. A
             `jax.sharding.PartitionSpec` is accepted as well.
         device_mesh: the mesh whose axes are named. May be set later, as `LayoutMap` does.
+        memory_kind: JAX's name of the memory that shards are in, such as "pinned_host". By default that of the device.
 
     Raises:
         ValueError: an axis that the mesh does not have or that appears twice, or a `PartitionSpec` with
@@ -38,8 +42,14 @@ class TensorLayout(keras.distribution.TensorLayout):
     (2, 16)
     """
 
-    def __init__(self, axes: Iterable, device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None = None):
+    def __init__(
+        self,
+        axes: Iterable,
+        device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None = None,
+        memory_kind: str | None = None,
+    ):
         self._axes: Axes = _standardize_axes(axes)
+        self._memory_kind = memory_kind
         self._device_mesh: DeviceMesh | None = None if device_mesh is None else as_device_mesh(device_mesh)
         self._has_mesh_of_map = False
         self._validate_axes()
@@ -48,6 +58,11 @@ class TensorLayout(keras.distribution.TensorLayout):
     def axes(self) -> Axes:
         """For each dim `None`, the name of a mesh axis, or a tuple of names."""
         return self._axes
+
+    @property
+    def memory_kind(self) -> str | None:
+        """JAX's name of the memory that shards are in; None for that of the device."""
+        return self._memory_kind
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -75,7 +90,8 @@ class TensorLayout(keras.distribution.TensorLayout):
                 f"Cannot create sharding when device mesh is not set for TensorLayout {self.axes}. Pass device_mesh, "
                 "or assign the layout to a key of a LayoutMap."
             )
-        return jax.sharding.NamedSharding(self._device_mesh.backend_mesh, jax.sharding.PartitionSpec(*self._axes))
+        spec = jax.sharding.PartitionSpec(*self._axes)
+        return jax.sharding.NamedSharding(self._device_mesh.backend_mesh, spec, memory_kind=self._memory_kind)
 
     def _validate_axes(self):  # overrides Keras's
         if self._device_mesh is None:
@@ -92,9 +108,10 @@ class TensorLayout(keras.distribution.TensorLayout):
         if not isinstance(other, keras.distribution.TensorLayout):
             return NotImplemented
         # `other` may have a plain Keras mesh, which does not implement equality; ours does.
-        return self._axes == other.axes and (
-            self._device_mesh is other.device_mesh
-            or (self._device_mesh is not None and self._device_mesh == other.device_mesh)
+        if self._axes != other.axes or self._memory_kind != getattr(other, "memory_kind", None):
+            return False
+        return self._device_mesh is other.device_mesh or (
+            self._device_mesh is not None and self._device_mesh == other.device_mesh
         )
 
     def __hash__(self):
@@ -113,6 +130,16 @@ def as_tensor_layout(value) -> TensorLayout:
     return value if isinstance(value, TensorLayout) else TensorLayout(value.axes, value.device_mesh)
 
 
+def is_in_host_memory(layout: object) -> bool:
+    """Returns whether a layout, also one of Keras or JAX, is one of host memory."""
+    return getattr(layout, "memory_kind", None) == HOST_MEMORY
+
+
+def in_host_memory(layout: TensorLayout) -> TensorLayout:
+    """Returns a layout whose shards are in the memory of the hosts that their devices are attached to."""
+    return TensorLayout(layout.axes, layout.device_mesh, memory_kind=HOST_MEMORY)
+
+
 def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> TensorLayout:
     """Returns a layout for use in a `LayoutMap` with the given mesh.
 
@@ -122,7 +149,7 @@ def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> Tenso
     has_own_mesh = layout.device_mesh is not None and not layout._has_mesh_of_map
     if device_mesh is None or has_own_mesh or layout.device_mesh == device_mesh:
         return layout
-    given = layout if layout.device_mesh is None else TensorLayout(layout.axes)
+    given = layout if layout.device_mesh is None else TensorLayout(layout.axes, memory_kind=layout.memory_kind)
     given.device_mesh = device_mesh
     given._has_mesh_of_map = True
     return given
@@ -138,7 +165,7 @@ def as_layout_on_mesh(value, distribution) -> TensorLayout:
             f"layout={layout.axes!r} names axes of the active distribution's mesh, but no distribution is active. Pass "
             "keras_dist.TensorLayout(axes, device_mesh), or call keras_dist.set_distribution(...) first."
         )
-    return TensorLayout(layout.axes, distribution.device_mesh)
+    return TensorLayout(layout.axes, distribution.device_mesh, layout.memory_kind)
 
 
 def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> str | None:

@@ -9,7 +9,7 @@
 * `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
 * `hardware.py`: the hardware that targets can name; `hardware_figures.py`: memory, compute and bandwidths of one chip;
   `known_hardware.py`: these figures with their sources; `compiler_options.py`: options of XLA that others recommend.
-* `abstract_step.py`: the step of a model, with shapes in place of arrays.
+* `abstract_step.py`: the step of a model, with shapes in place of arrays; `lowering.py`: what a compiler gets of it.
 * `target_platform.py`: what the model is told about its platform while it is traced.
 * `compilation.py`: what the compiled step holds, computes and sends; `extrapolation.py`: that of a deeper model.
 * `hlo/`: reads compiled modules.

@@ -25,6 +25,7 @@ from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.planning.hlo.schedule import walk_schedule
+from keras_dist.planning.lowering import lowered_step
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.strategies.attention import AttentionCall, recorded_attention
@@ -115,6 +116,7 @@ class Compilation:
     flops: float = 0
     model_flops: float
     memory_traffic: float = 0
+    host_traffic: float = 0
     roofline: Roofline
     largest_values: tuple[LargeValue, ...] = ()
     attention: tuple[Attention, ...] = ()
@@ -143,7 +145,7 @@ def compile_step(
     model_flops = _model_flops(step, traced, calls)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
     with _refusals_explained(step):
-        lowered = traced.lower()
+        lowered = lowered_step(step, traced)
 
     def read() -> Compilation:
         return _compile_and_read(step, hardware, lowered, options, calls, model_flops, show_progress)
@@ -160,9 +162,10 @@ def compile_step(
 
 def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
     """Returns the FLOP of a traced step, without those that its options add."""
-    if step.name == "train" and step.distribution.has_step_options:
+    if step.name == "train" and step.distribution.train_steps.are_changed:
         with recorded_attention() as calls:
-            plain = step.distribution.with_step_options(StepOptions())
+            offload = tuple({"optimizer"} & {*step.distribution.step_options.offload})  # where its layouts place state
+            plain = step.distribution.with_step_options(StepOptions(offload=offload))
             traced = replace(step, distribution=plain).trace()
     flops = count_model_flops(traced.jaxpr.jaxpr)
     if flops is None:
@@ -205,6 +208,7 @@ def _compile_and_read(
         flops=costs.flops,
         model_flops=costs.flops * len(flat) if model_flops is None else model_flops,
         memory_traffic=costs.memory_bytes,
+        host_traffic=costs.host_bytes,
         roofline=bounds,
         largest_values=costs.largest_values,
         attention=attention,

@@ -66,6 +66,8 @@ def _extrapolated_forecast(
     return replace(found, seconds=max(found.seconds, parts))
 
 
-_FIGURES = ("argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic")
+_FIGURES = (
+    "argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic", "host_traffic"
+)  # fmt: skip
 _TRAFFIC = ("count", "tensors", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 _SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")

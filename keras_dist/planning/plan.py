@@ -11,7 +11,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._report.progress import show_progress
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
-from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
 from keras_dist.planning.compilation import Compilation, Traffic, compile_step
 from keras_dist.planning.compilation_cache import CompilationCache
@@ -127,7 +127,7 @@ def plan_step(
 def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
     """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
     variables, devices = _variables(step), step.distribution.device_mesh.backend_mesh.devices
-    state = {part: sum(v.bytes for v in variables if v.part == part) for part in PARTS}
+    state = {part: sum(v.bytes for v in variables if v.part == part and not v.is_on_host) for part in PARTS}
     return {
         "model": step.model.name,
         "step": step.name,
@@ -137,6 +137,7 @@ def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
         "memory": Memory(
             **state,
             batch=sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch)),
+            host=sum(v.bytes for v in variables if v.is_on_host),
             capacity=None if chip is None else chip.memory_bytes,
         ),
     }
@@ -146,7 +147,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     weights = {id(variable) for variable in step.model.weights}
     optimizer = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
     variables = [variable for part in step.variables for variable in part]
-    owners = optimizer_state_owners(step.model, variables)
+    owners = optimizer_state_owners(step.model.optimizer, variables)
     placed = []
     for variable, spec in zip(variables, jax.tree.leaves(step.state_specs()), strict=True):
         layout, rule = step.layouts[id(variable)], step.distribution.rule(owners.get(id(variable), variable).path)
@@ -160,6 +161,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
                 axes=tuple(layout.axes if isinstance(layout, TensorLayout) else spec.sharding.spec),
                 shard_shape=spec.sharding.shard_shape(spec.shape),
                 bytes=bytes_on_a_device(spec),
+                is_on_host=is_in_host_memory(layout),
             )
         )
     return tuple(placed)
@@ -204,6 +206,7 @@ def _plan(
         model_flops_utilization=utilization,
         forecast_model_flops_utilization=forecast_utilization,
         memory_traffic=compiled.memory_traffic,
+        host_traffic=compiled.host_traffic,
         roofline=roofline,
         largest_values=compiled.largest_values,
         attention=compiled.attention,

@@ -42,6 +42,7 @@ class Memory:
         outputs: results that do not reuse the memory of an argument.
         temporaries: activations, gradients, gathered weights and collective buffers.
         program: the compiled program.
+        host: variables in the memory of the device's host, which are not part of the total.
         capacity: memory of the device; None if unknown.
     """
 
@@ -53,6 +54,7 @@ class Memory:
     outputs: int = 0
     temporaries: int = 0
     program: int = 0
+    host: int = 0
     capacity: int | None = None
 
     @property
@@ -90,6 +92,7 @@ class Plan(Report):
         model_flops_utilization: fraction of the hardware's peak that `model_flops` reaches in a step of
             `roofline.seconds`; None if unknown.
         memory_traffic: estimated bytes that one device reads from and writes to its memory.
+        host_traffic: bytes that one device fetches from the memory of its host and puts back.
         roofline: lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
             probably takes.
         forecast_model_flops_utilization: the same as `model_flops_utilization` for a step that takes as long as
@@ -116,6 +119,7 @@ class Plan(Report):
     flops: float
     model_flops: float
     memory_traffic: float
+    host_traffic: float
     roofline: Roofline
     model_flops_utilization: float | None
     largest_values: tuple[LargeValue, ...]
@@ -256,6 +260,8 @@ def _memory(plan: Plan) -> Section:
         if size:
             start, end = end, end + size
             bars.append(Bar(_LABELS.get(part, part), figures(size), start / scale, end / scale))
+    if memory.host:
+        bars.append(Bar("host", (bytes_text(memory.host), *[""] * (memory.capacity is not None)), 0, 0))
     bars.append(Bar("total", figures(memory.total), 0, memory.total / scale))
     if memory.capacity is not None:
         bars.append(Bar("capacity", figures(memory.capacity), 0, memory.capacity / scale, is_limit=True))

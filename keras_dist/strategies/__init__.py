@@ -20,5 +20,9 @@
 * `mask_recognition.py`: the same, recognized from the operations that made a mask; start reading here, with its worked
   example.
 * `mask_reader.py`: which elements of other values a mask reads, and which are positions.
+* `step_options.py`: `StepOptions`; `train_steps.py`: how train steps are computed with them.
+* `microbatches.py`: a step over parts of a batch; `unreduced_gradients.py`: gradients that devices add up later, with a
+  worked example.
+* `rematerialization.py`: what the backward pass computes again; `host_offload.py`: optimizer state in host memory.
 * `dim_axes.py`: over which mesh axes a dim of a traced value is sharded.
 """

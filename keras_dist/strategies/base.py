@@ -14,7 +14,6 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
-from keras_dist._keras.train_step import TrainState, note_computed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
@@ -26,14 +25,14 @@ from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
-from keras_dist.strategies.microbatches import WeightLayouts, current_microbatch, train_step
-from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
-from keras_dist.strategies.rematerialization import rematerializing
+from keras_dist.strategies.microbatches import current_microbatch
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.sequences import SequenceSharding
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.traced_weights import TracedWeights
-from keras_dist.variables.variable_layouts import VariableSpec, describe_variable, is_on_mesh, layout_under
+from keras_dist.strategies.train_steps import TrainSteps
+from keras_dist.strategies.weight_layouts import weight_layouts
+from keras_dist.variables.variable_layouts import describe_variable, is_on_mesh
 
 BatchDimName = str | Sequence[str] | None
 
@@ -152,7 +151,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return changed
 
     def __repr__(self) -> str:
-        options = f" step_options={self._step_options}" if self.has_step_options else ""
+        options = f" step_options={self._step_options}" if self._step_options != StepOptions() else ""
         return f"<{type(self).__name__} device_mesh={self._device_mesh}{options}>"
 
     @property
@@ -306,7 +305,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return distribute_tensors(inputs, layout, self._placer.batch_axes, self._placer.sequence_axes, role="input")
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        stored, used, update = self._weight_layouts(variable)
+        stored, used, update = weight_layouts(variable, self)
         if current_microbatch.value.has_gathered_weights and variable.trainable:
             stored = used
         if current_microbatch.value.reduces_gradients_later:
@@ -345,35 +344,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return self._sequences.shard(outputs)
 
     @property
-    def has_step_options(self) -> bool:
-        return self._step_options != StepOptions()
-
-    @property
-    def train_step_options(self) -> StepOptions | None:
-        return self._step_options if self._step_options.splits_gradients else None
-
-    def optimizer_state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
-        return state_dtype(optimizer, name, dtype, self._step_options.optimizer_state_dtype)
-
-    def train_step_scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
-        require_state_dtype(model.optimizer, self._step_options.optimizer_state_dtype)
-        return rematerializing(model, self._step_options.remat)
-
-    def train_step(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        if self.train_step_options is None:
-            return keras_train_step(model, state, batch)
-        note_computed()
-        layouts = [self._weight_layouts(variable) for variable in model.trainable_variables]
-        logs, new_state = train_step(model, TrainState(*state), batch, self._step_options, self._placer, layouts)
-        return logs, tuple(new_state)
-
-    def _weight_layouts(self, variable: keras.Variable) -> WeightLayouts:
-        spec, stored = VariableSpec.of(variable), layout_under(variable, self)
-        if stored != self.get_variable_layout(spec):  # the user passed its layout, or a sharding of JAX
-            if not isinstance(stored, TensorLayout):
-                stored = TensorLayout(getattr(stored, "spec", ()), self._device_mesh)
-            return WeightLayouts(stored, stored, stored)
-        return WeightLayouts(stored, self.get_compute_layout(spec), self.get_update_layout(spec))
+    def train_steps(self) -> TrainSteps:
+        return TrainSteps(self, self._step_options, self._placer)
 
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         return self._sequences.shard_inputs(model.name, inputs)

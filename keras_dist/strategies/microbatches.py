@@ -19,19 +19,11 @@ from keras_dist._keras.internals import compute_dtypes, is_read_in_compute_dtype
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.strategies.jaxpr_evaluation import as_function
 from keras_dist.strategies.resharding import reduce_summands, to_compute_layout
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients
-
-
-class WeightLayouts(NamedTuple):
-    """The layout in which a weight is stored, that in which layers compute with it, and that of its gradient."""
-
-    stored: TensorLayout
-    compute: TensorLayout
-    update: TensorLayout
+from keras_dist.strategies.weight_layouts import WeightLayouts
 
 
 class Microbatch(NamedTuple):

@@ -10,6 +10,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.repeated_blocks import RepeatedBlocks
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.layout.tensor_layout import HOST_MEMORY
 
 Mode = Literal["full", "dots", "attention"]
 
@@ -30,12 +31,20 @@ _POLICIES: dict[str, Callable | None] = {
 }
 
 
+_dots_to_host = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
+
+
+def _offload_dots(primitive: Any, *avals: Any, **parameters: Any) -> Any:
+    return _keep_kernels(primitive) or _dots_to_host(primitive, *avals, **parameters)
+
+
 class Rematerialization:
     """What one train step of a model computes again, while it is traced.
 
     Args:
         model: The model.
         mode: What to compute again.
+        is_offloaded: Whether products that are kept are kept in the memory of the hosts.
 
     Attributes:
         policy: What `jax.checkpoint` saves of a block nonetheless.
@@ -45,8 +54,10 @@ class Rematerialization:
         is_in_block: Whether a block is being traced.
     """
 
-    def __init__(self, model: keras.Model, mode: Mode):
+    def __init__(self, model: keras.Model, mode: Mode, is_offloaded: bool):
         self.policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
+        if is_offloaded:
+            self.policy = _offload_dots
         self.blocks = RepeatedBlocks(model)
         self.count, self.is_in_block = 0, False
 
@@ -66,9 +77,12 @@ current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(N
 
 
 @contextlib.contextmanager
-def rematerializing(model: keras.Model, mode: Mode | keras.RematScope | None) -> Iterator[None]:
+def rematerializing(
+    model: keras.Model, mode: Mode | keras.RematScope | None, is_offloaded: bool = False
+) -> Iterator[None]:
     """Traces a train step of a model in a block, with the rematerialization of a mode.
 
+    With `is_offloaded`, products that "dots" keeps are kept in the memory of the hosts.
     Raises ValueError at the end of the block if nothing in the model is computed again.
     """
     if mode is None:
@@ -79,7 +93,7 @@ def rematerializing(model: keras.Model, mode: Mode | keras.RematScope | None) ->
         with internals.remat_scope_applied(model, mode):
             yield
         return
-    rematerialization = Rematerialization(model, mode)
+    rematerialization = Rematerialization(model, mode, is_offloaded)
     with current_rematerialization.set_to(rematerialization):
         yield
     if not rematerialization.count:

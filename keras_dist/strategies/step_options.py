@@ -9,6 +9,7 @@ import keras
 from keras_dist.strategies.rematerialization import Mode
 
 _OFTEN = Literal["update", "microbatch"]
+_OFFLOADED = Literal["optimizer", "activations"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class StepOptions:
             with weights and fused attention kernels are kept, which costs few FLOP. "attention": attention only, where
             XLA computes it, which holds logits of queries x keys. A `keras.RematScope`: as if all layers had been
             created in it.
+        offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
+            "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
+            is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
+            what `remat="dots"` keeps of each block for the backward pass.
 
     Raises:
         TypeError: `remat` is something else.
@@ -59,6 +64,7 @@ class StepOptions:
     reduce_dtype: str | None = None
     optimizer_state_dtype: str | None = None
     remat: Mode | keras.RematScope | None = None
+    offload: str | tuple[str, ...] = ()
 
     def __post_init__(self):
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
@@ -73,6 +79,7 @@ class StepOptions:
             raise TypeError(f"remat must be a string or a keras.RematScope, but got {self.remat!r}.")
         if isinstance(self.remat, str) and self.remat not in get_args(Mode):
             raise ValueError(f"remat={self.remat!r} must be one of {list(get_args(Mode))}, or a keras.RematScope.")
+        self._check_offload()
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
         if self.reduce_dtype is not None and self.reduce_gradients != "update":
@@ -80,6 +87,18 @@ class StepOptions:
                 f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
                 "each microbatch are sent in the dtype that they are computed in."
             )
+
+    def _check_offload(self):
+        names = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
+        unknown = [name for name in names if name not in get_args(_OFFLOADED)]
+        if unknown:
+            raise ValueError(f"offload={self.offload!r} must name some of {list(get_args(_OFFLOADED))}.")
+        if "activations" in names and self.remat != "dots":
+            raise ValueError(
+                f"offload={self.offload!r} needs remat='dots', but got remat={self.remat!r}: activations that are "
+                "offloaded are the products with weights that remat='dots' keeps for the backward pass."
+            )
+        object.__setattr__(self, "offload", names)
 
     @property
     def splits_gradients(self) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
 
@@ -50,7 +50,8 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
         holders.setdefault(bounds, []).append(device)
     arrays: list[jax.Array] = []
     for bounds, shard in _read_shards(value, list(holders), dtype):
-        arrays.extend(jax.device_put(shard, device) for device in holders[bounds])
+        for device in holders[bounds]:
+            arrays.append(jax.device_put(shard, SingleDeviceSharding(device, memory_kind=sharding.memory_kind)))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 

@@ -41,9 +41,8 @@ def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     yield from {id(variable): variable for group in groups for variable in group}.values()
 
 
-def optimizer_state_owners(model: keras.Layer, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
-    """Returns the variable of the model that each optimizer state belongs to, if any, by the `id` of the state."""
-    optimizer = getattr(model, "optimizer", None)
+def optimizer_state_owners(optimizer: Any, variables: Iterable[keras.Variable]) -> dict[int, keras.Variable]:
+    """Returns which of some variables each state of an optimizer belongs to, if any, by the `id` of the state."""
     states = {id(variable): variable for variable in optimizer.variables} if optimizer else {}
     # Keras names the state of 'a/kernel' 'a_kernel_momentum'. Of several weights that fit, the longest name is meant.
     weights = {(v.path.replace("/", "_"), tuple(v.shape)): v for v in variables if id(v) not in states}
@@ -63,7 +62,7 @@ def optimizer_state_owners(model: keras.Layer, variables: Iterable[keras.Variabl
 def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
     """Returns the layout of each variable of a model by `id`; `layout_of` chooses all but those of optimizer state."""
     variables = list(all_variables(model))
-    owners = optimizer_state_owners(model, variables)
+    owners = optimizer_state_owners(getattr(model, "optimizer", None), variables)
     layouts = {id(variable): layout_of(variable) for variable in variables if id(variable) not in owners}
     states = {key: optimizer_state_layout(owner, layouts[id(owner)], distribution) for key, owner in owners.items()}
     return layouts | states
@@ -75,7 +74,8 @@ def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: 
         return layout
     chooser: Any = distribution
     spec = VariableSpec.of(variable)
-    return chooser.get_update_layout(spec) if layout == chooser.get_variable_layout(spec) else layout
+    chosen = chooser.get_update_layout(spec) if layout == chooser.get_variable_layout(spec) else layout
+    return chooser.train_steps.state_layout(spec, chosen)
 
 
 def layout_under(variable: keras.Variable, distribution: Any) -> Any:

@@ -115,3 +115,23 @@ def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     assert plan.memory.temporaries <= 1.05 * by_hand.memory.temporaries
     assert plan.flops <= 1.05 * by_hand.flops
     assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
+
+
+@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
+def test_optimizer_state_is_in_host_memory(target, strategy):
+    """The devices hold no state but that of small weights, and fetch the rest once and put it back once."""
+    held, plan = (planned(target, strategy, 64, 2, 1024, offload=names) for names in ((), "optimizer"))
+    state = held.memory.optimizer
+    assert plan.memory.state <= 1.02 * plan.memory.weights
+    assert plan.memory.host >= 0.98 * state
+    assert 0.98 * 2 * state <= plan.host_traffic <= 1.02 * 2 * state
+    assert plan.memory.padding <= held.memory.padding + 2**16
+    assert plan.wire_bytes <= 1.02 * held.wire_bytes
+
+
+def test_activations_are_in_host_memory(target):
+    """The products that "dots" keeps are copied to the host and back."""
+    kept = planned(target, "DP", 64, 3, remat="dots")
+    plan = planned(target, "DP", 64, 3, remat="dots", offload="activations")
+    assert kept.host_traffic == 0 < plan.host_traffic
+    assert plan.flops <= 1.02 * kept.flops

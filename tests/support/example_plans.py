@@ -57,6 +57,7 @@ def example_plan(**changed) -> Plan:
         "flops": 1.25e12,
         "model_flops": 8e12,
         "memory_traffic": 4.0 * GIB,
+        "host_traffic": 0.0,
         "roofline": Roofline(0.006, 0.003, 0.0015, 0.0, forecast=Forecast(0.01, 0.007, 0.002, 0.001, 0.0035)),
         "model_flops_utilization": 0.425,
         "forecast_model_flops_utilization": 0.255,

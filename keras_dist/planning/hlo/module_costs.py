@@ -23,6 +23,7 @@ from keras_dist.planning.hlo.collectives import Collective, is_collective, read_
 from keras_dist.planning.hlo.instruction_costs import (
     chain,
     flops,
+    host_bytes,
     is_opaque,
     memory_bytes,
     starts_chain,
@@ -63,14 +64,15 @@ class ModuleCosts:
     Each of the `unknown_loops` counts as one iteration, and `opaque_calls`, targets of custom calls, as no FLOP.
     Of `closed_forms`, other targets, the FLOP come from closed forms, and `workspace_bytes` is an estimate of their
     largest workspace that is not part of the module. `flops_by_dtype` is by the wider HLO element type of the operands.
-    `collectives` are in the order of the schedule; `largest_values` are the ten largest, without parameters and
-    results.
+    `host_bytes` are copied between the memories of host and device. `collectives` are in the order of the schedule;
+    `largest_values` are the ten largest, without parameters and results.
     """
 
     collectives: tuple[Collective, ...]
     flops: float
     flops_by_dtype: Mapping[str, float]
     memory_bytes: float
+    host_bytes: float
     unknown_loops: int
     largest_values: tuple[LargeValue, ...]
     opaque_calls: tuple[str, ...]
@@ -109,13 +111,14 @@ class Costs:
     counts: dict[str, int] = field(default_factory=dict)  # runs of a collective, by "computation/instruction"
     flops: dict[str, float] = field(default_factory=dict)  # by HLO element type
     memory_bytes: float = 0.0
+    host_bytes: float = 0.0
     wire_bytes: float = 0.0
     unknown_loops: int = 0
     kernels: int = 0  # calls of fused attention kernels
 
     def rank(self) -> tuple[float, ...]:
         """Ranks the branches of a conditional. One without a fused kernel stands in where the kernel cannot run."""
-        return self.kernels, self.wire_bytes, sum(self.flops.values()), self.memory_bytes
+        return self.kernels, self.wire_bytes, self.host_bytes, sum(self.flops.values()), self.memory_bytes
 
     def add(self, other: "Costs", times: int = 1) -> None:
         for key, count in other.counts.items():
@@ -123,6 +126,7 @@ class Costs:
         for dtype, flop in other.flops.items():
             self.flops[dtype] = self.flops.get(dtype, 0.0) + times * flop
         self.memory_bytes += times * other.memory_bytes
+        self.host_bytes += times * other.host_bytes
         self.wire_bytes += times * other.wire_bytes
         self.unknown_loops += other.unknown_loops
         self.kernels += other.kernels
@@ -175,6 +179,7 @@ class ModuleReader:
             flops=sum(costs.flops.values()),
             flops_by_dtype=MappingProxyType(dict(costs.flops)),
             memory_bytes=costs.memory_bytes,
+            host_bytes=costs.host_bytes,
             unknown_loops=costs.unknown_loops,
             largest_values=tuple(heapq.nlargest(10, self.large_values, key=lambda value: value.bytes)),
             opaque_calls=tuple(sorted(self.opaque_calls)),
@@ -200,6 +205,7 @@ class ModuleReader:
             if moved:
                 self.memory_bytes[computation.name, instruction.name] = moved
                 costs.memory_bytes += moved
+            costs.host_bytes += host_bytes(computation, instruction)
         if is_collective(instruction):
             if self._is_counted(computation, instruction):
                 found = read_collective(self.module, computation, instruction, in_fusion, self._axes, self._slices)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 # A layout names the memory space if it is not main memory: S(1) is VMEM of a TPU, S(2), S(4) and S(6) are semaphores
 # and scalar memory, S(5) is host memory.
-_MAIN_MEMORY = 0
+_MAIN_MEMORY, _HOST_MEMORY = 0, 5
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Array:
     @property
     def is_in_memory(self) -> bool:
         return self.space == _MAIN_MEMORY
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.space == _HOST_MEMORY
 
     @property
     def elements(self) -> int:

@@ -1,0 +1,95 @@
+"""`TrainSteps`: how the train steps of a distribution are computed, as its step options say."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from keras_dist._keras import internals
+from keras_dist._keras.distribution_hooks import TrainStepHooks
+from keras_dist._keras.train_step import TrainState, note_computed
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
+from keras_dist.strategies.host_offload import apply_with_state_on_host, require_host_memory
+from keras_dist.strategies.microbatches import train_step
+from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
+from keras_dist.strategies.rematerialization import rematerializing
+from keras_dist.strategies.step_options import StepOptions
+from keras_dist.strategies.weight_layouts import weight_layouts
+from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
+
+MIN_OFFLOAD_BYTES = 64 * 2**10
+"""Optimizer state of smaller weights stays on the devices: fetching it would take longer than it is worth."""
+
+
+class TrainSteps(TrainStepHooks):
+    """How the train steps of a distribution are computed.
+
+    Args:
+        distribution: The distribution.
+        options: Its step options.
+        placer: How it places batches.
+    """
+
+    def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
+        self._distribution, self._options, self._placer = distribution, options, placer
+
+    # Methods of `TrainStepHooks`, which has their docstrings.
+
+    @property
+    def are_changed(self) -> bool:
+        return self._options != StepOptions()
+
+    @property
+    def required_options(self) -> StepOptions | None:
+        return self._options if self._options.splits_gradients else None
+
+    def state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        return state_dtype(optimizer, name, dtype, self._options.optimizer_state_dtype)
+
+    def state_layout(self, variable: Any, layout: Any) -> Any:
+        is_small = math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize <= MIN_OFFLOAD_BYTES
+        if is_small or not isinstance(layout, TensorLayout) or "optimizer" not in self._options.offload:
+            return layout
+        require_host_memory(self._distribution.device_mesh)
+        return in_host_memory(layout)
+
+    def scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
+        return rematerializing(model, self._options.remat, "activations" in self._options.offload)
+
+    def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        if self.required_options is None:
+            return keras_train_step(model, state, batch)
+        note_computed()
+        layouts = [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
+        logs, new_state = train_step(model, TrainState(*state), batch, self._options, self._placer, layouts)
+        return logs, tuple(new_state)
+
+    def apply_gradients(
+        self,
+        apply: Callable,
+        optimizer: keras.optimizers.Optimizer,
+        state: Sequence[Any],
+        gradients: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> tuple[list, list]:
+        if "optimizer" not in self._options.offload:
+            return apply(state, gradients, weights)
+        # The optimizer in a `LossScaleOptimizer` gets its variables, in a scope that has their values.
+        state = [value.value if isinstance(value, keras.Variable) else value for value in state]
+        owners = optimizer_state_owners(optimizer, internals.weights_of_optimizer(optimizer))
+
+        def layout_on_host(variable: keras.Variable) -> TensorLayout | None:
+            owner = owners.get(id(variable))
+            if owner is None:
+                return None
+            layout = optimizer_state_layout(owner, layout_under(owner, self._distribution), self._distribution)
+            return layout if is_in_host_memory(layout) else None
+
+        return apply_with_state_on_host(
+            apply, state, gradients, weights, list(map(layout_on_host, optimizer.variables))
+        )
