@@ -4,6 +4,7 @@ The package is a house of rooms, each with its files listed in its `__init__.py`
 
 * `cli.py`: `keras-dist` in a shell.
 * `_patches/`: what replaces functions of Keras while a distribution of this package is installed.
+* `monitoring/`: how fast training is while it runs, and how machines are set up.
 * `planning/`: compiles the real step for hardware that need not be attached, and reads the result.
 * `diagnostics/`: which rule shards which variable, likely mistakes, and pictures of shards.
 * `strategies/`: distributions, and layout maps that are derived from a model.
@@ -46,6 +47,7 @@ from keras_dist.mesh.devices import (
     simulate_devices,
 )
 from keras_dist.mesh.mock_devices import mock_gpus, mock_tpus
+from keras_dist.monitoring.step_monitor import StepMonitor
 from keras_dist.multihost.initialize import initialize
 from keras_dist.planning.auto import auto
 from keras_dist.planning.choice import Choice
@@ -82,6 +84,7 @@ __all__ = [
     "LayoutMapWarning",
     "ModelParallel",
     "Plan",
+    "StepMonitor",
     "StepOptions",
     "Target",
     "TensorLayout",

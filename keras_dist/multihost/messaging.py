@@ -82,6 +82,22 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
     return messages
 
 
+def post(topic: str, number: int, message: Any) -> None:
+    """Stores a message of this process for `posted`, and waits for no other process."""
+    client().key_value_set(f"{_PREFIX}/{topic}/{number}/from/{process_index()}", json.dumps(message))
+
+
+def posted(topic: str, number: int) -> dict[int, Any]:
+    """Returns the messages that processes have posted so far, by process. Does not wait for more."""
+    received = _by_process(f"{_PREFIX}/{topic}/{number}/from/")
+    return {process: json.loads(text) for process, text in sorted(received.items())}
+
+
+def remove_posted(topic: str, number: int) -> None:
+    """Removes the messages that processes have posted so far."""
+    client().key_value_delete(f"{_PREFIX}/{topic}/{number}/")
+
+
 def _by_process(directory: str) -> dict[int, str]:
     """Returns the messages whose keys end in the index of a process."""
     return {int(name.rpartition("/")[2]): text for name, text in client().key_value_dir_get(directory)}

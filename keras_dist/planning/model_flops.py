@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,22 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     flops, _ = _Counter().count(used)
     return None if math.isnan(flops) else flops
+
+
+def main_dtype(jaxpr: Jaxpr) -> str | None:
+    """Returns the dtype of the operands with which most FLOP of dots and convolutions are computed, None without any.
+
+    Bodies of loops count once.
+    """
+    flops: Counter[str] = Counter()
+    jaxprs = [jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            name = equation.primitive.name
+            if name in _FLOPS:
+                flops[str(equation.invars[0].aval.dtype)] += _FLOPS[name](equation)
+            jaxprs += _inner_jaxprs(equation.params)
+    return max(flops, key=lambda dtype: flops[dtype]) if flops else None
 
 
 class _Counter:
@@ -92,11 +109,7 @@ class _Counter:
         key = name, tuple(operands), tuple((key, str(value)) for key, value in sorted(equation.params.items()))
         is_new = key not in self.known
         results = self._known_results(key, len(equation.outvars))
-        if name == "dot_general" and is_new:
-            return _dot_flops(equation), results
-        if name == "conv_general_dilated" and is_new:
-            return _convolution_flops(equation), results
-        return 0.0, results
+        return (_FLOPS[name](equation) if is_new and name in _FLOPS else 0.0), results
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
@@ -117,3 +130,6 @@ def _convolution_flops(equation: Any) -> float:
     flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / of_outputs
     # Zeros inserted for a stride of the forward pass are not multiplied.
     return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
+
+
+_FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}

@@ -1,0 +1,57 @@
+"""How many rows and tokens a batch has, by the shapes of its arrays."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+class BatchShape(NamedTuple):
+    """Shapes and dtypes of a batch; the first ones are those of the inputs.
+
+    Two batches of equal shapes are equal, so that what is counted for one holds for the other.
+    """
+
+    arrays: tuple[tuple[tuple[int, ...], Any], ...]
+    inputs: int  # number of arrays that are inputs of the model
+
+    @property
+    def rows(self) -> int | None:
+        """Number of rows, which is the first dim of the first array that has dims; None if none has."""
+        return next((shape[0] for shape, _ in self.arrays if shape), None)
+
+    @property
+    def tokens(self) -> int | None:
+        """Number of tokens, padding included; None if no input has tokens.
+
+        Inputs of integers with two dims, rows and positions, are token ids. Of several (ids of segments, masks, an
+        encoder and a decoder), the one with the most elements counts.
+
+        >>> batch_shape(({"ids": np.zeros((8, 128), "int32")}, np.zeros((8,), "int32"))).tokens
+        1024
+        >>> batch_shape((np.zeros((8, 128), "float32"), np.zeros((8,), "int32"))).tokens
+        """
+        ids = (shape for shape, dtype in self.arrays[: self.inputs] if len(shape) == 2 and _is_integer(dtype))
+        return max(map(math.prod, ids), default=None)
+
+    def with_rows_of(self, other: "BatchShape") -> "BatchShape | None":
+        """Returns this batch with the number of rows of another one; None if it has no rows."""
+        if self.rows is None or other.rows is None:
+            return None
+        arrays = tuple(
+            ((other.rows, *shape[1:]) if shape and shape[0] == self.rows else shape, dtype)
+            for shape, dtype in self.arrays
+        )
+        return BatchShape(arrays, self.inputs)
+
+
+def batch_shape(batch: Any) -> BatchShape:
+    """Returns the shapes and dtypes of a batch as the train function takes it: `x`, `(x, y)` or with sample weights."""
+    leaves = jax.tree.leaves(batch)
+    inputs = len(jax.tree.leaves(batch[0])) if isinstance(batch, (tuple, list)) and batch else len(leaves)
+    return BatchShape(tuple((np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves), inputs)
+
+
+def _is_integer(dtype: Any) -> bool:
+    return dtype is not None and jax.dtypes.issubdtype(dtype, np.integer)

@@ -1,0 +1,115 @@
+"""Observes the train function of a model: when the host hands a step to the devices, and what the step takes.
+
+Keras calls callbacks before and after a step, but shows them neither the batch nor when the host waits for it. So the
+function that `fit` calls for each step, `model.train_function`, is wrapped while a monitor is in use.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from keras_dist.monitoring.batches import BatchShape, batch_shape
+from keras_dist.monitoring.compilations import compilations_in_this_thread
+from keras_dist.monitoring.step_times import Execution
+
+
+class StepObserver:
+    """Wraps the train function of a model, and passes each `Execution` to a function.
+
+    `note` is called in the thread of `fit` when a step has been handed to the devices. `specs` are the shapes, dtypes
+    and shardings of the state and the batch of the first step with each shape.
+    """
+
+    def __init__(self, model: keras.Model, clock: Callable[[], float], note: Callable[[Execution], Any]):
+        self._model: Any = model
+        self._clock = clock
+        self._note = note
+        self._begin: float | None = None
+        self._compilations = 0
+        self._follows = False
+        self._model.train_function = _unwrapped(self._model.train_function)  # a fit that failed leaves it wrapped
+        self.specs: dict[BatchShape, tuple[Any, Any]] = {}
+
+    def begin_step(self) -> None:
+        """Notes that Keras begins a step. Called by the thread of `fit`."""
+        function = self._model.train_function
+        if self not in _observers(function):  # first, and when the function is made anew for another distribution
+            self._model.train_function = self._wrap(function)
+        self._compilations = compilations_in_this_thread()
+        self._begin = self._clock()
+
+    def interrupt(self) -> None:
+        """Notes that the next step does not directly follow the one before it."""
+        self._follows = False
+
+    def close(self) -> None:
+        """Gives the model its own train function back."""
+        function = self._model.train_function
+        if getattr(function, "observer", None) is self:
+            self._model.train_function = function.observed
+
+    def _wrap(self, function: Callable) -> Callable:
+        @functools.wraps(function)  # with its attributes: what it was made for
+        def observed(state: Any, iterator: Any) -> Any:
+            if self._begin is None or not hasattr(iterator, "__next__"):  # a resumed epoch may have no batch
+                return function(state, iterator)
+            batches = _ObservedBatches(iterator, self._clock)
+            outputs = function(state, batches)
+            dispatched = self._clock()
+            shapes = [batch_shape(batch) for batch in batches.taken]
+            is_compiled = compilations_in_this_thread() != self._compilations
+            for shape, batch in zip(shapes, batches.taken, strict=True):
+                if shape not in self.specs:
+                    self.specs[shape] = _specs(tuple(map(list, outputs[1]))), _specs(batch)
+            self._note(Execution(self._begin, dispatched, batches.waits, shapes, is_compiled, self._follows))
+            self._begin, self._follows = None, True
+            return outputs
+
+        observing: Any = observed
+        observing.observer, observing.observed = self, function
+        return observing
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "observer"):
+        function = function.observed
+    return function
+
+
+def _observers(function: Any) -> list[StepObserver]:
+    found = []
+    while hasattr(function, "observer"):
+        found.append(function.observer)
+        function = function.observed
+    return found
+
+
+def _specs(values: Any) -> Any:
+    """Returns shapes, dtypes and shardings of arrays, which need not have values any more."""
+
+    def spec(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(spec, values)
+
+
+class _ObservedBatches(Iterator):
+    """An iterator over batches that notes when its consumer waited, and keeps what it took for one execution."""
+
+    def __init__(self, batches: Iterator, clock: Callable[[], float]):
+        self._batches = batches
+        self._clock = clock
+        self.waits: list[tuple[float, float]] = []
+        self.taken: list[Any] = []
+
+    def __next__(self) -> Any:
+        begin = self._clock()
+        batch = next(self._batches)
+        self.waits.append((begin, self._clock()))
+        self.taken.append(batch)
+        return batch

@@ -1,0 +1,181 @@
+"""One `fit` as it is measured: its steps, what they process, and the figures of an epoch or of some steps."""
+
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+from keras_dist._keras.internals import current_distribution
+from keras_dist.mesh.devices import Device
+from keras_dist.monitoring.batches import BatchShape
+from keras_dist.monitoring.observed_step import StepObserver
+from keras_dist.monitoring.plan_comparison import (
+    comparison_text,
+    differences_from_run,
+    forecast_ratio,
+    is_planned_batch,
+)
+from keras_dist.monitoring.step_times import Execution, StepTimes, measure
+from keras_dist.monitoring.summary import Summary
+from keras_dist.monitoring.utilization import FlopCounter, planned_flops
+from keras_dist.planning.report import Plan
+
+
+class Run:
+    """Measures the steps of one `fit`.
+
+    `begin_step`, `interrupt` and `close` are called by the thread of `fit`, `end_step` by any thread, in the order in
+    which steps end.
+    """
+
+    def __init__(self, model: keras.Model, plan: Plan | None, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._model = model
+        self._plan = plan
+        self._plan_differences: tuple[str, ...] = ()
+        self._observer = StepObserver(model, clock, self._note)
+        self._lock = threading.Lock()
+        self._pending: deque[Execution] = deque()
+        self._begun = clock()
+        self._ended: float | None = None
+        self._trained_seconds = 0.0
+        self._devices: list[Device] = []
+        self._flops: FlopCounter | None = None
+        self._looked_at: set[BatchShape] = set()
+        self._epoch, self._window = StepTimes(), StepTimes()
+        self.steps = 0
+        self.ends_are_visible = True  # otherwise a train step returns nothing for which Keras waits
+
+    def begin_step(self) -> None:
+        """Notes that Keras begins a step; counts the FLOP of batches that are new."""
+        self._look_at_new_batches()
+        self._observer.begin_step()
+
+    def end_step(self, is_visible: bool) -> int:
+        """Notes that the oldest step that was begun has ended on the devices. Returns the number of steps so far."""
+        ended = self._clock()
+        with self._lock:
+            if not self._pending:  # its train function was not observed
+                return self.steps
+            execution = self._pending.popleft()
+            ended = ended if self._ended is None else max(ended, self._ended)
+            step = measure(execution, ended, self._ended)
+            self._ended = ended
+            self.steps += len(execution.batches) or 1
+            self.ends_are_visible &= is_visible
+            if not execution.is_compiled:
+                self._trained_seconds += step.seconds - step.data_seconds
+            for times in (self._epoch, self._window):
+                times.add(execution, step)
+            return self.steps
+
+    def interrupt(self) -> None:
+        """Notes that validation or the end of an epoch lies before the next step."""
+        self._observer.interrupt()
+
+    def begin_epoch(self) -> None:
+        """Starts the figures of an epoch anew."""
+        self.interrupt()
+        with self._lock:
+            self._epoch = StepTimes()
+
+    def epoch_summary(self) -> Summary:
+        """Returns the figures of the epoch so far."""
+        with self._lock:
+            return self._summary(self._epoch)
+
+    def take_window(self) -> Summary | None:
+        """Returns the figures of the steps since the last call, None if there were none."""
+        with self._lock:
+            window, self._window = self._window, StepTimes()
+            return self._summary(window) if window.steps or window.compiled else None
+
+    def logs(self) -> dict[str, float]:
+        """Returns the figures of the epoch so far, by their names in Keras's logs."""
+        summary = self.epoch_summary()
+        ratio = None if self._plan_differences else forecast_ratio(self._plan, summary)
+        return summary.logs() | ({} if ratio is None else {"step_time_vs_forecast": ratio})
+
+    def plan_text(self, summary: Summary) -> str | None:
+        """Returns predicted against measured, None without a plan."""
+        if self._plan is None:
+            return None
+        if self._plan_differences:
+            return f"not compared with the plan: {'; '.join(self._plan_differences)}"
+        return comparison_text(self._plan, summary)
+
+    def close(self) -> None:
+        """Ends the observation of the model."""
+        self._look_at_new_batches()
+        self._observer.close()
+
+    def _note(self, execution: Execution) -> None:
+        with self._lock:
+            self._pending.append(execution)
+
+    def _look_at_new_batches(self) -> None:
+        """Compares the first batch with the plan, and counts the FLOP of new ones."""
+        if len(self._looked_at) == len(self._observer.specs):
+            return
+        for batch, (state, arrays) in list(self._observer.specs.items()):
+            if batch in self._looked_at:
+                continue
+            if self._flops is None:
+                self._devices = _devices_of(state)
+                self._flops = FlopCounter(self._model, self._devices[0])
+                self._compare_with_plan(batch, self._flops)
+            self._looked_at.add(batch)
+            self._flops.count(batch, state, arrays)
+
+    def _compare_with_plan(self, batch: BatchShape, flops: FlopCounter) -> None:
+        if self._plan is None:
+            return
+        distribution = current_distribution()
+        self._plan_differences = differences_from_run(self._plan, batch, self._devices, distribution)
+        if not self._plan_differences:
+            flops.add(batch, planned_flops(self._plan))
+            return
+        advice = "" if is_planned_batch(self._plan, batch) else " fit gets the global batch that the plan must have."
+        warnings.warn(
+            f"StepMonitor does not compare with the plan of {self._plan.model!r}, which is of another run: "
+            f"{'; '.join(self._plan_differences)}. Plan what runs, or leave out plan=.{advice}",
+            stacklevel=2,
+        )
+
+    def _summary(self, times: StepTimes) -> Summary:
+        is_known = self.ends_are_visible
+        at_peak = None if self._flops is None else times.per_second(self._flops.seconds_at_peak)
+        elapsed = self._clock() - self._begun
+        return Summary(
+            step=self.steps,
+            steps=times.steps,
+            median=times.median() if is_known else None,
+            percentile_95=times.percentile_95() if is_known else None,
+            deviation=times.deviation() if is_known else None,
+            samples_per_second=times.per_second(lambda batch: batch.rows) if is_known else None,
+            tokens_per_second=times.per_second(lambda batch: batch.tokens) if is_known else None,
+            mfu=at_peak / len(self._devices) if at_peak is not None and is_known else None,
+            peak_memory=_peak_memory(self._devices),
+            data_wait=times.data_share() if is_known else None,
+            host_work=times.work_share() if is_known else None,
+            host_wait=times.host_share() if is_known else None,
+            goodput=self._trained_seconds / elapsed if is_known and elapsed > 0 else None,
+        )
+
+
+def _devices_of(state: Any) -> list[Device]:
+    """Returns the devices that hold the state of a step, in all processes."""
+    found = {device for leaf in jax.tree.leaves(state) for device in leaf.sharding.device_set}
+    return sorted(found, key=lambda device: device.id)
+
+
+def _peak_memory(devices: list[Device]) -> int | None:
+    """Returns the most bytes that were in use on a device of this process, None if devices do not count them."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in own]
+    return max((peak for peak in peaks if peak), default=None)

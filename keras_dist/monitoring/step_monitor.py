@@ -1,0 +1,216 @@
+"""`StepMonitor`: how fast training is, what it waits for, and how that compares with a plan, while it runs."""
+
+import threading
+import time
+import warnings
+
+import keras
+
+from keras_dist.monitoring.plan_comparison import require_plan
+from keras_dist.monitoring.process_lines import ProcessLines
+from keras_dist.monitoring.profile import DEFAULT_DIRECTORY, StepProfile, require_profile
+from keras_dist.monitoring.run import Run
+from keras_dist.monitoring.summary import Summary
+from keras_dist.multihost import messaging
+from keras_dist.planning.report import Plan
+
+_REFRESH = 1.0  # seconds after which the figures in the logs of batches are computed anew
+
+
+class StepMonitor(keras.callbacks.Callback):
+    """Measures the steps of `fit`: their time, throughput, MFU, memory, waiting for data, and goodput.
+
+    The figures are added to Keras's logs, where callbacks that come later in the list find them, and so do the
+    progress bar and the history; and they are printed in one line per `log_every` steps. Pass it first in the list of
+    callbacks. It needs no distribution, and works with any data source, loss and optimizer.
+
+    | in the logs | what it is |
+    |---|---|
+    | `step_time_ms` | median step time; `step_time_p95_ms` and `step_time_std_ms` are p95 and standard deviation |
+    | `samples_per_second`, `tokens_per_second` | rows and tokens of the global batch per second of steps |
+    | `mfu` | model FLOP utilization: fraction of the peak of all devices |
+    | `peak_memory_gib` | most memory in use on a device of this process since it started |
+    | `data_wait` | share of the time of steps in which devices waited for data |
+    | `goodput` | share of the time since `fit` began in which steps trained |
+    | `step_time_vs_forecast` | median step time over the forecast of `plan` |
+
+    Logs of an epoch have the figures of its steps. What is not available is missing in logs, and n/a in lines: MFU
+    on devices whose peak is unknown (CPUs), memory on devices that do not count it (CPUs), tokens unless an input has
+    integers with two dims. Steps for which something is compiled are counted, but not in times and rates.
+
+    Nothing waits for devices that `fit` would not wait for: the end of a step is when Keras, in its own thread, has
+    the step's logs.
+
+    Args:
+        log_every: print a line after so many steps, and when `fit` ends; None for no lines.
+        plan: what `keras_dist.plan` returns for this model, batch and distribution, to compare with. A plan of
+            something else is a warning that says what differs.
+        profile: first and last step of which to write a trace, counted from 1 over all epochs, for xprof. The first
+            steps compile.
+        profile_directory: where to write it, `"profile"` by default.
+
+    Raises:
+        TypeError: `log_every` or `profile` has the wrong type, or `plan` is not a `keras_dist.Plan`.
+        ValueError: `log_every` is not positive, the range of `profile` is empty, `profile_directory` has no effect,
+            or the plan is not of a train step. When it is used: it was passed to `evaluate` or `predict`, or another
+            profile is being written.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> rows = np.ones((64, 4), "float32")
+    >>> history = model.fit(rows, rows[:, :1], epochs=2, verbose=0, callbacks=[StepMonitor(log_every=None)])
+    >>> history.history["step_time_ms"][1] > 0, "mfu" in history.history  # the peak of CPUs is unknown
+    (True, False)
+    """
+
+    # Keras then calls `on_train_batch_end` in a thread that has waited for the logs, instead of waiting in `fit`.
+    async_safe = True
+
+    def __init__(
+        self,
+        log_every: int | None = 100,
+        plan: Plan | None = None,
+        profile: tuple[int, int] | None = None,
+        profile_directory: str | None = None,
+    ):
+        super().__init__()
+        if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int)):
+            raise TypeError(f"log_every={log_every!r} must be a number of steps, or None for no lines.")
+        if log_every is not None and log_every < 1:
+            raise ValueError(f"log_every={log_every} must be at least 1. Pass None for no lines.")
+        if plan is not None:
+            require_plan(plan)
+        require_profile(profile, profile_directory)
+        self.log_every = log_every
+        self.plan = plan
+        self.profile = profile
+        self.profile_directory = profile_directory or DEFAULT_DIRECTORY
+        self._run: Run | None = None
+        self._profile: StepProfile | None = None
+        self._lines: ProcessLines | None = None
+        self._lock = threading.Lock()
+        self._begun = self._windows = 0
+        self._logs: dict[str, float] = {}
+        self._refreshed = 0.0
+
+    def on_train_begin(self, logs=None):
+        """Starts to measure."""
+        self._close()  # what a fit that failed has left
+        self._run = Run(self.model, self.plan)
+        self._profile = None if self.profile is None else StepProfile(*self.profile, self.profile_directory)
+        if messaging.is_multi_process() and self.log_every is not None:
+            self._lines = ProcessLines(self._print)
+        self._begun = self._windows = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Starts the figures of an epoch."""
+        self._started_run().begin_epoch()
+        self._logs = {}
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Notes that a step begins."""
+        run = self._started_run()
+        if self._profile is not None:
+            count = self.model.steps_per_execution
+            self._profile.begin_steps(self._begun + 1, self._begun + count)
+            self._begun += count
+        run.begin_step()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Notes that a step has ended, and adds the figures of the epoch so far to its logs."""
+        run = self._started_run()
+        before = run.steps
+        steps = run.end_step(is_visible=bool(logs))
+        if self._profile is not None:
+            self._profile.end_steps(steps)
+        if self.log_every is not None and steps // self.log_every > before // self.log_every:
+            self._show(steps // self.log_every)
+        if logs is not None:
+            logs.update(self._newest_logs(run))
+
+    def on_test_begin(self, logs=None):
+        """Notes that validation interrupts training."""
+        if self._run is None:
+            raise _not_training_error("evaluate")
+        self._run.interrupt()
+
+    def on_predict_begin(self, logs=None):
+        """Raises an error, since prediction has no steps to measure."""
+        if self._run is None:
+            raise _not_training_error("predict")
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds the figures of the epoch to its logs."""
+        run = self._started_run()
+        if logs is not None:
+            logs.update(run.logs())
+
+    def on_train_end(self, logs=None):
+        """Prints the last line, and ends what was begun."""
+        run = self._started_run()
+        run.close()
+        if self._profile is not None:
+            self._profile.close(run.steps)
+            self._profile = None
+        if run.steps == 0:
+            warnings.warn(
+                "StepMonitor measured nothing, because fit ran no step that it could observe. Check initial_epoch and "
+                "epochs, and whether a checkpoint had already reached the last epoch.",
+                stacklevel=2,
+            )
+        elif not run.ends_are_visible:
+            warnings.warn(
+                f"StepMonitor cannot tell when steps of {self.model.name!r} end, because its train_step returns no "
+                "logs. Return at least the loss, for example with self.get_metrics_result().",
+                stacklevel=2,
+            )
+        if self.log_every is not None and run.steps:
+            self._show(self._windows + 1)
+        self._close()
+
+    def _started_run(self) -> Run:
+        if self._run is None:
+            raise ValueError("StepMonitor was called outside of fit. Pass it to model.fit(..., callbacks=[...]).")
+        return self._run
+
+    def _newest_logs(self, run: Run) -> dict[str, float]:
+        now = time.monotonic()
+        if not self._logs or now > self._refreshed + _REFRESH:
+            self._logs, self._refreshed = run.logs(), now
+        return self._logs
+
+    def _show(self, window: int) -> None:
+        """Prints the line of a window of steps, or leaves that to the thread that knows all processes."""
+        with self._lock:
+            self._windows = max(window, self._windows)
+            summary = self._started_run().take_window()
+        if summary is None:
+            return
+        if self._lines is None:
+            self._print(summary)
+        else:
+            self._lines.add(window, summary)
+
+    def _print(self, summary: Summary, slowest: str = "") -> None:
+        line = summary.line() + (f", {slowest}" if slowest else "")
+        run = self._run
+        if run is not None and (compared := run.plan_text(summary)) is not None:
+            line += f"; {compared}"
+        has_bar = self.params is not None and self.params.get("verbose") in (1, "auto")
+        print(f"\n{line}" if has_bar else line, flush=True)
+
+    def _close(self) -> None:
+        if self._profile is not None:
+            self._profile.close()
+        if self._lines is not None:
+            self._lines.close()
+        self._run = self._profile = self._lines = None
+
+
+def _not_training_error(method: str) -> ValueError:
+    return ValueError(
+        f"StepMonitor measures steps of fit, and {method} has none. Remove it from the callbacks of {method}, and pass "
+        "it to fit."
+    )

@@ -1,0 +1,145 @@
+"""When steps ran and what they processed, and the figures that follow. Knows no clock: every time is an argument."""
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from keras_dist.monitoring.batches import BatchShape
+
+NEWEST = 4096  # steps of which median, p95 and deviation are computed, so that memory is bounded
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One call of the train function as the host saw it, in seconds of one clock.
+
+    Attributes:
+        begin: when Keras began it, before it asked for data.
+        dispatched: when the host had handed it to the devices.
+        waits: when it waited for data, as pairs of begin and end.
+        batches: the batches that it took: one, or `steps_per_execution`.
+        is_compiled: whether something was compiled for it.
+        follows: whether it directly follows the execution before it, with neither the end of an epoch nor validation
+            between them.
+    """
+
+    begin: float
+    dispatched: float
+    waits: Sequence[tuple[float, float]] = ()
+    batches: Sequence[BatchShape] = ()
+    is_compiled: bool = False
+    follows: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one execution took, in seconds.
+
+    Attributes:
+        seconds: from the end of the step before it, or from its own begin if that was later, to its end.
+        data_seconds: the part of it in which devices had nothing to do because the host waited for data.
+        host_seconds: the part in which they had nothing to do because of the host: waiting for data, or other work.
+        gap_seconds: before it, while callbacks ran.
+    """
+
+    seconds: float
+    data_seconds: float
+    host_seconds: float
+    gap_seconds: float
+
+
+def measure(execution: Execution, ended: float, ended_before: float | None) -> Step:
+    """Returns what an execution took, given when it and the one before it ended on the devices.
+
+    The host hands steps to the devices ahead of time. So a step starts when the step before it ends, or when Keras
+    begins it, whichever is later; and the time that the host waits for data, or works, counts as far as the devices
+    have nothing to do.
+
+    Example: the step before ended at 10. Keras began this one at 8, waited for data from 9 to 13, handed it to the
+    devices at 14, and it ended at 20. It took 10 seconds; for 3 of them the devices waited for data, and for 4 for the
+    host, data included.
+
+    >>> measure(Execution(begin=8, dispatched=14, waits=[(9, 13)]), ended=20, ended_before=10)
+    Step(seconds=10, data_seconds=3, host_seconds=4, gap_seconds=0)
+    """
+    before = execution.begin if ended_before is None or not execution.follows else ended_before
+    started = max(before, execution.begin)
+    data = sum(max(0, min(end, ended) - max(begin, started)) for begin, end in execution.waits)
+    host = max(data, min(execution.dispatched, ended) - started)
+    return Step(max(0, ended - started), data, host, started - before)
+
+
+@dataclass
+class StepTimes:
+    """Sums over steps. Those for which something was compiled are only counted."""
+
+    steps: int = 0  # without those that compiled
+    compiled: int = 0
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    host_seconds: float = 0.0
+    gap_seconds: float = 0.0
+    batches: Counter[BatchShape] = field(default_factory=Counter)
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+
+    def add(self, execution: Execution, step: Step) -> None:
+        """Adds one execution of one or several steps."""
+        count = len(execution.batches) or 1
+        if execution.is_compiled:
+            self.compiled += count
+            return
+        self.steps += count
+        self.seconds += step.seconds
+        self.data_seconds += step.data_seconds
+        self.host_seconds += step.host_seconds
+        self.gap_seconds += step.gap_seconds
+        self.batches.update(execution.batches)
+        self.newest.append(step.seconds / count)
+
+    def per_second(self, amount: Callable[[BatchShape], float | None]) -> float | None:
+        """Returns the sum of an amount over all batches per second of steps; None if it is unknown for any batch."""
+        amounts = [(amount(batch), count) for batch, count in self.batches.items()]
+        if not amounts or not self.seconds:
+            return None
+        total = 0.0
+        for each, count in amounts:
+            if each is None:
+                return None
+            total += each * count
+        return total / self.seconds
+
+    def median(self) -> float | None:
+        """Returns the median time of the newest steps in seconds, None without one."""
+        return statistics.median(self.newest) if self.newest else None
+
+    def percentile_95(self) -> float | None:
+        """Returns the time within which 95% of the newest steps ended, by nearest rank.
+
+        >>> times = StepTimes()
+        >>> times.newest.extend(range(1, 101))
+        >>> times.median(), times.percentile_95()
+        (50.5, 95)
+        """
+        ordered = sorted(self.newest)
+        return ordered[-(-95 * len(ordered) // 100) - 1] if ordered else None
+
+    def deviation(self) -> float | None:
+        """Returns the standard deviation of the newest step times in seconds, None for fewer than two."""
+        if len(self.newest) < 2:
+            return None
+        mean = sum(self.newest) / len(self.newest)
+        return (sum((each - mean) ** 2 for each in self.newest) / len(self.newest)) ** 0.5
+
+    def data_share(self) -> float | None:
+        """Returns the share of the time of steps in which devices waited for data, None without a step."""
+        return min(1.0, self.data_seconds / self.seconds) if self.seconds else None
+
+    def work_share(self) -> float | None:
+        """Returns the share of the time of steps in which devices waited for other work of the host."""
+        return min(1.0, (self.host_seconds - self.data_seconds) / self.seconds) if self.seconds else None
+
+    def host_share(self) -> float | None:
+        """Returns the share of the time, with the gaps between steps, in which devices waited for their host."""
+        total = self.seconds + self.gap_seconds
+        return min(1.0, (self.host_seconds + self.gap_seconds) / total) if total else None
