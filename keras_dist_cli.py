@@ -5,6 +5,7 @@ options need none of it.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,16 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments after `keras-dist`; by default those of this process.
 
     Returns:
-        The exit status: 0; 1 if a plan or no candidate fits; 2 after an error. For `launch`, the status of the first
-        process that failed.
+        The exit status: 0; 1 if a plan or no candidate fits, or `doctor` finds something to change; 2 after an error.
+        For `launch`, the status of the first process that failed.
     """
     parser = _parser()
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command is None and not parsed.version:
-            parser.error("choose a command: plan, auto, mesh, devices or launch")
+            parser.error("choose a command: plan, auto, mesh, devices, doctor or launch")
     except SystemExit as ended:  # help, or arguments that are not understood
         return int(ended.code or 0)
+    if parsed.command == "doctor":  # reports another backend, with which the package cannot be imported
+        parsed.keras_backend = os.environ.get("KERAS_BACKEND")
+        os.environ["KERAS_BACKEND"] = "jax"
     from keras_dist import __version__, cli
 
     if parsed.version:
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("keras-dist", description=_DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,launch}", dest="command")
+    commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,doctor,launch}", dest="command")
 
     def add_command_for_models(name: str, **texts: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
@@ -133,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("devices", help="list this machine's devices, or the hardware to plan for")
     listing.add_argument("--hardware", action="store_true", help="list the hardware that targets can name")
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="check how this machine is set up: versions, devices, links, memory, and what to change",
+        epilog="exit status: 0 if nothing must be changed, 1 if something must, 2 after an error",
+    )
+
     for command in (plan, auto):
         command.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
         command.add_argument(
@@ -146,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--slices", type=int, default=1, help="number of TPU slices of the target's shape (default: 1)"
         )
-    for command in (plan, auto, mesh, listing):
+    for command in (plan, auto, mesh, listing, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
 
     launch = commands.add_parser(

@@ -28,6 +28,8 @@ from keras_dist._report.tables import WIDTH, Table, render_text
 from keras_dist._report.units import bytes_text
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
+from keras_dist.monitoring import system_facts
+from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
 from keras_dist.planning.choice import NothingFitsError, trials_data, trials_section
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs a command with its options, prints its result, and returns the exit status."""
     if options.command == "launch":
         return _launch(options)
-    command = {"plan": _plan, "auto": _auto, "mesh": _mesh, "devices": _devices}[options.command]
+    command = {"plan": _plan, "auto": _auto, "mesh": _mesh, "devices": _devices, "doctor": _doctor}[options.command]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             result, status = command(options)
@@ -177,6 +179,11 @@ def _devices(options: argparse.Namespace) -> tuple[str, int]:
         *named, memory = row.values()
         cells.append([*map(str, named), "unknown" if memory is None else bytes_text(memory)])
     return Table(("name", "kind", "platform", ">process", ">memory"), cells).to_text(), 0
+
+
+def _doctor(options: argparse.Namespace) -> tuple[str, int]:
+    diagnosis = diagnose(system_facts.collect(options.keras_backend))
+    return diagnosis.to_json() if options.json else str(diagnosis), int(diagnosis.must_change)
 
 
 def _launch(options: argparse.Namespace) -> int:

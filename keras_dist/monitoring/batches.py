@@ -54,4 +54,4 @@ def batch_shape(batch: Any) -> BatchShape:
 
 
 def _is_integer(dtype: Any) -> bool:
-    return dtype is not None and jax.dtypes.issubdtype(dtype, np.integer)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.integer)

@@ -29,6 +29,6 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_note)
 
 
-def _note(event: str, duration: float, **metadata: Any) -> None:
+def _note(event: str, duration_secs: float, **kwargs: Any) -> None:
     if event.startswith(_PREFIX):
         _count.value += 1

@@ -56,13 +56,20 @@ class Run:
         self._look_at_new_batches()
         self._observer.begin_step()
 
-    def end_step(self, is_visible: bool) -> int:
-        """Notes that the oldest step that was begun has ended on the devices. Returns the number of steps so far."""
+    def end_step(self, is_visible: bool) -> tuple[int, int]:
+        """Notes that the oldest step that was begun has ended on the devices.
+
+        Args:
+            is_visible: whether the step returned logs, for which Keras has waited.
+
+        Returns:
+            The number of steps of the fit without and with it.
+        """
         ended = self._clock()
         with self._lock:
             if not self._pending:  # its train function was not observed
-                return self.steps
-            execution = self._pending.popleft()
+                return self.steps, self.steps
+            execution, before = self._pending.popleft(), self.steps
             ended = ended if self._ended is None else max(ended, self._ended)
             step = measure(execution, ended, self._ended)
             self._ended = ended
@@ -72,7 +79,7 @@ class Run:
                 self._trained_seconds += step.seconds - step.data_seconds
             for times in (self._epoch, self._window):
                 times.add(execution, step)
-            return self.steps
+            return before, self.steps
 
     def interrupt(self) -> None:
         """Notes that validation or the end of an epoch lies before the next step."""

@@ -92,13 +92,16 @@ class StepMonitor(keras.callbacks.Callback):
         self._lines: ProcessLines | None = None
         self._lock = threading.Lock()
         self._begun = self._windows = 0
+        self._steps_per_execution = 1
         self._logs: dict[str, float] = {}
         self._refreshed = 0.0
 
     def on_train_begin(self, logs=None):
         """Starts to measure."""
         self._close()  # what a fit that failed has left
-        self._run = Run(self.model, self.plan)
+        model: Any = self.model
+        self._run = Run(model, self.plan)
+        self._steps_per_execution = model.steps_per_execution
         self._profile = None if self.profile is None else StepProfile(*self.profile, self.profile_directory)
         if messaging.is_multi_process() and self.log_every is not None:
             self._lines = ProcessLines(self._print)
@@ -113,7 +116,7 @@ class StepMonitor(keras.callbacks.Callback):
         """Notes that a step begins."""
         run = self._started_run()
         if self._profile is not None:
-            count = self.model.steps_per_execution
+            count = self._steps_per_execution
             self._profile.begin_steps(self._begun + 1, self._begun + count)
             self._begun += count
         run.begin_step()
@@ -121,8 +124,7 @@ class StepMonitor(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Notes that a step has ended, and adds the figures of the epoch so far to its logs."""
         run = self._started_run()
-        before = run.steps
-        steps = run.end_step(is_visible=bool(logs))
+        before, steps = run.end_step(is_visible=bool(logs))
         if self._profile is not None:
             self._profile.end_steps(steps)
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
@@ -162,7 +164,7 @@ class StepMonitor(keras.callbacks.Callback):
             )
         elif not run.ends_are_visible:
             warnings.warn(
-                f"StepMonitor cannot tell when steps of {self.model.name!r} end, because its train_step returns no "
+                "StepMonitor cannot tell when steps end, because the model's train_step returns no "
                 "logs. Return at least the loss, for example with self.get_metrics_result().",
                 stacklevel=2,
             )

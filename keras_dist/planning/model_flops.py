@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,13 +37,14 @@ def main_dtype(jaxpr: Jaxpr) -> str | None:
 
     Bodies of loops count once.
     """
-    flops: Counter[str] = Counter()
+    flops: defaultdict[str, float] = defaultdict(float)
     jaxprs = [jaxpr]
     while jaxprs:
         for equation in jaxprs.pop().eqns:
-            name = equation.primitive.name
+            name, operands = equation.primitive.name, equation.invars
             if name in _FLOPS:
-                flops[str(equation.invars[0].aval.dtype)] += _FLOPS[name](equation)
+                operand: Any = operands[0].aval
+                flops[str(operand.dtype)] += _FLOPS[name](equation)
             jaxprs += _inner_jaxprs(equation.params)
     return max(flops, key=lambda dtype: flops[dtype]) if flops else None
 

@@ -1,0 +1,258 @@
+"""What is wrong with how a machine is set up for training, and what to do about it."""
+
+import dataclasses
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_dist._report.report import Report, to_plain_data
+from keras_dist._report.tables import Lines, Section, Table
+from keras_dist._report.units import bytes_text
+from keras_dist.mesh.devices import cpu_thread_count
+from keras_dist.monitoring.system_facts import SystemFacts
+
+_SIMULATE = "--xla_force_host_platform_device_count"
+_OLDEST = {"keras": (3, 15), "jax": (0, 10)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is unusual about a machine.
+
+    Attributes:
+        fault: what is found, with its values.
+        fix: what to do.
+        must_change: whether training fails, or does not use the hardware, until it is fixed. Otherwise it works, but is
+            probably not meant.
+    """
+
+    fault: str
+    fix: str
+    must_change: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis(Report):
+    """The facts of a machine and what is found. Prints as a report."""
+
+    facts: SystemFacts
+    findings: tuple[Finding, ...]
+
+    @property
+    def must_change(self) -> bool:
+        """Whether something must be changed."""
+        return any(finding.must_change for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the diagnosis as numbers, strings, lists and dicts, which JSON can encode."""
+        facts = to_plain_data(self.facts)
+        return facts | {"findings": [to_plain_data(finding) for finding in self.findings]}
+
+    def _sections(self) -> Iterator[Section]:
+        facts = self.facts
+        versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        yield "Versions", [Lines((f"Python {facts.python}, {versions}",))]
+        if facts.environment:
+            yield "Environment", [Lines(tuple(f"{name}={value}" for name, value in facts.environment.items()))]
+        counts = [f"{facts.cores} cores"]
+        counts += [f"{count} {name}" for count, name in ((facts.gpus, "NVIDIA GPUs"), (facts.tpus, "TPUs")) if count]
+        parts: list[Table | Lines] = [Lines((f"The host has {', '.join(counts)}.",))]
+        if facts.devices:
+            columns = ("name", "kind", "hardware", "links", ">process", ">memory", ">in use")
+            parts.append(Table(columns, [_row(device) for device in facts.devices]))
+            if len(facts.devices) > 1:
+                parts.append(Lines((f"Longest link between neighbors in JAX's order: {facts.longest_link}.",)))
+        yield "Devices", parts
+        yield "Findings", [Lines(tuple(map(_text, self.findings)) or ("Nothing to change.",))]
+
+
+def diagnose(facts: SystemFacts) -> Diagnosis:
+    """Returns what is wrong with a machine, given its facts.
+
+    >>> facts = SystemFacts("3.13.0", {"keras": "3.15.1", "jax": "0.12.0"}, {"KERAS_BACKEND": "torch"}, cores=8)
+    >>> [finding.fault for finding in diagnose(facts).findings]
+    ["KERAS_BACKEND is 'torch'."]
+    """
+    found = tuple(finding for check in _CHECKS for finding in check(facts))
+    return Diagnosis(facts, tuple(sorted(found, key=lambda finding: not finding.must_change)))
+
+
+def _row(device: Any) -> list[str]:
+    sizes = [device["memory_bytes"], device["used_bytes"]]
+    texts = [device["kind"], device["hardware"] or "n/a", device["links"] or "n/a", str(device["process"])]
+    return [device["name"], *texts, *("n/a" if size is None else bytes_text(size) for size in sizes)]
+
+
+def _text(finding: Finding) -> str:
+    return f"{'Change' if finding.must_change else 'Note'}: {finding.fault} {finding.fix}"
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def _backend(facts: SystemFacts) -> Iterator[Finding]:
+    backend = facts.environment.get("KERAS_BACKEND", "jax")
+    if backend != "jax":
+        yield Finding(f"KERAS_BACKEND is {backend!r}.", "Set KERAS_BACKEND=jax: keras_dist supports no other backend.")
+
+
+def _old_versions(facts: SystemFacts) -> Iterator[Finding]:
+    for package, oldest in _OLDEST.items():
+        version = facts.versions.get(package)
+        if version is not None and _release(version)[:2] < oldest:
+            least = ".".join(map(str, oldest))
+            yield Finding(f"{package} {version} is older than {least}.", f"Run pip install -U '{package}>={least}'.")
+
+
+def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
+    plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in facts.versions]
+    if len(plugins) == 2:
+        # Both register the platform "cuda", and each loads the kernels of the first one that it finds.
+        yield Finding(
+            "jax-cuda12-plugin and jax-cuda13-plugin are both installed, and each would load the other's kernels.",
+            "Uninstall one of them with its library: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
+        )
+    jaxlib = facts.versions.get("jaxlib")
+    for name in plugins:
+        for part in (name, name.replace("plugin", "pjrt")):
+            version = facts.versions.get(part, jaxlib)
+            if jaxlib is not None and version is not None and _release(version) != _release(jaxlib):
+                yield Finding(
+                    f"{part} {version} is not of the version of jaxlib {jaxlib}, so JAX does not use it.",
+                    f"Run pip install -U 'jax[{name.split('-')[1]}]=={facts.versions.get('jax', jaxlib)}'.",
+                )
+
+
+def _xla_flags(facts: SystemFacts) -> Iterator[Finding]:
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        values = defaultdict(list)
+        for name, value in _flags(facts.environment.get(variable, "")):
+            values[name].append(value)
+        for name, given in values.items():
+            if not name.startswith("--"):
+                yield Finding(
+                    f"{variable} contains {name!r}, which is not a flag.",
+                    "Write flags as --name=value, with spaces between.",
+                )
+            elif len(set(given)) > 1:
+                yield Finding(
+                    f"{variable} sets {name} to {' and to '.join(map(repr, given))}, and the last value counts.",
+                    "Remove all but one.",
+                )
+
+
+def _no_devices(facts: SystemFacts) -> Iterator[Finding]:
+    if facts.failure is None:
+        return
+    if "already in use" in facts.output or "did not create" in facts.failure:
+        fix = (
+            "End the other process that uses the accelerator, which `lsof /dev/accel* /dev/vfio/*` shows on a TPU host."
+        )
+    elif "Unknown flag" in facts.failure:
+        fix = "Remove the flag from XLA_FLAGS; this jaxlib does not have it. Flags of TPUs go in LIBTPU_INIT_ARGS."
+    elif "JAX_PLATFORMS" in facts.environment:
+        fix = f"Check JAX_PLATFORMS={facts.environment['JAX_PLATFORMS']}, or unset it."
+    else:
+        fix = "Run python -c 'import jax; jax.devices()' to see all of the error."
+    yield Finding(f"JAX has no devices: {facts.failure.rstrip('.')}.", fix)
+
+
+def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
+    if facts.platform != "cpu":
+        return
+    gpu_plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in facts.versions]
+    kinds = (
+        (facts.gpus, "NVIDIA GPU(s)", gpu_plugins, "cuda12", ("cuda", "gpu")),
+        (facts.tpus, "TPU chip(s)", [name for name in ("libtpu",) if name in facts.versions], "tpu", ("tpu",)),
+    )
+    platforms = facts.environment.get("JAX_PLATFORMS", "")
+    for count, name, plugins, extra, names in kinds:
+        if not count:
+            continue
+        if not plugins:
+            yield Finding(f"The host has {count} {name}, but JAX uses CPUs.", f"Run pip install -U 'jax[{extra}]'.")
+        elif platforms and not any(each in platforms.split(",") for each in names):
+            yield Finding(
+                f"The host has {count} {name}, which JAX_PLATFORMS={platforms} hides.",
+                "Unset JAX_PLATFORMS to use them.",
+                False,
+            )
+        else:
+            reasons = [line.strip() for line in facts.output.splitlines() if re.match(r"\s*\w*Error: ", line)]
+            reason = f" JAX reports: {reasons[-1].rstrip('.')}." if reasons else ""
+            yield Finding(
+                f"The host has {count} {name} and {plugins[0]} is installed, but JAX uses CPUs.{reason}",
+                f"Reinstall it with all of its libraries: pip install -U 'jax[{extra}]'.",
+            )
+
+
+def _simulated_devices(facts: SystemFacts) -> Iterator[Finding]:
+    flags = dict(_flags(facts.environment.get("XLA_FLAGS", "")))
+    texts = [facts.environment.get("JAX_NUM_CPU_DEVICES"), flags.get(_SIMULATE)]
+    count = next((int(text) for text in texts if text is not None and re.fullmatch(r"\d+", text)), 0)
+    if facts.platform not in (None, "cpu"):
+        if count:
+            yield Finding(
+                f"{count} CPU devices are simulated, but JAX uses the accelerators of platform {facts.platform!r}.",
+                "Set JAX_PLATFORMS=cpu to use the simulated devices, or simulate none.",
+                False,
+            )
+        return
+    threads = facts.environment.get("NPROC", str(facts.cores))
+    if count > facts.cores and (not re.fullmatch(r"\d+", threads) or int(threads) < count):
+        given = f"NPROC={threads}" if "NPROC" in facts.environment else "NPROC is not set"
+        yield Finding(
+            f"{count} devices are simulated on {facts.cores} cores, and {given}: collectives may abort after 40 s.",
+            f"Set NPROC={cpu_thread_count(count)}, or call keras_dist.simulate_devices({count}), which does so.",
+        )
+
+
+def _gpu_memory(facts: SystemFacts) -> Iterator[Finding]:
+    if facts.platform != "gpu":
+        return
+    if facts.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
+        yield Finding(
+            "XLA_PYTHON_CLIENT_PREALLOCATE is off, so memory is allocated piece by piece and may fragment.",
+            "Unset it if no other program needs the memory of the GPUs.",
+            False,
+        )
+    fraction = facts.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
+        yield Finding(
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction} is not a fraction of 1.", "Set it to, for example, .9."
+        )
+
+
+_CHECKS: tuple[Callable[[SystemFacts], Iterator[Finding]], ...] = (
+    _backend,
+    _old_versions,
+    _mixed_plugins,
+    _xla_flags,
+    _no_devices,
+    _unused_accelerators,
+    _simulated_devices,
+    _gpu_memory,
+)
+
+
+def _flags(text: str) -> list[tuple[str, str]]:
+    """Returns the flags of a variable as names and values; none if it names a file, which starts without a dash.
+
+    >>> _flags("--xla_a=1 --xla_b")
+    [('--xla_a', '1'), ('--xla_b', '')]
+    """
+    if not text.lstrip().startswith("-"):
+        return []
+    return [(name, value) for name, _, value in (word.partition("=") for word in shlex.split(text))]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Returns the numbers with which a version starts.
+
+    >>> _release("0.12.0.1+cuda12")
+    (0, 12, 0, 1)
+    """
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,0 +1,123 @@
+"""What can be found out about a machine: versions, environment, hardware, and the devices that JAX finds."""
+
+import dataclasses
+import glob
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from jax._src import hardware_utils  # public JAX does not say what a host has before it starts its devices
+
+TIMEOUT = 120  # seconds for JAX to create its devices; a pod slice takes a minute
+
+PACKAGES = (
+    "keras-dist",
+    "keras",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "libtpu",
+    "orbax-checkpoint",
+)
+VARIABLES = (
+    "KERAS_BACKEND",
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "NPROC",
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "CUDA_VISIBLE_DEVICES",
+    "TPU_VISIBLE_DEVICES",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemFacts:
+    """A machine as a program would find it.
+
+    Attributes:
+        python: version of Python.
+        versions: of installed packages, by name.
+        environment: the variables that are set, of those that matter.
+        cores: number of CPU cores that this process may use.
+        gpus: number of NVIDIA GPUs that the driver shows.
+        tpus: number of TPU chips that the host shows.
+        devices: what `device_facts.py` prints of each device; empty if JAX could not create any.
+        longest_link: the longest link between neighbors in JAX's order of devices.
+        output: what JAX wrote to standard error.
+        failure: why there are no devices; None if there are.
+    """
+
+    python: str
+    versions: Mapping[str, str]
+    environment: Mapping[str, str]
+    cores: int
+    gpus: int = 0
+    tpus: int = 0
+    devices: tuple[Mapping[str, Any], ...] = ()
+    longest_link: str | None = None
+    output: str = ""
+    failure: str | None = None
+
+    @property
+    def platform(self) -> str | None:
+        """Platform of the devices, None without any."""
+        return self.devices[0]["platform"] if self.devices else None
+
+
+def collect(keras_backend: str | None) -> SystemFacts:
+    """Returns the facts of this machine, given what KERAS_BACKEND was before keras_dist was imported.
+
+    JAX creates its devices in another process.
+    """
+    environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if keras_backend is None:
+        environment.pop("KERAS_BACKEND", None)
+    else:
+        environment["KERAS_BACKEND"] = keras_backend
+    facts = SystemFacts(
+        python=platform.python_version(),
+        versions=_versions(),
+        environment=environment,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpus=len(glob.glob("/dev/nvidia[0-9]*")),
+        tpus=hardware_utils.num_available_tpu_chips_and_device_id()[0],
+    )
+    command = [sys.executable, "-m", "keras_dist.monitoring.device_facts"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return dataclasses.replace(facts, failure=f"JAX did not create its devices within {TIMEOUT} seconds")
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        flag = next((line for line in lines if "Unknown flag" in line), None)
+        reason = flag or next(
+            (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output"
+        )
+        return dataclasses.replace(facts, output=done.stderr, failure=reason)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return dataclasses.replace(
+        facts, devices=tuple(found["devices"]), longest_link=found["longest_link"], output=done.stderr
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
