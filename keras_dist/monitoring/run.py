@@ -133,7 +133,7 @@ class Run:
             if batch in self._looked_at:
                 continue
             if self._flops is None:
-                self._devices = _devices_of(state)
+                self._devices = _devices_of((state, arrays))
                 self._flops = FlopCounter(self._model, self._devices[0])
                 self._compare_with_plan(batch, self._flops)
             self._looked_at.add(batch)
@@ -175,9 +175,10 @@ class Run:
         )
 
 
-def _devices_of(state: Any) -> list[Device]:
-    """Returns the devices that hold the state of a step, in all processes."""
-    found = {device for leaf in jax.tree.leaves(state) for device in leaf.sharding.device_set}
+def _devices_of(arrays: Any) -> list[Device]:
+    """Returns the devices that hold state and batch of a step, in all processes."""
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    found = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
     return sorted(found, key=lambda device: device.id)
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 import warnings
+from typing import Any
 
 import keras
 
@@ -94,7 +95,8 @@ class StepMonitor(keras.callbacks.Callback):
         self._begun = self._windows = 0
         self._steps_per_execution = 1
         self._logs: dict[str, float] = {}
-        self._refreshed = 0.0
+        self._refreshed = 0.0  # when, and at which step of the epoch, the logs were computed
+        self._refreshed_at = self._steps_before_epoch = 0
 
     def on_train_begin(self, logs=None):
         """Starts to measure."""
@@ -109,8 +111,9 @@ class StepMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the figures of an epoch."""
-        self._started_run().begin_epoch()
-        self._logs = {}
+        run = self._started_run()
+        run.begin_epoch()
+        self._steps_before_epoch, self._refreshed_at = run.steps, 0
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes that a step begins."""
@@ -130,7 +133,7 @@ class StepMonitor(keras.callbacks.Callback):
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
             self._show(steps // self.log_every)
         if logs is not None:
-            logs.update(self._newest_logs(run))
+            logs.update(self._newest_logs(run, steps))
 
     def on_test_begin(self, logs=None):
         """Notes that validation interrupts training."""
@@ -177,10 +180,11 @@ class StepMonitor(keras.callbacks.Callback):
             raise ValueError("StepMonitor was called outside of fit. Pass it to model.fit(..., callbacks=[...]).")
         return self._run
 
-    def _newest_logs(self, run: Run) -> dict[str, float]:
-        now = time.monotonic()
-        if not self._logs or now > self._refreshed + _REFRESH:
-            self._logs, self._refreshed = run.logs(), now
+    def _newest_logs(self, run: Run, steps: int) -> dict[str, float]:
+        """Returns the figures of the epoch, computed anew when it has twice as many steps as before, or in a second."""
+        now, count = time.monotonic(), steps - self._steps_before_epoch
+        if count >= 2 * self._refreshed_at or now > self._refreshed + _REFRESH:
+            self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
         return self._logs
 
     def _show(self, window: int) -> None:

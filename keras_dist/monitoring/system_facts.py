@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -101,12 +102,7 @@ def collect(keras_backend: str | None) -> SystemFacts:
     except subprocess.TimeoutExpired:
         return dataclasses.replace(facts, failure=f"JAX did not create its devices within {TIMEOUT} seconds")
     if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        flag = next((line for line in lines if "Unknown flag" in line), None)
-        reason = flag or next(
-            (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output"
-        )
-        return dataclasses.replace(facts, output=done.stderr, failure=reason)
+        return dataclasses.replace(facts, output=done.stderr, failure=_reason(done.stderr))
     found = json.loads(done.stdout.splitlines()[-1])
     return dataclasses.replace(
         facts, devices=tuple(found["devices"]), longest_link=found["longest_link"], output=done.stderr
@@ -121,3 +117,15 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _reason(output: str) -> str:
+    """Returns the line of a process's output that tells why it ended.
+
+    >>> _reason("F1125 04:44 7 parse_flags_from_env.cc:234] Unknown flag in XLA_FLAGS: --xla_a=1\\n*** Check failure")
+    'Unknown flag in XLA_FLAGS: --xla_a=1'
+    """
+    if flag := re.search(r"Unknown flag.*", output):
+        return flag[0]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
