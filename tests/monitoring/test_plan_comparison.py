@@ -32,7 +32,7 @@ def test_a_plan_of_what_runs():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"devices": kd.mock_gpus(8)}, ["8 x cpu", "running on 8 x"]),
+        ({"devices": kd.mock_gpus(8)}, ["8 x cpu", "running on"]),
         ({"devices": jax.devices()[:4]}, ["8 x cpu", "4 x cpu"]),
         ({"batch": batch_shape((np.zeros((32, 1024), "int32"),))}, ["[64, 1024]", "[32, 1024]"]),
         ({"distribution": layout("data:4,model:2")}, ["data:2 x model:4", "data:4 x model:2"]),
