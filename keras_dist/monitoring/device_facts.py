@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from keras_dist._report.units import bytes_text
 from keras_dist.mesh.devices import Device, as_device_array, device_name
 from keras_dist.mesh.topology import longest_links
 from keras_dist.planning.hardware import hardware
@@ -27,7 +26,7 @@ def _facts_of(device: Device) -> dict[str, Any]:
     memory = device.memory_stats() or {}
     links = None
     if known is not None and known.links and known.link_bytes_per_second:
-        links = f"{known.links} x {bytes_text(known.link_bytes_per_second)}/s"
+        links = f"{known.links} x {known.link_bytes_per_second / 1e9:g} GB/s"
     return {
         "name": device_name(device),
         "kind": device.device_kind,

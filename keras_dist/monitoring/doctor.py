@@ -109,9 +109,9 @@ def _old_versions(facts: SystemFacts) -> Iterator[Finding]:
 def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
     plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in facts.versions]
     if len(plugins) == 2:
-        # Both register the platform "cuda", and each loads the kernels of the first one that it finds.
+        # `jax_plugins.xla_cuda12` looks for kernels in jax_cuda13_plugin first.
         yield Finding(
-            "jax-cuda12-plugin and jax-cuda13-plugin are both installed, and each would load the other's kernels.",
+            "jax-cuda12-plugin and jax-cuda13-plugin are both installed, so CUDA 12 would run with kernels for CUDA 13.",
             "Uninstall one of them with its library: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
         )
     jaxlib = facts.versions.get("jaxlib")
@@ -120,7 +120,7 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
             version = facts.versions.get(part, jaxlib)
             if jaxlib is not None and version is not None and _release(version) != _release(jaxlib):
                 yield Finding(
-                    f"{part} {version} is not of the version of jaxlib {jaxlib}, so JAX does not use it.",
+                    f"{part} {version} is not of the version of jaxlib {jaxlib}, which JAX requires.",
                     f"Run pip install -U 'jax[{name.split('-')[1]}]=={facts.versions.get('jax', jaxlib)}'.",
                 )
 
@@ -181,9 +181,9 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
             )
         else:
             reasons = [line.strip() for line in facts.output.splitlines() if re.match(r"\s*\w*Error: ", line)]
-            reason = f" JAX reports: {reasons[-1].rstrip('.')}." if reasons else ""
+            reason = f" ({reasons[-1]})" if reasons else ""
             yield Finding(
-                f"The host has {count} {name} and {plugins[0]} is installed, but JAX uses CPUs.{reason}",
+                f"The host has {count} {name} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
                 f"Reinstall it with all of its libraries: pip install -U 'jax[{extra}]'.",
             )
 

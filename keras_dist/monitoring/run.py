@@ -147,7 +147,7 @@ class Run:
         if not self._plan_differences:
             flops.add(batch, planned_flops(self._plan))
             return
-        advice = "" if is_planned_batch(self._plan, batch) else " fit gets the global batch that the plan must have."
+        advice = "" if is_planned_batch(self._plan, batch) else " A plan has the global batch, as fit gets it."
         warnings.warn(
             f"StepMonitor does not compare with the plan of {self._plan.model!r}, which is of another run: "
             f"{'; '.join(self._plan_differences)}. Plan what runs, or leave out plan=.{advice}",

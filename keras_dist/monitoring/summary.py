@@ -64,7 +64,7 @@ class Summary:
         2%, goodput n/a
         """
         if self.median is None:
-            time = "step time n/a, since something was compiled for every step"
+            time = "step time n/a" if self.steps else "step time n/a (something was compiled for every step)"
         else:
             deviation = "n/a" if self.deviation is None else seconds_text(self.deviation)
             time = f"{seconds_text(self.median)} (p95 {seconds_text(self.percentile_95)}, deviation {deviation})"

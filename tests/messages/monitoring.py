@@ -93,7 +93,7 @@ H100 = device(
     "gpu",
     "NVIDIA H100 80GB HBM3",
     hardware="h100",
-    links="18 x 23.3 GiB/s",
+    links="18 x 25 GB/s",
     memory_bytes=60 * 2**30,
     used_bytes=2**20,
 )
@@ -108,7 +108,7 @@ def diagnosis(versions=None, environment=None, **changed):
 CASES = {
     "log_every is no number": lambda: kd.StepMonitor(log_every="epoch"),  # pyright: ignore[reportArgumentType]
     "log_every is not positive": lambda: kd.StepMonitor(log_every=0),
-    "plan is no plan": lambda: kd.StepMonitor(plan=new_model),  # pyright: ignore[reportArgumentType]
+    "plan is no plan": lambda: kd.StepMonitor(plan="h100:8"),  # pyright: ignore[reportArgumentType]
     "a plan of another step": lambda: kd.StepMonitor(plan=example_plan(step="predict")),
     "profile is no pair of steps": lambda: kd.StepMonitor(profile=10),  # pyright: ignore[reportArgumentType]
     "profile is no range": lambda: kd.StepMonitor(profile=(15, 10)),
