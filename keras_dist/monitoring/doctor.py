@@ -111,7 +111,7 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
     if len(plugins) == 2:
         # `jax_plugins.xla_cuda12` looks for kernels in jax_cuda13_plugin first.
         yield Finding(
-            "jax-cuda12-plugin and jax-cuda13-plugin are both installed, so CUDA 12 would run with kernels for CUDA 13.",
+            "jax-cuda12-plugin and jax-cuda13-plugin are both installed: CUDA 12 would run with kernels for CUDA 13.",
             "Uninstall one of them with its library: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
         )
     jaxlib = facts.versions.get("jaxlib")

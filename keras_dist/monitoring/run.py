@@ -29,8 +29,8 @@ from keras_dist.planning.report import Plan
 class Run:
     """Measures the steps of one `fit`.
 
-    `begin_step`, `interrupt` and `close` are called by the thread of `fit`, `end_step` by any thread, in the order in
-    which steps end.
+    `end_step` may be called by several threads, about in the order in which steps end; the methods that begin and end
+    something else by the thread of `fit`.
     """
 
     def __init__(self, model: keras.Model, plan: Plan | None, clock: Callable[[], float] = time.perf_counter):
@@ -95,6 +95,11 @@ class Run:
         """Returns the figures of the epoch so far."""
         with self._lock:
             return self._summary(self._epoch)
+
+    def end_epoch(self) -> dict[str, float]:
+        """Returns the figures of an epoch that has ended, by their names in Keras's logs."""
+        self._look_at_new_batches()
+        return self.logs()
 
     def take_window(self) -> Summary | None:
         """Returns the figures of the steps since the last call, None if there were none."""

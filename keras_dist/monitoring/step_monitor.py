@@ -150,7 +150,7 @@ class StepMonitor(keras.callbacks.Callback):
         """Adds the figures of the epoch to its logs."""
         run = self._started_run()
         if logs is not None:
-            logs.update(run.logs())
+            logs.update(run.end_epoch())
 
     def on_train_end(self, logs=None):
         """Prints the last line, and ends what was begun."""
