@@ -4,14 +4,14 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from keras_dist.monitoring.batches import BatchShape
 
 NEWEST = 4096  # steps of which median, p95 and deviation are computed, so that memory is bounded
 
 
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """One call of the train function as the host saw it, in seconds of one clock.
 
     Attributes:
@@ -32,8 +32,7 @@ class Execution:
     follows: bool = True
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What one execution took, in seconds.
 
     Attributes:
@@ -94,7 +93,8 @@ class StepTimes:
         self.data_seconds += step.data_seconds
         self.host_seconds += step.host_seconds
         self.gap_seconds += step.gap_seconds
-        self.batches.update(execution.batches)
+        for batch in execution.batches:
+            self.batches[batch] += 1
         self.newest.append(step.seconds / count)
 
     def per_second(self, amount: Callable[[BatchShape], float | None]) -> float | None:
