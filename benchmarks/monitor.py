@@ -3,9 +3,9 @@
 Both train the same model on the same batches, in turns, in one process. The machine may be busy, so a ratio is taken in
 each turn, and the median of the ratios is printed, beside the ratio of the medians of all turns. The bar is a ratio of
 1.01 for a step of 5 ms or more. "CPU ratio" is the same for the time of all cores, which other programs disturb less.
-"reported/clock" is the mean step time that the monitor reports over that of a clock around the epoch. The last column is
-the time that a monitor adds to a step that computes next to nothing, from the fastest epochs: all of it is work of the
-host, which a longer step hides in part. Ratios of a busy machine are within some percent; look at the last column there.
+"reported/clock" is the mean step time that the monitor reports over that of a clock around the epoch. The last column
+is the time that a monitor adds to a step that computes next to nothing, from the fastest epochs: all of it is work of
+the host, which a longer step hides in part. On a busy machine ratios are off by some percent; look at that column.
 
 Run: python benchmarks/monitor.py [--turns 25] [--devices 1] [--milliseconds 8]
 """
