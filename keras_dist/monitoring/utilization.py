@@ -18,7 +18,6 @@ from keras_dist.planning.model_flops import count_model_flops, main_dtype
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.attention import recorded_attention
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.step_options import StepOptions
 
 _ELEMENT_TYPES = {"bfloat16": "bf16", "float16": "f16", "int8": "s8"}
 
@@ -38,8 +37,8 @@ def trace_flops(model: keras.Model, state: Any, batch: Any, device: Device) -> S
     """
     distribution = active_distribution()
     scope = contextlib.nullcontext()
-    if isinstance(distribution, Distribution) and distribution.has_step_options:
-        scope = distribution.with_step_options(StepOptions()).scope()
+    if isinstance(distribution, Distribution) and distribution.train_steps.are_changed:
+        scope = distribution.with_step_options(distribution.step_options.of_placement).scope()
     with scope, recorded_attention() as calls:
         jaxpr = jax.jit(stateless_step(model, "train")).trace(state, batch).jaxpr.jaxpr
     flops, peak = count_model_flops(jaxpr), peak_flops_per_second(device, main_dtype(jaxpr))

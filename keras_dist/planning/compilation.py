@@ -29,7 +29,6 @@ from keras_dist.planning.lowering import lowered_step
 from keras_dist.planning.model_flops import count_model_flops
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.strategies.attention import AttentionCall, recorded_attention
-from keras_dist.strategies.step_options import StepOptions
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
@@ -164,8 +163,7 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> flo
     """Returns the FLOP of a traced step, without those that its options add."""
     if step.name == "train" and step.distribution.train_steps.are_changed:
         with recorded_attention() as calls:
-            offload = tuple({"optimizer"} & {*step.distribution.step_options.offload})  # where its layouts place state
-            plain = step.distribution.with_step_options(StepOptions(offload=offload))
+            plain = step.distribution.with_step_options(step.distribution.step_options.of_placement)
             traced = replace(step, distribution=plain).trace()
     flops = count_model_flops(traced.jaxpr.jaxpr)
     if flops is None:

@@ -105,6 +105,11 @@ class StepOptions:
         """Whether `train_step` computes gradients otherwise than Keras does."""
         return self.microbatches > 1 or self.reduce_dtype is not None
 
+    @property
+    def of_placement(self) -> "StepOptions":
+        """The options that say where state is, without those that change how a step is computed."""
+        return StepOptions(offload=tuple(name for name in self.offload if name == "optimizer"))
+
     def __repr__(self) -> str:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return f"StepOptions({', '.join(f'{name}={_text(value)}' for name, value in changed.items())})"
