@@ -27,5 +27,4 @@ def test_one_line_names_the_slowest_process():
     assert [line.split(":")[0] for line in lines] == ["step 4", "step 8"]
     assert all(re.search("slowest process 1 of 2", line) for line in lines), lines
     assert "step 4" not in second.stdout
-    assert second.result["data_wait"][0] > first.result["data_wait"][0]
     assert first.result["samples_per_second"][0] > 0
