@@ -14,6 +14,7 @@ from keras_dist.mesh.devices import cpu_thread_count
 from keras_dist.monitoring.system_facts import SystemFacts
 
 _SIMULATE = "--xla_force_host_platform_device_count"
+_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _OLDEST = {"keras": (3, 15), "jax": (0, 10)}
 
 
@@ -92,6 +93,10 @@ def _text(finding: Finding) -> str:
 # ------------------------------------------------------------------------------------------------------- the checks
 
 
+def _installed(facts: SystemFacts, *packages: str) -> list[str]:
+    return [name for name in packages if name in facts.versions]
+
+
 def _backend(facts: SystemFacts) -> Iterator[Finding]:
     backend = facts.environment.get("KERAS_BACKEND", "jax")
     if backend != "jax":
@@ -107,7 +112,7 @@ def _old_versions(facts: SystemFacts) -> Iterator[Finding]:
 
 
 def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
-    plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in facts.versions]
+    plugins = _installed(facts, *_CUDA_PLUGINS)
     if len(plugins) == 2:
         # `jax_plugins.xla_cuda12` looks for kernels in jax_cuda13_plugin first.
         yield Finding(
@@ -162,10 +167,9 @@ def _no_devices(facts: SystemFacts) -> Iterator[Finding]:
 def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
     if facts.platform != "cpu":
         return
-    gpu_plugins = [name for name in ("jax-cuda12-plugin", "jax-cuda13-plugin") if name in facts.versions]
     kinds = (
-        (facts.gpus, "NVIDIA GPU(s)", gpu_plugins, "cuda12", ("cuda", "gpu")),
-        (facts.tpus, "TPU chip(s)", [name for name in ("libtpu",) if name in facts.versions], "tpu", ("tpu",)),
+        (facts.gpus, "NVIDIA GPU(s)", _installed(facts, *_CUDA_PLUGINS), "cuda12", ("cuda", "gpu")),
+        (facts.tpus, "TPU chip(s)", _installed(facts, "libtpu"), "tpu", ("tpu",)),
     )
     platforms = facts.environment.get("JAX_PLATFORMS", "")
     for count, name, plugins, extra, names in kinds:

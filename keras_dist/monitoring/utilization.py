@@ -14,7 +14,7 @@ from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.planning.compute_time import compute_seconds
 from keras_dist.planning.hardware import hardware
-from keras_dist.planning.model_flops import count_model_flops, main_dtype
+from keras_dist.planning.model_flops import count_step_flops, main_dtype
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.attention import recorded_attention
 from keras_dist.strategies.base import Distribution
@@ -41,11 +41,8 @@ def trace_flops(model: keras.Model, state: Any, batch: Any, device: Device) -> S
         scope = distribution.with_step_options(distribution.step_options.of_placement).scope()
     with scope, recorded_attention() as calls:
         jaxpr = jax.jit(stateless_step(model, "train")).trace(state, batch).jaxpr.jaxpr
-    flops, peak = count_model_flops(jaxpr), peak_flops_per_second(device, main_dtype(jaxpr))
-    if flops is None or peak is None:
-        return None
-    # The backward pass of a matrix multiplication is two of the same size.
-    return StepFlops(flops + 3 * sum(call.flops for call in calls), peak)
+    flops, peak = count_step_flops(jaxpr, calls, "train"), peak_flops_per_second(device, main_dtype(jaxpr))
+    return None if flops is None or peak is None else StepFlops(flops, peak)
 
 
 def planned_flops(plan: Plan) -> StepFlops | None:

@@ -26,7 +26,7 @@ from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, Module
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.planning.hlo.schedule import walk_schedule
 from keras_dist.planning.lowering import lowered_step
-from keras_dist.planning.model_flops import count_model_flops
+from keras_dist.planning.model_flops import count_step_flops
 from keras_dist.planning.roofline import Roofline, roofline
 from keras_dist.strategies.attention import AttentionCall, recorded_attention
 
@@ -165,11 +165,7 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> flo
         with recorded_attention() as calls:
             plain = step.distribution.with_step_options(step.distribution.step_options.of_placement)
             traced = replace(step, distribution=plain).trace()
-    flops = count_model_flops(traced.jaxpr.jaxpr)
-    if flops is None:
-        return None
-    # The backward pass of a matrix multiplication is two of the same size.
-    return flops + sum(call.flops for call in calls) * (3 if step.name == "train" else 1)
+    return count_step_flops(traced.jaxpr.jaxpr, calls, step.name)
 
 
 def _compile_and_read(

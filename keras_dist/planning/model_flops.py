@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -11,6 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
+from keras_dist.strategies.attention import AttentionCall
 from keras_dist.strategies.sharded_attention import KERNEL_SCOPE
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -30,6 +31,21 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     flops, _ = _Counter().count(used)
     return None if math.isnan(flops) else flops
+
+
+def count_step_flops(jaxpr: Jaxpr, calls: Iterable[AttentionCall], step: str) -> float | None:
+    """Counts the FLOP of a traced step as `count_model_flops` does, and those of attention that kernels compute.
+
+    Args:
+        jaxpr: the step.
+        calls: the attention that was recorded while it was traced.
+        step: "train", "test" or "predict".
+    """
+    flops = count_model_flops(jaxpr)
+    if flops is None:
+        return None
+    # The backward pass of a matrix multiplication is two of the same size.
+    return flops + sum(call.flops for call in calls) * (3 if step == "train" else 1)
 
 
 def main_dtype(jaxpr: Jaxpr) -> str | None:
