@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="number of blocks to extrapolate to: MODEL takes a number of blocks, and is compiled with 2 and 4",
     )
+    plan.add_argument(
+        "--step-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of kd.StepOptions, such as microbatches=4, remat=full or offload=optimizer; may be repeated",
+    )
 
     auto = add_command_for_models(
         "auto",
@@ -127,6 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     auto.add_argument("--strategies", metavar="NAMES", help="strategies to choose from, such as dp,fsdp,tp_sp")
     auto.add_argument("--trials", type=int, help="the most candidates to compile (default: a quarter, at most 12)")
     auto.add_argument("--depth", type=int, help="number of blocks to extrapolate to: MODEL takes a number of blocks")
+    auto.add_argument(
+        "--no-step-options",
+        action="store_true",
+        help="do not search step options (remat, microbatches, offload) for candidates that do not fit without them",
+    )
 
     mesh = commands.add_parser("mesh", help="show which device is where in a mesh")
     mesh.add_argument("axes", metavar="AXES", help=_AXES)

@@ -6,6 +6,7 @@ this package is one line; one in the user's code keeps its traceback.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -66,6 +67,8 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     layout = None if options.layout is None else _function(options.layout)
     mesh = kd.create_device_mesh(options.mesh, devices=devices)
     distribution = _distribution(layout, mesh)
+    step_options = dict(map(_step_option, options.step_option))
+    distribution = distribution.with_step_options(dataclasses.replace(distribution.step_options, **step_options))
     batch = _batch(options.batch)
     planned = kd.plan(
         build,
@@ -100,6 +103,7 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
             trials=options.trials,
             depth=options.depth,
             compiler_options=dict(map(_compiler_option, options.compiler_option)),
+            search_step_options=not options.no_step_options,
         )
     except NothingFitsError as error:
         if options.json:
@@ -135,6 +139,19 @@ def _compiler_option(text: str) -> tuple[str, str]:
             "xla_tpu_scoped_vmem_limit_kib=98304."
         )
     return name, value
+
+
+def _step_option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    names = [field.name for field in dataclasses.fields(kd.StepOptions)]
+    if name not in names or not value:
+        raise ValueError(
+            f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. Write, for "
+            "example, --step-option microbatches=4."
+        )
+    if name == "offload":
+        return name, tuple(value.split(","))
+    return name, int(value) if value.isdecimal() else value
 
 
 def _mesh(options: argparse.Namespace) -> tuple[str, int]:

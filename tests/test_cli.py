@@ -113,6 +113,15 @@ def test_compiler_options_of_a_plan(functions, capsys):
     assert json.loads(capsys.readouterr().out)["compiler_options"] == {"xla_cpu_enable_fast_math": True}
 
 
+def test_step_options_of_a_plan(functions, capsys):
+    arguments = [*plan_arguments(functions, layout=f"{functions}:layout"), "--json", "--step-option"]
+    assert main([*arguments, "microbatches=2", "--step-option", "reduce_dtype=bfloat16"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["step_options"] == "StepOptions(microbatches=2, reduce_dtype='bfloat16')"
+    assert main([*arguments, "micro=2"]) == 2
+    assert "'micro=2'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["xla_no_such_option=1", "xla_cpu_enable_fast_math", "=1"])
 def test_compiler_options_that_are_refused(functions, capsys, option):
     assert main([*plan_arguments(functions, layout=f"{functions}:layout"), "--compiler-option", option]) == 2

@@ -78,6 +78,18 @@ def stateless_step(model: Any, step: str) -> Callable:
     return predict_step
 
 
+class OptionWithoutEffectError(ValueError):
+    """An option of train steps would have no effect on a model.
+
+    Attributes:
+        option: the name of the option.
+    """
+
+    def __init__(self, option: str, message: str):
+        super().__init__(message)
+        self.option = option
+
+
 _was_computed: ThreadValue[list | None] = ThreadValue(None)  # filled by steps that are computed with options
 
 
@@ -87,10 +99,16 @@ def note_computed() -> None:
         _was_computed.value.append(True)
 
 
-def train_step_with_options(model: Any) -> Callable:
+def train_step_with_options(
+    model: Any, resolve: Callable[[Any, Any, Any], Any] = lambda distribution, model, batch: distribution
+) -> Callable:
     """Returns a model's train step, in the scope that its distribution has for it.
 
     One that the user defines raises ValueError if options of the distribution have no effect on it.
+
+    Args:
+        model: the model.
+        resolve: returns the distribution whose scope it is for a batch, given the active one and the model.
     """
     step, distribution = model.train_step, active_distribution()
     if distribution is None or not distribution.train_steps.are_changed:
@@ -98,14 +116,15 @@ def train_step_with_options(model: Any) -> Callable:
 
     @functools.wraps(step)
     def with_options(state, batch):
-        with distribution.train_steps.scope(model), _was_computed.set_to([]):
+        with resolve(distribution, model, batch).train_steps.scope(model), _was_computed.set_to([]):
             outputs = step(state, batch)
             was_computed = bool(_was_computed.value)
         options = distribution.train_steps.required_options
         if options is not None and not was_computed:
-            raise ValueError(
+            raise OptionWithoutEffectError(
+                "microbatches",
                 f"{type(model).__name__}.train_step computes its gradients itself, so {options} would have no effect. "
-                "Call super().train_step(state, data) in it, override compute_loss instead, or leave out the options."
+                "Call super().train_step(state, data) in it, override compute_loss instead, or leave out the options.",
             )
         return outputs
 
@@ -113,9 +132,9 @@ def train_step_with_options(model: Any) -> Callable:
 
 
 @contextlib.contextmanager
-def train_step_replaced(model: Any) -> Iterator[None]:
-    """Replaces a model's train step by that with options, for a block in which Keras compiles it."""
-    vars(model)["train_step"] = train_step_with_options(model)
+def train_step_replaced(model: Any, resolve: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Replaces a model's train step by `train_step_with_options`, for a block in which Keras compiles it."""
+    vars(model)["train_step"] = train_step_with_options(model, resolve)
     try:
         yield
     finally:

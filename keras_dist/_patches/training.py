@@ -27,6 +27,7 @@ from keras_dist._patches.epoch_iterator import announce_step
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.program_comparison import compare_programs
+from keras_dist.planning.plan import with_remat_chosen
 from keras_dist.strategies.microbatches import LossParts
 from keras_dist.variables.redistribute import place_new_seed_generators
 from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
@@ -180,7 +181,7 @@ def _patch_make_function(step: str) -> None:
             place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
-            with train_step_replaced(self) if step == "train" else contextlib.nullcontext():
+            with train_step_replaced(self, with_remat_chosen) if step == "train" else contextlib.nullcontext():
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             function = step_function(self, step, getattr(self, attribute), finish)

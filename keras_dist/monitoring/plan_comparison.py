@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from keras_dist.monitoring.batches import BatchShape
 from keras_dist.monitoring.summary import Summary
 from keras_dist.planning.hardware import hardware
 from keras_dist.planning.report import Plan, distribution_name
+from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.rematerialization import AUTO
 
 
 def require_plan(plan: Any) -> None:
@@ -51,7 +54,7 @@ def differences_from_run(
         found.append(f"planned under {distribution_name(plan)}, running without a distribution")
     elif axes is None or planned_axes != dict(zip(axes.axis_names, axes.shape, strict=True)):
         found.append(f"planned for mesh {spell_axes(planned_axes)}, running on {_mesh_text(axes)}")
-    elif _without_devices(plan.distribution) != _without_devices(repr(distribution)):
+    elif _without_devices(plan.distribution) != _without_devices(repr(_with_planned_remat(distribution, plan))):
         found.append(f"planned under {distribution_name(plan)}, running under {type(distribution).__name__}")
     return tuple(found)
 
@@ -129,6 +132,13 @@ def _batch_text(arrays: Sequence[str]) -> str:
 
 def _mesh_text(mesh: Any) -> str:
     return "no mesh" if mesh is None else f"mesh {spell_axes(dict(zip(mesh.axis_names, mesh.shape, strict=True)))}"
+
+
+def _with_planned_remat(distribution: Any, plan: Plan) -> Any:
+    """Returns a distribution with the mode that a plan has chosen for `remat="auto"`."""
+    if not isinstance(distribution, Distribution) or distribution.step_options.remat != AUTO:
+        return distribution
+    return distribution.with_step_options(replace(distribution.step_options, remat=plan.step_options.remat))
 
 
 def _without_devices(text: str) -> str:

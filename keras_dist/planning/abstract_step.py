@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
-from keras_dist._keras.train_step import stateless_step
+from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_step
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
@@ -183,6 +183,8 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
     """Raises errors of Keras and JAX again as one ValueError with the batch, the cause and the fix."""
     try:
         yield
+    except OptionWithoutEffectError:
+        raise
     except Exception as error:
         batch = ", ".join(
             f"{part} {jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', value)}".replace("'", "")

@@ -31,6 +31,7 @@ def auto(
     trials: int | None = None,
     depth: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    search_step_options: bool = True,
     progress: bool | None = None,
 ) -> Choice:
     """Chooses the mesh and the strategy for a model, by compiling its real step for candidates.
@@ -62,6 +63,9 @@ def auto(
         trials: The most candidates to compile. By default 12, and once one fits a quarter of all, but at least 3.
         depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
         compiler_options: XLA's options to compile with, as in `kd.plan`.
+        search_step_options: Whether candidates that do not fit are compiled with step options that make them fit, if
+            they might then be the fastest or if nothing else fits: `remat`, `microbatches`, and optimizer state in host
+            memory where nothing else suffices. Only for a training step, `objective="time"` and a batch that is given.
         progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
@@ -115,8 +119,10 @@ def auto(
         places = place.with_fewer_devices() if fewest else [place]
     with show_progress(progress) as report:
         goal, names = "time" if fewest else objective, _strategies(strategies)
-        task = Task(build_model, step, names, trials, depth, options, goal, report)
-        choose_for = _choose_with_most_rows if isinstance(batch, str) or callable(batch) else choose
+        finds_rows = isinstance(batch, str) or callable(batch)
+        searches_options = search_step_options and step == "train" and objective == "time" and not finds_rows
+        task = Task(build_model, step, names, trials, depth, options, goal, searches_options, report)
+        choose_for = _choose_with_most_rows if finds_rows else choose
         failure: ValueError | None = None
         for place in places:
             try:

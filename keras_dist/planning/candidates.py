@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keras_dist.mesh.axes import spell_axes
@@ -13,6 +13,7 @@ from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
 from keras_dist.strategies.model_parallel import ModelParallel
+from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.tensor_parallel import Solution, merged_layout_map
 
 # The axes of candidates, outermost first: those that communicate most are on the shortest links.
@@ -40,11 +41,13 @@ class Candidate:
         strategy: a key of `STRATEGIES`.
         axes: sizes of the mesh axes, outermost first. Axes of size 1 are left out, but for the axis of batches.
         regathers: whether FSDP gathers weights again for the backward pass.
+        options: step options, which its distribution has.
     """
 
     strategy: str
     axes: Mapping[str, int]
     regathers: bool = False
+    options: StepOptions = field(default_factory=StepOptions)
 
     def size(self, *axes: str) -> int:
         """Returns the number of devices along some axes."""
@@ -87,7 +90,8 @@ class Candidate:
     def label(self) -> str:
         """The strategy as reports name it, such as "FSDP x TP + SP + CP, gathering again"."""
         context = " + CP" if self.sequence_dim_name else ""
-        return STRATEGIES[self.strategy] + context + ", gathering again" * self.regathers
+        options = f", {self.options.text}" if self.options.text else ""
+        return STRATEGIES[self.strategy] + context + ", gathering again" * self.regathers + options
 
     def __str__(self) -> str:
         return f"{self.label} on {spell_axes(self.axes)}"
@@ -110,6 +114,7 @@ class Candidate:
         options = [] if self.sequence_dim_name is None else [f'sequence_dim_name="{self.sequence_dim_name}"']
         options += ["reshard_after_forward=True"] if self.regathers else []
         options += ["shard_optimizer_state=True"] if self.strategy == "zero1" else []
+        options += [f"step_options=kd.{self.options}"] if self.options.text else []
         name, first, rules = type(distribution).__name__, "mesh", []
         if isinstance(distribution, ModelParallel) and distribution.layout_rules():
             first = "layout_map=layout_map"

@@ -25,8 +25,8 @@ from keras_dist.strategies.base import Distribution
 # Candidates are compared by models of so few blocks. The chosen one is planned with those of `plan`.
 _COMPARED_DEPTHS, _PLANNED_DEPTHS = (1, 2), (2, 4)
 _NOT_TRIED = (
-    "Not tried: pipeline and expert parallelism, rules of your own, rematerialization, and other values of "
-    "min_shard_bytes and sequence_exchange."
+    "Not tried: pipeline and expert parallelism, rules of your own, step options where a model fits without them, and "
+    "other values of min_shard_bytes and sequence_exchange."
 )
 
 
@@ -41,6 +41,7 @@ class Task:
     depth: int | None = None
     compiler_options: FrozenMapping = field(default_factory=FrozenMapping)
     objective: str = "time"
+    searches_options: bool = False
     report: Callable[[str], Any] = lambda activity: None
 
     @property
@@ -84,14 +85,18 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
         nonlocal depths
         with _recorded_warnings() as of_candidates[id(distribution)]:
             try:
-                return task.plan(distribution, batch, depths, report)
+                # Blocks are computed again where they repeat, so a model needs two at least.
+                repeats = distribution.step_options.remat is not None
+                return task.plan(distribution, batch, _PLANNED_DEPTHS if repeats else depths, report)
             except UnequalBlocksError:
                 if depths == _PLANNED_DEPTHS:
                     raise
                 depths = _PLANNED_DEPTHS  # such as blocks of two kinds that alternate
                 return task.plan(distribution, batch, depths, report)
 
-    search = Search(candidates, sizes, compile, task.objective, task.trials, place.hardware, task.report)
+    search = Search(
+        candidates, sizes, compile, task.objective, task.trials, place.hardware, task.report, task.searches_options
+    )
     chosen, confirmed = search.run(), None
     if is_final and task.depth is not None and max(depths) < task.depth and depths != _PLANNED_DEPTHS:
         with _recorded_warnings():
@@ -186,11 +191,12 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     estimates, capacity = search.estimates, search.capacity or 0
     if search.plans:
         closest = min(search.plans, key=lambda each: search.plans[each].memory.total)
-        needed: float = search.plans[closest].memory.total
+        memory = search.plans[closest].memory
+        needed: float = memory.total
+        held = memory.state + memory.batch
     else:
         closest = min(search.candidates, key=estimates.least_bytes)
-        needed = estimates.least_bytes(closest)
-    held = estimates.least_bytes(closest)
+        needed = held = estimates.least_bytes(closest)
     of_them = f", {bytes_text(held)} of them" if closest in search.plans else ""
     text = (
         f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
@@ -206,6 +212,7 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     else:
         help.append('strategies that shard variables, such as "fsdp"')
     if task.step == "train":
-        help.append("keras.RematScope" if needed > 2 * held else "an optimizer with less state")
+        has_activations = needed > 2 * held and not task.searches_options
+        help.append("kd.StepOptions(remat=...)" if has_activations else "an optimizer with less state")
     text += f" Try {', or '.join([', '.join(help[:-1]), help[-1]] if help[1:] else help)}."
     return NothingFitsError(text, search.trial_table(closest))

@@ -35,6 +35,7 @@ class Sizes:
 
     Attributes:
         state: bytes of weights, optimizer state and other variables.
+        optimizer: bytes of optimizer state.
         updated: bytes of them that a step updates.
         batch: bytes of the batch.
         weights: bytes of the weights that a device computes with, in the dtype that it computes in.
@@ -47,6 +48,7 @@ class Sizes:
     """
 
     state: int
+    optimizer: int
     updated: int
     batch: int
     weights: float
@@ -90,7 +92,7 @@ class Workload:
         """
         step = self._step
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))
-        held = sum(map(bytes_on_a_device, jax.tree.leaves(replace(step, layouts=layouts).state_specs())))
+        held = [sum(map(bytes_on_a_device, part)) for part in replace(step, layouts=layouts).state_specs()]
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
         shards = [spec.sharding.shard_shape(spec.shape) for spec in specs]
         rows = max((shard[0] for shard in shards if shard), default=1)
@@ -108,8 +110,9 @@ class Workload:
         seconds = self._seconds(candidate, distribution, wire)
         used = {name for layout in layouts.values() for name in axis_names(getattr(layout, "axes", ()))}
         return Sizes(
-            state=held,
-            updated=held if step.name == "train" else 0,
+            state=sum(held),
+            optimizer=held[2] if step.name == "train" else 0,
+            updated=sum(held) if step.name == "train" else 0,
             batch=sum(map(bytes_on_a_device, specs)),
             weights=weights,
             tokens=rows / parts,

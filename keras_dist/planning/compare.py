@@ -65,8 +65,9 @@ def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
     """Compares plans, to choose among distributions, meshes or hardware.
 
     Plans may be of different models and steps. In the printed table, bytes are per device; `sent` is what a device
-    sends in a step; `min time` is the lower bound on step time, with the resource that bounds it; `forecast` is the
-    time that a step probably takes. Below both is the model FLOP utilization (MFU) at that time.
+    sends in a step, and below it what it exchanges with its host; `min time` is the lower bound on step time, with the
+    resource that bounds it; `forecast` is the time that a step probably takes. Below both is the model FLOP utilization
+    (MFU) at that time.
 
     Args:
         *plans: plans, named after their distributions.
@@ -117,13 +118,16 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "devices": plan.mesh.devices.size,
         "mesh": plan.mesh.axis_sizes,
         "distribution": distribution_name(plan),
+        "step_options": repr(plan.step_options),
         "fits": plan.fits,
         "memory_bytes": plan.memory.total,
         "capacity_bytes": plan.memory.capacity,
         "weights_bytes": plan.memory.weights,
         "optimizer_bytes": plan.memory.optimizer,
         "temporaries_bytes": plan.memory.temporaries,
+        "host_bytes": plan.memory.host,
         "wire_bytes": plan.wire_bytes,
+        "host_traffic_bytes": plan.host_traffic,
         "wire_bytes_by_kind": dict(sent_by_kind),
         "seconds": plan.roofline.seconds,
         "bound": plan.roofline.bound,
@@ -146,7 +150,7 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
         bytes_text(memory.weights),
         bytes_text(memory.optimizer),
         bytes_text(memory.temporaries),
-        bytes_text(plan.wire_bytes),
+        bytes_text(plan.wire_bytes) + (f"\n{bytes_text(plan.host_traffic)} host" if plan.host_traffic else ""),
         f"{seconds_text(plan.roofline.seconds)}{bound}{_utilization_text(plan.model_flops_utilization)}",
         _forecast_text(plan),
         seconds_text(plan.compile_seconds),

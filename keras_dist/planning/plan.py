@@ -9,7 +9,9 @@ import jax
 import keras
 
 from keras_dist._keras import internals
+from keras_dist._keras.internals import data_adapter_utils
 from keras_dist._report.progress import show_progress
+from keras_dist._report.units import bytes_text
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
@@ -18,11 +20,14 @@ from keras_dist.planning.compilation_cache import CompilationCache
 from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.compiler_options import checked_compiler_options
 from keras_dist.planning.extrapolation import extrapolated
+from keras_dist.planning.fitting_options import plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.rematerialization import AUTO
+from keras_dist.strategies.step_options import StepOptions
 from keras_dist.variables.variable_layouts import optimizer_state_owners
 
 
@@ -63,7 +68,8 @@ def plan(
         progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
-        The plan. If the memory does not suffice, `plan.fits` is False.
+        The plan. If the memory does not suffice, `plan.fits` is False. For a training step, programs with other step
+        options are then compiled, and `plan.fitting_plan` is the plan with those of least cost that make it fit.
 
     Raises:
         TypeError: `build_model` is neither a model nor a suitable function, `distribution` is not a distribution, or
@@ -89,7 +95,21 @@ def plan(
         require_builder_of_depth(build_model, depth)
         _require_depths(depth, compile_depths)
     with show_progress(progress) as report:
-        return plan_step(build_model, distribution, batch, step, depth, compile_depths, options, report)
+
+        def plan_with(options_of_step: StepOptions) -> Plan:
+            changed = distribution.with_step_options(options_of_step)
+            return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report)
+
+        planned = plan_with(distribution.step_options)
+        if step != "train" or planned.fits is not False:
+            return planned
+        found = plan_with_fitting_options(planned, distribution, plan_with)
+        if found.fits is not False:
+            return dataclasses.replace(planned, fitting_plan=found)
+        if found is planned:
+            return planned
+        note = f"No step options make it fit: with {found.step_options.text} it needs {bytes_text(found.memory.total)}."
+        return dataclasses.replace(planned, notes=(*planned.notes, note))
 
 
 def plan_step(
@@ -103,7 +123,20 @@ def plan_step(
     report: Callable[[str], Any],
     cache: CompilationCache | None = None,
 ) -> Plan:
-    """Plans as `plan` does, for arguments that it has checked. Takes from `cache` what was compiled before."""
+    """Plans as `plan` does, for arguments that it has checked. Takes from `cache` what was compiled before.
+
+    Of `remat="auto"`, the plan has the cheapest mode that fits.
+    """
+    if step == "train" and distribution.step_options.remat == AUTO:
+
+        def plan_with(options_of_step: StepOptions) -> Plan:
+            changed = distribution.with_step_options(options_of_step)
+            return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report, cache)
+
+        planned = plan_with(dataclasses.replace(distribution.step_options, remat=None))
+        if planned.fits is not False:
+            return planned
+        return plan_with_fitting_options(planned, distribution, plan_with, ("remat",))
     device = distribution.device_mesh.backend_mesh.devices.flat[0]
     # A CPU device has a share of this machine's memory, which only a target knows.
     chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
@@ -122,6 +155,19 @@ def plan_step(
             if blocks != depth:
                 compilations[blocks] = compile_step(prepared, chip, report, options, cache)
     return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, options, depth)
+
+
+def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any) -> Distribution:
+    """Returns a distribution with the cheapest rematerialization with which a batch fits, if it has `remat="auto"`.
+
+    Called while the train step of a model is traced, for the devices of the distribution.
+    """
+    if distribution.step_options.remat != AUTO:
+        return distribution
+    with show_progress(None) as report:
+        arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        planned = plan_step(model, distribution, arrays, "train", None, (2, 4), FrozenMapping(), report)
+    return distribution.with_step_options(planned.step_options)
 
 
 def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
@@ -214,6 +260,7 @@ def _plan(
         compile_seconds=compiled.seconds,
         depth=depth,
         compiler_options=options,
+        step_options=distribution.step_options,
     )
 
 

@@ -23,6 +23,7 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.roofline import Roofline
+from keras_dist.strategies.step_options import StepOptions
 
 _MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
@@ -103,6 +104,9 @@ class Plan(Report):
         compile_seconds: time that the compiler took.
         depth: number of blocks extrapolated to; None if the full model was compiled.
         compiler_options: the options of XLA with which it was compiled.
+        step_options: the step options of the distribution, with `remat="auto"` replaced by what it chose.
+        fitting_plan: if the step does not fit: the plan with the step options of least cost with which it does, found
+            by compiling; None if it fits, or no step options suffice.
     """
 
     model: str
@@ -129,6 +133,8 @@ class Plan(Report):
     depth: int | None = None
     forecast_model_flops_utilization: float | None = None
     compiler_options: FrozenMapping = dataclasses.field(default_factory=FrozenMapping)
+    step_options: StepOptions = dataclasses.field(default_factory=StepOptions)
+    fitting_plan: "Plan | None" = None
 
     @property
     def parameters(self) -> int:
@@ -163,7 +169,10 @@ class Plan(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
-        data = to_plain_data(self)
+        own = dataclasses.replace(self, fitting_plan=None, step_options=StepOptions())
+        data = to_plain_data(own) | {"step_options": repr(self.step_options)}
+        if self.fitting_plan is not None:
+            data["fitting_plan"] = self.fitting_plan.to_dict()
         mesh = data.pop("mesh")
         data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
         data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
@@ -182,6 +191,8 @@ class Plan(Report):
         if self.fits is False:
             rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
             yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
+        if self.fitting_plan is not None:
+            yield _what_fits(self, self.fitting_plan)
         yield _time(self)
         if (section := self._forecast()) is not None:
             yield section
@@ -208,8 +219,8 @@ def subject_text(plan: Plan) -> str:
 
 def distribution_name(plan: Plan) -> str:
     found = re.match(r"<?(\w+)", plan.distribution)
-    options = re.search(r" step_options=StepOptions\((.*)\)>$", plan.distribution)
-    return (found[1] if found else plan.distribution) + (f", {options[1]}" if options else "")
+    options = f", {plan.step_options.text}" if plan.step_options.text else ""
+    return (found[1] if found else plan.distribution) + options
 
 
 def bound_text(plan: Plan) -> str:
@@ -245,6 +256,28 @@ def _capacity_text(plan: Plan) -> str:
         f"{bytes_text(total - capacity)} over capacity" if total > capacity else "but the compiler cannot allocate it"
     )
     return f"DOES NOT FIT: {needed}, {excess}."
+
+
+def _what_fits(plan: Plan, fitting: Plan) -> Section:
+    """Returns the price and the gain of step options with which a plan fits."""
+    rows = [
+        (
+            each.step_options.text or "as planned",
+            bytes_text(each.memory.total),
+            bytes_text(each.wire_bytes),
+            bytes_text(each.host_traffic),
+            "unknown" if each.roofline.forecast is None else seconds_text(each.roofline.forecast.seconds),
+        )
+        for each in (plan, fitting)
+    ]
+    columns = "step options", ">memory", ">sent", ">to and from host", ">forecast"
+    lines = f"It fits with step_options=kd.{fitting.step_options}.", *_unpriced(fitting)
+    return "What makes it fit", [Lines(lines), Table(columns, rows)]
+
+
+def _unpriced(plan: Plan) -> tuple[str, ...]:
+    """Returns what the forecast of a plan leaves out."""
+    return ("The forecast does not include transfers to and from the host.",) if plan.host_traffic else ()
 
 
 def _memory(plan: Plan) -> Section:

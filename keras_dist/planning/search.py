@@ -1,8 +1,9 @@
 """Finds the best candidate: closed forms prune, then candidates are compiled, the most promising first."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keras_dist._report.units import bytes_text, seconds_text
@@ -10,9 +11,11 @@ from keras_dist.planning.candidates import DATA, MODEL, Candidate
 from keras_dist.planning.choice import Trial
 from keras_dist.planning.closed_forms import Sizes
 from keras_dist.planning.estimates import Estimates, seconds_of
+from keras_dist.planning.fitting_options import SEARCHED, plan_with_fitting_options
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.step_options import StepOptions
 
 # Candidates that cannot be better by more than this are not compiled.
 _TOLERANCE = 0.02
@@ -23,6 +26,8 @@ _NEAR = 1.2
 # Unless `trials` says otherwise, at most this many candidates are compiled, and this fraction of them once one fits,
 # though never fewer than these.
 _MOST, _FRACTION, _FEWEST = 12, 0.25, 3
+# Step options are searched for so many candidates that do not fit without them.
+_WITH_OPTIONS = 3
 # Forecasts of two programs of one model for one target are not good enough to tell nearer ones apart.
 ACCURACY = 0.1
 
@@ -39,15 +44,17 @@ class Search:
         trials: most candidates to compile; None for a quarter of them.
         hardware: the hardware of the target, None if it is unknown.
         report: shows what is being done.
+        searches_options: whether step options are searched that make candidates fit.
     """
 
-    candidates: Mapping[Candidate, Distribution]
+    candidates: dict[Candidate, Distribution]
     sizes: Mapping[Candidate, Sizes]
     compile: Callable[[Distribution, Callable[[str], Any]], Plan]
     objective: str
     trials: int | None
     hardware: Hardware | None
     report: Callable[[str], Any]
+    searches_options: bool = False
     plans: dict[Candidate, Plan] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
     is_interrupted: bool = False
@@ -55,6 +62,7 @@ class Search:
     def __post_init__(self):
         self.estimates = Estimates(self.sizes, self.hardware)
         self._order = {candidate: number for number, candidate in enumerate(self.candidates)}
+        self._count, self._with_options = len(self.candidates), set()
         self.capacity = None if self.hardware is None else self.hardware.memory_bytes
 
     def run(self) -> Candidate | None:
@@ -65,6 +73,9 @@ class Search:
                 if candidate is None:
                     break
                 self._compile(candidate)
+            if self.searches_options:
+                for candidate in self._short_of_memory():
+                    self._compile_with_options(candidate)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -75,7 +86,12 @@ class Search:
     def best(self) -> Candidate | None:
         """The best candidate that was compiled and fits; of equal ones the simplest."""
         fitting = [candidate for candidate, plan in self.plans.items() if plan.fits is not False]
-        return min(fitting, key=lambda each: (self.cost(self.plans[each]), self._order[each]), default=None)
+        return min(fitting, key=self._best_first, default=None)
+
+    def _best_first(self, candidate: Candidate) -> tuple:
+        # Forecasts know nothing of the link to the host, so what needs it comes last.
+        plan = self.plans[candidate]
+        return plan.host_traffic > 0, self.cost(plan), self._order[candidate]
 
     def cost(self, plan: Plan) -> float:
         """Returns what the objective minimizes."""
@@ -83,15 +99,15 @@ class Search:
 
     @property
     def compiled(self) -> int:
-        """The number of candidates that were compiled, or refused by the compiler."""
-        return len(self.plans) + len(self.refused)
+        """The number of candidates that were compiled, or refused by the compiler, without step options."""
+        return sum(candidate not in self._with_options for candidate in (*self.plans, *self.refused))
 
     @property
     def limit(self) -> int:
         """The most candidates to compile."""
         if self.trials is not None:
             return self.trials
-        return _MOST if self.best is None else min(_MOST, max(_FEWEST, int(_FRACTION * len(self.candidates))))
+        return _MOST if self.best is None else min(_MOST, max(_FEWEST, int(_FRACTION * self._count)))
 
     @property
     def untried(self) -> list[Candidate]:
@@ -115,6 +131,42 @@ class Search:
             return
         self.plans[candidate] = plan
         self.estimates.observe(candidate, plan)
+
+    def _short_of_memory(self) -> list[Candidate]:
+        """The candidates that might be the best with step options that make them fit, the most promising first."""
+        if not self.plans and not self.refused:
+            smallest = min(self.candidates, key=lambda each: self.sizes[each].state - self.sizes[each].optimizer)
+            least = self.estimates.least_bytes(smallest) - self.sizes[smallest].optimizer
+            if self.capacity is None or least <= self.capacity:
+                self._compile(smallest)
+        best = self.best
+        short = [each for each, plan in self.plans.items() if plan.fits is False]
+        if best is None:
+            return sorted(short, key=lambda each: self.plans[each].memory.total)[:_WITH_OPTIONS]
+        faster = [e for e in short if self.estimates.least_seconds(e) < (1 - _TOLERANCE) * self.cost(self.plans[best])]
+        return sorted(faster, key=self.estimates.seconds)[:_WITH_OPTIONS]
+
+    def _compile_with_options(self, candidate: Candidate) -> None:
+        """Compiles a candidate that does not fit with step options, until those of least cost are found that fit."""
+        distribution = self.candidates[candidate]
+
+        def compile(options: StepOptions) -> Plan:
+            changed = replace(candidate, options=options)
+            self._with_options.add(changed)
+            self.candidates[changed] = distribution.with_step_options(options)
+            self._order.setdefault(changed, len(self._order))
+            try:
+                plan = self.compile(self.candidates[changed], functools.partial(self.show, changed))
+            except (ValueError, RuntimeError) as error:
+                self.refused[changed] = str(error)
+                raise
+            self.plans[changed] = plan
+            return plan
+
+        # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
+        searched = SEARCHED if self.best is None else [name for name in SEARCHED if name != "offload"]
+        with contextlib.suppress(ValueError, RuntimeError):  # which `compile` has noted
+            plan_with_fitting_options(self.plans[candidate], distribution, compile, searched)
 
     def _next(self) -> Candidate | None:
         """The candidate to compile next: first the one with the least state, then the best that may still win."""

@@ -10,9 +10,13 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.repeated_blocks import RepeatedBlocks
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._keras.train_step import OptionWithoutEffectError
 from keras_dist.layout.tensor_layout import HOST_MEMORY
 
 Mode = Literal["full", "dots", "attention"]
+
+AUTO = "auto"
+"""In place of a mode: the cheapest one that fits, which `planning.fitting_options` finds by compiling."""
 
 # Fused kernels of attention hold no logits, so computing them again would save little.
 _KERNELS = ("custom_vjp_call", "pallas_call", "shard_map")
@@ -54,7 +58,7 @@ class Rematerialization:
         is_in_block: Whether a block is being traced.
     """
 
-    def __init__(self, model: keras.Model, mode: Mode, is_offloaded: bool):
+    def __init__(self, model: keras.Model, mode: str, is_offloaded: bool):
         self.policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
         if is_offloaded:
             self.policy = _offload_dots
@@ -78,13 +82,14 @@ current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(N
 
 @contextlib.contextmanager
 def rematerializing(
-    model: keras.Model, mode: Mode | keras.RematScope | None, is_offloaded: bool = False
+    model: keras.Model, mode: str | keras.RematScope | None, is_offloaded: bool = False
 ) -> Iterator[None]:
     """Traces a train step of a model in a block, with the rematerialization of a mode.
 
     With `is_offloaded`, products that "dots" keeps are kept in the memory of the hosts.
-    Raises ValueError at the end of the block if nothing in the model is computed again.
+    Raises ValueError at the end of the block if nothing in the model is computed again. "auto" must be resolved before.
     """
+    assert mode != AUTO
     if mode is None:
         yield
         return
@@ -98,9 +103,10 @@ def rematerializing(
         yield
     if not rematerialization.count:
         missing = "layer that computes attention" if mode == "attention" else "repeated blocks"
-        raise ValueError(
+        raise OptionWithoutEffectError(
+            "remat",
             f"remat={mode!r} has no effect: {model.name!r} has no {missing}. Name the layers to compute again with "
-            'remat=keras.RematScope("list_of_layers", layer_names=[...]), or leave remat out.'
+            'remat=keras.RematScope("list_of_layers", layer_names=[...]), or leave remat out.',
         )
 
 

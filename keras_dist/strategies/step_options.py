@@ -6,9 +6,10 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import keras
 
-from keras_dist.strategies.rematerialization import Mode
+from keras_dist.strategies.rematerialization import AUTO, Mode
 
 _OFTEN = Literal["update", "microbatch"]
+_REMATS = (*get_args(Mode), AUTO)
 _OFFLOADED = Literal["optimizer", "activations"]
 
 
@@ -40,8 +41,9 @@ class StepOptions:
             "full": each repeated block of the model, such as the layers of a transformer; the memory of activations
             becomes that of one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products
             with weights and fused attention kernels are kept, which costs few FLOP. "attention": attention only, where
-            XLA computes it, which holds logits of queries x keys. A `keras.RematScope`: as if all layers had been
-            created in it.
+            XLA computes it, which holds logits of queries x keys. "auto": nothing if a step fits into the memory of the
+            devices, else the first of "attention", "dots" and "full" with which it fits; when a step is traced,
+            programs are compiled to find out. A `keras.RematScope`: as if all layers had been created in it.
         offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
@@ -63,7 +65,7 @@ class StepOptions:
     gather_weights: _OFTEN = "microbatch"
     reduce_dtype: str | None = None
     optimizer_state_dtype: str | None = None
-    remat: Mode | keras.RematScope | None = None
+    remat: Mode | Literal["auto"] | keras.RematScope | None = None
     offload: str | tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -77,8 +79,8 @@ class StepOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
         if not isinstance(self.remat, keras.RematScope | str | None):
             raise TypeError(f"remat must be a string or a keras.RematScope, but got {self.remat!r}.")
-        if isinstance(self.remat, str) and self.remat not in get_args(Mode):
-            raise ValueError(f"remat={self.remat!r} must be one of {list(get_args(Mode))}, or a keras.RematScope.")
+        if isinstance(self.remat, str) and self.remat not in _REMATS:
+            raise ValueError(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         self._check_offload()
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
@@ -110,9 +112,14 @@ class StepOptions:
         """The options that say where state is, without those that change how a step is computed."""
         return StepOptions(offload=tuple(name for name in self.offload if name == "optimizer"))
 
-    def __repr__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The options that are not at their defaults, as arguments in Python, such as "microbatches=4"."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"StepOptions({', '.join(f'{name}={_text(value)}' for name, value in changed.items())})"
+        return ", ".join(f"{name}={_text(value)}" for name, value in changed.items())
+
+    def __repr__(self) -> str:
+        return f"StepOptions({self.text})"
 
 
 def _require_float(name: str, dtype: Any) -> None:

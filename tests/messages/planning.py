@@ -273,6 +273,15 @@ CASES = {
     "a program without tile sizes": without_triton,
     "an internal error of the compiler": lambda: failing_compiler("INTERNAL: another failure"),
     # Compiler options
+    "a plan that fits with step options": lambda: str(
+        example_plan(
+            fits=False,
+            memory=dataclasses.replace(MEMORY, temporaries=20 * GIB),
+            fitting_plan=example_plan(
+                step_options=kd.StepOptions(remat="full", offload="optimizer"), host_traffic=8.0 * GIB
+            ),
+        )
+    ).split("\n\n")[3],
     "a plan with compiler options": lambda: str(example_plan(compiler_options=OPTIONS)).split("\n\n")[0],
     "a comparison of compiler options": lambda: str(
         kd.compare(default=example_plan(), vmem=example_plan(compiler_options=OPTIONS))

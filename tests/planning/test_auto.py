@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.cpu_memory import capacity_of
 from support.planned_models import MODELS as PLANNED
 from support.planned_models import gpt, perceptron
 from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
@@ -143,12 +144,6 @@ def test_fewest_devices():
     assert choice.objective == "devices"
     sharded = kd.auto(wide, 32, objective="devices", strategies=["fsdp"], trials=1)
     assert sharded.mesh.devices.size == 2  # one device has nothing to shard over
-
-
-def capacity_of(monkeypatch, capacity):
-    """Lets a CPU device have this memory."""
-    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(capacity) * len(jax.devices())}
-    monkeypatch.setattr("keras_dist.planning.compile_target.os.sysconf", pages.__getitem__)
 
 
 def test_fewest_devices_that_it_fits_on(monkeypatch):

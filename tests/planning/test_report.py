@@ -427,6 +427,6 @@ def test_comparison_of_other_objects_is_refused(arguments):
 
 def test_step_options_are_part_of_the_name_of_a_distribution():
     distribution = kd.DataParallel(step_options=kd.StepOptions(microbatches=2, remat="full"))
-    plan = example_plan(distribution=repr(distribution))
+    plan = example_plan(distribution=repr(distribution), step_options=distribution.step_options)
     assert distribution_name(plan) == "DataParallel, microbatches=2, remat='full'"
     assert "DataParallel, microbatches=2, remat='full'" in str(plan)

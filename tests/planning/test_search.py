@@ -49,6 +49,7 @@ def plan_of(candidate, sizes, exposure):
         memory=SimpleNamespace(total=sizes.state, temporaries=0),
         traffic=traffic,
         wire_bytes=0,
+        host_traffic=0,
         roofline=SimpleNamespace(
             seconds=computing,
             compute_seconds=computing,
@@ -100,7 +101,7 @@ def test_a_quarter_of_the_candidates_is_compiled_by_default(candidates, trials, 
     assert found.limit == limit
     found.plans[0] = SimpleNamespace(fits=False)
     assert found.limit == limit
-    found.plans[1] = SimpleNamespace(fits=True, memory=SimpleNamespace(total=1))
+    found.plans[1] = SimpleNamespace(fits=True, host_traffic=0, memory=SimpleNamespace(total=1))
     assert found.limit == limit_once_one_fits
 
 
