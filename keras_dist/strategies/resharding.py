@@ -91,13 +91,13 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
             summand = jax.lax.psum_scatter(summand, shard_axes, scatter_dimension=dim, tiled=True)
         return jax.lax.psum(summand, others) if others else summand
 
-    spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, shard_axes)
+    # With specs of all axes: XLA:CPU aborts on sums in bfloat16 over some of the axes if it is to shard the others.
+    summed = compute if dim is None else update
     reduce = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=PartitionSpec(tuple(axes)),
-        out_specs=spec,
-        axis_names=set(axes),
+        in_specs=PartitionSpec(tuple(axes), *compute.backend_layout.spec),
+        out_specs=summed.backend_layout.spec,
         check_vma=False,
     )
     reduced = reduce(summands) if axes else summands[0]
