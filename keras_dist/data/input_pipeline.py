@@ -4,6 +4,7 @@ import dataclasses
 import heapq
 import itertools
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +38,8 @@ class InputPipeline(Iterator):
 
     `batches` is called in the pipeline's thread, when the first batch is requested. `step` is None if only the shapes
     of batches are used; then, and with `steps_per_epoch`, no more batches than allowed are prefetched. `position` is
-    what `position_of` returned for the iterator over host batches, after the last batch that was delivered.
+    what `position_of` returned for the iterator over host batches, after the last batch that was delivered. `compared`
+    is when that batch was compared with those of other processes: begin and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class InputPipeline(Iterator):
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
         self.position: DataPosition | None = None
+        self.compared: tuple[float, float] | None = None
         self._peeked: _Prepared | None = None
 
     def allow(self, batches: int) -> None:
@@ -84,6 +87,7 @@ class InputPipeline(Iterator):
         prepared = self._take()
         self._local_rows.append(prepared.local_rows)
         self.position = prepared.position
+        self.compared = prepared.compared
         self.delivered += 1
         return assemble(prepared.batch)
 
@@ -105,6 +109,7 @@ class _Prepared(NamedTuple):
     batch: Any  # _END after the last one
     local_rows: LocalRows | None = None
     position: DataPosition | None = None
+    compared: tuple[float, float] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -133,11 +138,15 @@ class _Producer:
             iterator = iter(self.batches())
             for number, batch in enumerate(iterator):
                 position = None if self.position_of is None else self.position_of(iterator)
-                rows = None if comparison is None else comparison.compare_batch(batch)
-                if comparison is not None and rows is None:
-                    break
-                found = () if comparison is None else comparison.take_warnings()
-                yield self._prepare(batch, rows, position, found, is_first=number == 0)
+                rows, compared, found = None, None, ()
+                if comparison is not None:
+                    begin = time.perf_counter()
+                    rows = comparison.compare_batch(batch)
+                    if rows is None:
+                        break
+                    compared, found = (begin, time.perf_counter()), comparison.take_warnings()
+                prepared = self._prepare(batch, rows, found, is_first=number == 0)
+                yield prepared._replace(position=position, compared=compared)
         except Exception as error:
             if comparison is not None:
                 comparison.report_error(error)
@@ -146,7 +155,7 @@ class _Producer:
             comparison.report_end()
             yield _Prepared(_END, warnings=comparison.take_warnings())
 
-    def _prepare(self, batch: Any, rows: list[list[int]] | None, position, found: tuple[str, ...], is_first: bool):
+    def _prepare(self, batch: Any, rows: list[list[int]] | None, found: tuple[str, ...], is_first: bool) -> _Prepared:
         if rows is None or self.auto_shard_dataset:
             own, placed = None, self.placer.place(batch)
         else:
@@ -155,7 +164,7 @@ class _Producer:
             first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
             message = self.placer.warning_for(next(first_rows, 0) if own is None else own.total)
             found += () if message is None else (message,)
-        return _Prepared(placed, own, position, found)
+        return _Prepared(placed, own, warnings=found)
 
 
 def local_rows(rows: list[list[int]]) -> LocalRows:

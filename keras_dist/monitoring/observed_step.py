@@ -64,7 +64,8 @@ class StepObserver:
             for shape, batch in zip(shapes, batches.taken, strict=True):
                 if shape not in self.specs:
                     self.specs[shape] = _specs(tuple(map(list, outputs[1]))), _specs(batch)
-            self._note(Execution(self._begin, dispatched, batches.waits, shapes, is_compiled, self._follows))
+            waits = batches.waits, batches.waits_for_others
+            self._note(Execution(self._begin, dispatched, *waits, shapes, is_compiled, self._follows))
             self._begin, self._follows = None, True
             return outputs
 
@@ -105,11 +106,20 @@ class _ObservedBatches(Iterator):
         self._batches = batches
         self._clock = clock
         self.waits: list[tuple[float, float]] = []
+        self.waits_for_others: list[tuple[float, float]] = []
         self.taken: list[Any] = []
 
     def __next__(self) -> Any:
         begin = self._clock()
         batch = next(self._batches)
-        self.waits.append((begin, self._clock()))
+        end = self._clock()
+        self.waits.append((begin, end))
+        if self.compared is not None:
+            self.waits_for_others.append((max(begin, self.compared[0]), min(end, self.compared[1])))
         self.taken.append(batch)
         return batch
+
+    @property
+    def compared(self) -> tuple[float, float] | None:
+        """When the newest batch was compared with those of other processes, for which it waited; None if it was not."""
+        return getattr(self._batches, "compared", None)

@@ -27,9 +27,11 @@ def summary_of_all(summaries: Mapping[int, Summary], processes: int) -> tuple[Su
     """Returns the figures of process 0 with the highest peak memory of all, and text that names the slowest process.
 
     Devices wait for one another in each step, so that a step takes as long in all processes. The slowest process is
-    the one whose devices wait most for their own host.
+    the one whose devices wait most for their own host. All processes wait until each has read its batch, so data that
+    others have to read do not count.
 
-    >>> fast, slow = Summary(8, 8, median=0.1, host_wait=0.01), Summary(8, 8, median=0.1, host_wait=0.4, data_wait=0.3)
+    >>> fast = Summary(8, 8, median=0.1, host_wait=0.01, data_wait=0.3, others_wait=0.29)
+    >>> slow = Summary(8, 8, median=0.1, host_wait=0.4, data_wait=0.3, others_wait=0.0)
     >>> summary_of_all({0: fast, 1: slow}, processes=2)[1]
     'slowest process 1 of 2 (its devices waited 40% of the time for their host, data wait 30%)'
     """
@@ -40,7 +42,7 @@ def summary_of_all(summaries: Mapping[int, Summary], processes: int) -> tuple[Su
     if found.host_wait is None:
         text = "slowest process n/a"
     else:
-        data = "n/a" if found.data_wait is None else percent_text(found.data_wait)
+        data = percent_text((found.data_wait or 0.0) - (found.others_wait or 0.0))
         text = f"slowest process {slowest} of {processes} (its devices waited {percent_text(found.host_wait)} of the "
         text += f"time for their host, data wait {data})"
     if missing:

@@ -174,6 +174,7 @@ class Run:
             mfu=at_peak / len(self._devices) if at_peak is not None and is_known else None,
             peak_memory=_peak_memory(self._devices),
             data_wait=times.data_share() if is_known else None,
+            others_wait=times.others_share() if is_known else None,
             host_work=times.work_share() if is_known else None,
             host_wait=times.host_share() if is_known else None,
             goodput=self._trained_seconds / elapsed if is_known and elapsed > 0 else None,

@@ -18,6 +18,7 @@ class Execution(NamedTuple):
         begin: when Keras began it, before it asked for data.
         dispatched: when the host had handed it to the devices.
         waits: when it waited for data, as pairs of begin and end.
+        waits_for_others: the part of these waits in which this process had read its data and others had not.
         batches: the batches that it took: one, or `steps_per_execution`.
         is_compiled: whether something was compiled for it.
         follows: whether it directly follows the execution before it, with neither the end of an epoch nor validation
@@ -27,6 +28,7 @@ class Execution(NamedTuple):
     begin: float
     dispatched: float
     waits: Sequence[tuple[float, float]] = ()
+    waits_for_others: Sequence[tuple[float, float]] = ()
     batches: Sequence[BatchShape] = ()
     is_compiled: bool = False
     follows: bool = True
@@ -38,12 +40,14 @@ class Step(NamedTuple):
     Attributes:
         seconds: from the end of the step before it, or from its own begin if that was later, to its end.
         data_seconds: the part of it in which devices had nothing to do because the host waited for data.
+        others_seconds: the part of `data_seconds` in which it waited for data of other processes.
         host_seconds: the part in which they had nothing to do because of the host: waiting for data, or other work.
         gap_seconds: before it, while callbacks ran.
     """
 
     seconds: float
     data_seconds: float
+    others_seconds: float
     host_seconds: float
     gap_seconds: float
 
@@ -60,13 +64,17 @@ def measure(execution: Execution, ended: float, ended_before: float | None) -> S
     host, data included.
 
     >>> measure(Execution(begin=8, dispatched=14, waits=[(9, 13)]), ended=20, ended_before=10)
-    Step(seconds=10, data_seconds=3, host_seconds=4, gap_seconds=0)
+    Step(seconds=10, data_seconds=3, others_seconds=0, host_seconds=4, gap_seconds=0)
     """
     before = execution.begin if ended_before is None or not execution.follows else ended_before
     started = max(before, execution.begin)
-    data = sum(max(0, min(end, ended) - max(begin, started)) for begin, end in execution.waits)
+
+    def idle(waits: Sequence[tuple[float, float]]) -> float:
+        return sum(max(0, min(end, ended) - max(begin, started)) for begin, end in waits)
+
+    data = idle(execution.waits)
     host = max(data, min(execution.dispatched, ended) - started)
-    return Step(max(0, ended - started), data, host, started - before)
+    return Step(max(0, ended - started), data, idle(execution.waits_for_others), host, started - before)
 
 
 @dataclass
@@ -77,6 +85,7 @@ class StepTimes:
     compiled: int = 0
     seconds: float = 0.0
     data_seconds: float = 0.0
+    others_seconds: float = 0.0
     host_seconds: float = 0.0
     gap_seconds: float = 0.0
     batches: Counter[BatchShape] = field(default_factory=Counter)
@@ -91,6 +100,7 @@ class StepTimes:
         self.steps += count
         self.seconds += step.seconds
         self.data_seconds += step.data_seconds
+        self.others_seconds += step.others_seconds
         self.host_seconds += step.host_seconds
         self.gap_seconds += step.gap_seconds
         for batch in execution.batches:
@@ -135,11 +145,15 @@ class StepTimes:
         """Returns the share of the time of steps in which devices waited for data, None without a step."""
         return min(1.0, self.data_seconds / self.seconds) if self.seconds else None
 
+    def others_share(self) -> float | None:
+        """Returns the share of the time of steps in which devices waited for data of other processes."""
+        return min(1.0, self.others_seconds / self.seconds) if self.seconds else None
+
     def work_share(self) -> float | None:
         """Returns the share of the time of steps in which devices waited for other work of the host."""
         return min(1.0, (self.host_seconds - self.data_seconds) / self.seconds) if self.seconds else None
 
     def host_share(self) -> float | None:
-        """Returns the share of the time, with the gaps between steps, in which devices waited for their host."""
+        """Returns the share of the time, with the gaps between steps, in which devices waited for their own host."""
         total = self.seconds + self.gap_seconds
-        return min(1.0, (self.host_seconds + self.gap_seconds) / total) if total else None
+        return min(1.0, (self.host_seconds - self.others_seconds + self.gap_seconds) / total) if total else None

@@ -18,8 +18,10 @@ class Summary:
         mfu: model FLOP utilization, as a fraction of the peak of all devices.
         peak_memory: the most bytes that were in use on a device of this process since it started.
         data_wait: share of the time of steps in which devices waited for data.
+        others_wait: the part of `data_wait` in which this process had read its data and other processes had not.
         host_work: share of the time of steps in which they waited for other work of the host.
-        host_wait: share of the time in which they waited for their host: for data, other work, or callbacks.
+        host_wait: share of the time in which they waited for their own host: for data that it read, other work,
+            or callbacks.
         goodput: share of the time since `fit` began in which steps trained.
     """
 
@@ -33,6 +35,7 @@ class Summary:
     mfu: float | None = None
     peak_memory: int | None = None
     data_wait: float | None = None
+    others_wait: float | None = None
     host_work: float | None = None
     host_wait: float | None = None
     goodput: float | None = None

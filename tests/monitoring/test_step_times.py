@@ -21,19 +21,21 @@ BATCH = batch_shape((np.zeros((8, 4), "float32"), np.zeros((8,), "int32")))
     ("execution", "ended", "before", "expected"),
     [
         # The devices are busy until 10, so that neither data nor the host delay anything.
-        (Execution(begin=0, dispatched=5, waits=[(1, 3)]), 20, 10, Step(10, 0, 0, 0)),
+        (Execution(begin=0, dispatched=5, waits=[(1, 3)]), 20, 10, Step(10, 0, 0, 0, 0)),
         # Data come after the devices have nothing to do.
-        (Execution(begin=0, dispatched=14, waits=[(1, 13)]), 20, 10, Step(10, 3, 4, 0)),
+        (Execution(begin=0, dispatched=14, waits=[(1, 13)]), 20, 10, Step(10, 3, 0, 4, 0)),
+        # A part of that wait, with what lies before 10, is for data of other processes.
+        (Execution(0, dispatched=14, waits=[(1, 13)], waits_for_others=[(2, 12)]), 20, 10, Step(10, 3, 2, 4, 0)),
         # Callbacks delay the begin, and that is no time of the step.
-        (Execution(begin=15, dispatched=16), 20, 10, Step(5, 0, 1, 5)),
+        (Execution(begin=15, dispatched=16), 20, 10, Step(5, 0, 0, 1, 5)),
         # Validation lies between, and the time of it is no gap between steps.
-        (Execution(begin=15, dispatched=16, follows=False), 20, 10, Step(5, 0, 1, 0)),
+        (Execution(begin=15, dispatched=16, follows=False), 20, 10, Step(5, 0, 0, 1, 0)),
         # The first step of all.
-        (Execution(begin=15, dispatched=16, waits=[(15, 15.5)]), 20, None, Step(5, 0.5, 1, 0)),
+        (Execution(begin=15, dispatched=16, waits=[(15, 15.5)]), 20, None, Step(5, 0.5, 0, 1, 0)),
         # Two waits of an execution of two steps.
-        (Execution(begin=0, dispatched=18, waits=[(0, 11), (12, 14)]), 20, 10, Step(10, 3, 8, 0)),
+        (Execution(begin=0, dispatched=18, waits=[(0, 11), (12, 14)]), 20, 10, Step(10, 3, 0, 8, 0)),
         # The step ended before the host looked up.
-        (Execution(begin=10, dispatched=22, waits=[(10, 11)]), 20, 10, Step(10, 1, 10, 0)),
+        (Execution(begin=10, dispatched=22, waits=[(10, 11)]), 20, 10, Step(10, 1, 0, 10, 0)),
     ],
 )
 def test_what_a_step_takes(execution, ended, before, expected):
@@ -59,13 +61,13 @@ def test_steps_never_overlap_and_waiting_is_a_part_of_them(draws):
 def test_figures_of_steps():
     times = StepTimes()
     for seconds in range(1, 101):
-        times.add(Execution(0, 0, batches=[BATCH]), Step(seconds, 0.25 * seconds, 0.5 * seconds, 0.5 * seconds))
-    times.add(Execution(0, 0, batches=[BATCH], is_compiled=True), Step(1000, 0, 0, 0))
+        times.add(Execution(0, 0, batches=[BATCH]), Step(*(share * seconds for share in (1, 0.25, 0.125, 0.5, 0.5))))
+    times.add(Execution(0, 0, batches=[BATCH], is_compiled=True), Step(1000, 0, 0, 0, 0))
     assert (times.steps, times.compiled, times.seconds) == (100, 1, 5050)
     assert (times.median(), times.percentile_95()) == (50.5, 95)
     assert times.deviation() == pytest.approx(np.std(range(1, 101)))
-    assert (times.data_share(), times.work_share()) == (0.25, 0.25)
-    assert times.host_share() == pytest.approx(1 / 1.5)
+    assert (times.data_share(), times.others_share(), times.work_share()) == (0.25, 0.125, 0.25)
+    assert times.host_share() == pytest.approx(0.875 / 1.5)
     assert times.per_second(lambda batch: batch.rows) == 800 / 5050
     assert times.per_second(lambda batch: batch.tokens) is None
 

@@ -10,13 +10,13 @@ from keras_dist.multihost import coordination
 
 
 class Data(keras.utils.PyDataset):
-    """Eight batches. Process 1 takes 0.1 seconds to read one."""
+    """Eight batches. Process 1 takes 0.2 seconds to read one."""
 
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
-        time.sleep(0.1 * coordination.process_index())
+        time.sleep(0.2 * coordination.process_index())
         return np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
 
 
