@@ -76,7 +76,7 @@ class Patch:
     def check_signature(self) -> None:
         """Raises ValueError where Keras's function is missing or takes other parameters."""
         function = getattr(self.owner, self.name, None)
-        found = None if function is None else tuple(inspect.signature(function).parameters)
+        found = None if function is None else _parameters_of(function)
         if found != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(
@@ -84,6 +84,11 @@ class Patch:
                 f"keras_dist's patch: {self.reason}. Install a Keras version that keras_dist's pyproject.toml "
                 "allows, or a newer keras_dist."
             )
+
+
+@functools.cache  # patches are installed by each `with distribution.scope()`
+def _parameters_of(function: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 class PatchGroup:

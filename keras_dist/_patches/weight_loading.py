@@ -62,6 +62,8 @@ def _distribute_tensor(original, distribution, tensor, layout):
         or internals.is_in_jax_tracing_scope(tensor)
     ):
         return original(tensor, layout)
+    if isinstance(tensor, jax.Array) and tensor.committed and tensor.sharding == sharding:
+        return tensor  # `fit` assigns all variables what they have after a step, at the end of each epoch
     return original(host_to_device.reshard(tensor, sharding), layout)
 
 

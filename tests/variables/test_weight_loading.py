@@ -125,6 +125,15 @@ def test_assign_numbers_lists_and_jax_arrays():
         assert len(number.value.sharding.device_set) == 8
 
 
+def test_what_is_sharded_as_its_variable_is_not_moved(monkeypatch):
+    with kd.DataParallel().scope():
+        variable = keras.Variable(np.zeros(4, "float32"))
+        value = variable.value + 1
+        monkeypatch.setattr(host_to_device, "reshard", lambda *arguments: pytest.fail("moved"))
+        variable.assign(value)
+        assert variable.value is value
+
+
 def test_set_weights_and_optimizer_state():
     expected = new_model()
     state = [np.asarray(v.value) + number for number, v in enumerate(expected.optimizer.variables)]
