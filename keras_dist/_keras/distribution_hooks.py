@@ -95,6 +95,17 @@ class DistributionHooks(Protocol):
         """How train steps are computed."""
         ...
 
+    def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
+
+        Args:
+            step: `"train"`, `"test"` or `"predict"`.
+            function: the step.
+            state: what it takes of the model, nested lists of arrays.
+            batch: nested arrays, of any number of rows.
+        """
+        ...
+
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         """Returns the inputs of a model in a step, with sequences of any length sharded over the sequence axes."""
         ...

@@ -66,10 +66,8 @@ def apply_gradients(model: Any, state: TrainState, gradients: Sequence[Any]) -> 
 
 def stateless_step(model: Any, step: str) -> Callable:
     """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
-    if step == "train":
-        return train_step_with_options(model)
-    if step == "test":
-        return model.test_step
+    if step != "predict":
+        return step_of_distribution(model, step)
 
     def predict_step(state, data):
         outputs, non_trainable_variables = model.predict_step(state, data)
@@ -99,9 +97,11 @@ def note_computed() -> None:
         _was_computed.value.append(True)
 
 
-def train_step_with_options(
-    model: Any, resolve: Callable[[Any, Any, Any], Any] = lambda distribution, model, batch: distribution
-) -> Callable:
+def _active(distribution: Any, model: Any, batch: Any) -> Any:
+    return distribution
+
+
+def train_step_with_options(model: Any, resolve: Callable[[Any, Any, Any], Any] = _active) -> Callable:
     """Returns a model's train step, in the scope that its distribution has for it.
 
     One that the user defines raises ValueError if options of the distribution have no effect on it.
@@ -131,11 +131,32 @@ def train_step_with_options(
     return with_options
 
 
+def step_of_distribution(model: Any, step: str, resolve: Callable[[Any, Any, Any], Any] = _active) -> Callable:
+    """Returns a model's train or test step, computed as its distribution does."""
+    function, distribution = getattr(model, f"{step}_step"), active_distribution()
+    if distribution is None:
+        return function
+    if step == "train":
+        function = train_step_with_options(model, resolve)
+
+    @functools.wraps(function)
+    def computed(state, batch):
+        return distribution.compute_step(step, function, state, batch)
+
+    return computed
+
+
 @contextlib.contextmanager
-def train_step_replaced(model: Any, resolve: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
-    """Replaces a model's train step by `train_step_with_options`, for a block in which Keras compiles it."""
-    vars(model)["train_step"] = train_step_with_options(model, resolve)
+def step_replaced(model: Any, step: str, resolve: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Replaces a model's train or test step by that of its distribution, for a block in which Keras compiles it.
+
+    Keras looks the predict step up later, while it traces. So a patch replaces that, in models that do not override it.
+    """
+    if step == "predict":
+        yield
+        return
+    vars(model)[f"{step}_step"] = step_of_distribution(model, step, resolve)
     try:
         yield
     finally:
-        del vars(model)["train_step"]
+        del vars(model)[f"{step}_step"]

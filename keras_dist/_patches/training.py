@@ -1,6 +1,5 @@
 """Patches of the steps of `fit`, `evaluate` and `predict`: their functions, their batches, and optimizer state."""
 
-import contextlib
 import functools
 import itertools
 import types
@@ -21,7 +20,7 @@ from keras_dist._keras.active_distribution import (
 )
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, current_distribution, loss_lib, trainer
-from keras_dist._keras.train_step import train_step_replaced
+from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
 from keras_dist._patches.epoch_iterator import announce_step
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
@@ -50,6 +49,15 @@ def _distribute_data(original, distribution, data, layouts=None):
 )
 def _train_step(original, distribution, self, state, data):
     return distribution.train_steps.compute(original, self, state, data)
+
+
+@INSTALLED.patch(
+    trainer.JAXTrainer,
+    "predict_step",
+    reason="every device computes all rows of a batch that the batch axes do not divide",
+)
+def _predict_step(original, distribution, self, state, data):
+    return distribution.compute_step("predict", functools.partial(original, self), state, data)
 
 
 @INSTALLED.patch(
@@ -181,7 +189,7 @@ def _patch_make_function(step: str) -> None:
             place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
-            with train_step_replaced(self, with_remat_chosen) if step == "train" else contextlib.nullcontext():
+            with step_replaced(self, step, with_remat_chosen):
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             function = step_function(self, step, getattr(self, attribute), finish)

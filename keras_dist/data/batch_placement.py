@@ -24,6 +24,8 @@ class BatchPlacer:
     >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
     >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
     [('data', 'fsdp'), ('fsdp',), ('data',), ()]
+
+    This is how arrays are placed, which JAX does in equal shards only. A compiled step can split rows unequally.
     """
 
     def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str], sequence_axes: Sequence[str] = ()):
@@ -42,17 +44,34 @@ class BatchPlacer:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
         return next(axes for size, axes in self._subsets if rows % size == 0)
 
-    def warning_for(self, rows: int) -> str | None:
-        """Returns, once, a warning that global batches have fewer rows than there are shards; otherwise None."""
+    def can_split_unequally(self, rows: int) -> bool:
+        """Returns whether a compiled step can shard a number of rows over axes that do not divide it.
+
+        XLA does so with the right numbers if the batch axes are all axes of the mesh. Where another axis repeats rows,
+        it adds the padding of shards to the gradients of lookups.
+        """
+        shards = self._subsets[0][0]
+        return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
+
+    def warning_for(self, rows: int, axes: Sequence[str], reason: str = "") -> str | None:
+        """Returns, once, a warning that a step splits a batch over fewer devices than it could; otherwise None.
+
+        Args:
+            rows: the number of rows of the batch.
+            axes: the batch axes over which the step splits them.
+            reason: why they are not split over all, if the number of rows and the mesh alone do not say so.
+        """
         shards, sizes = self._subsets[0][0], self.device_mesh.axis_sizes
-        if self._has_warned or not 0 < rows < shards:
+        used = math.prod(sizes[name] for name in axes)
+        if self._has_warned or rows == 0 or (used == shards and rows >= shards):
             return None
         self._has_warned = True
-        used = math.prod(sizes[name] for name in self.axes_for(rows))
-        axes = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
+        over = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
+        fault = "smaller than" if rows < shards else "not divisible by"
+        effect = f"each row is computed {shards // used} times" if used < shards else f"{shards - rows} have no rows"
         return (
-            f"Batches of {rows} rows are smaller than the {shards} shards of the batch axes ({axes}), so each row is "
-            f"computed {shards // used} times. Use a batch size that is a multiple of {shards}."
+            f"Batches of {rows} rows are {fault} the {shards} shards of the batch axes ({over}), so {effect}{reason}. "
+            f"Use a batch size that is a multiple of {shards}."
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:

@@ -39,7 +39,8 @@ class InputPipeline(Iterator):
     `batches` is called in the pipeline's thread, when the first batch is requested. `step` is None if only the shapes
     of batches are used; then, and with `steps_per_epoch`, no more batches than allowed are prefetched. `position` is
     what `position_of` returned for the iterator over host batches, after the last batch that was delivered. `compared`
-    is when that batch was compared with those of other processes: begin and end by `time.perf_counter`.
+    is when that batch was compared with those of other processes: begin and end by `time.perf_counter`. `warning_for`
+    returns what to warn of, given the number of rows of the first batch.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class InputPipeline(Iterator):
         step: str | None = None,
         steps_per_epoch: int | None = None,
         position_of: Callable[[Any], DataPosition] | None = None,
+        warning_for: Callable[[int], str | None] = lambda rows: None,
     ):
         is_limited = step is None or steps_per_epoch is not None
         is_closed = threading.Event()
         self._stop_comparing = weakref.finalize(self, is_closed.set)
-        self._producer = _Producer(batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of, is_closed)
+        self._producer = _Producer(
+            batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of, warning_for, is_closed
+        )
         self._prefetcher = Prefetcher(self._producer, 0 if is_limited else None)
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
@@ -123,6 +127,7 @@ class _Producer:
     step: str | None
     steps_per_epoch: int | None
     position_of: Callable[[Any], DataPosition] | None
+    warning_for: Callable[[int], str | None]
     is_closed: threading.Event  # set when the thread no longer needs to wait for other processes
     number: int = 0
 
@@ -160,9 +165,9 @@ class _Producer:
             own, placed = None, self.placer.place(batch)
         else:
             own, placed = local_rows(rows), self.placer.place_local(batch, rows)
-        if is_first and self.step == "train":  # the last batch of an epoch may be small
+        if is_first:  # the last batch of an epoch may be small
             first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
-            message = self.placer.warning_for(next(first_rows, 0) if own is None else own.total)
+            message = self.warning_for(next(first_rows, 0) if own is None else own.total)
             found += () if message is None else (message,)
         return _Prepared(placed, own, warnings=found)
 

@@ -12,6 +12,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.strategies.attention import AttentionCall
+from keras_dist.strategies.jaxpr_evaluation import inner_jaxprs
 from keras_dist.strategies.sharded_attention import KERNEL_SCOPE
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -61,7 +62,7 @@ def main_dtype(jaxpr: Jaxpr) -> str | None:
             if name in _FLOPS:
                 operand: Any = operands[0].aval
                 flops[str(operand.dtype)] += _FLOPS[name](equation)
-            jaxprs += _inner_jaxprs(equation.params)
+            jaxprs += inner_jaxprs(equation.params)
     return max(flops, key=lambda dtype: flops[dtype]) if flops else None
 
 
@@ -99,7 +100,7 @@ class _Counter:
         return self.known[key]
 
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
-        name, inner = equation.primitive.name, _inner_jaxprs(equation.params)
+        name, inner = equation.primitive.name, inner_jaxprs(equation.params)
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
@@ -127,11 +128,6 @@ class _Counter:
         is_new = key not in self.known
         results = self._known_results(key, len(equation.outvars))
         return (_FLOPS[name](equation) if is_new and name in _FLOPS else 0.0), results
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
-    values = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
-    return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
 def _dot_flops(equation: Any) -> float:

@@ -14,6 +14,7 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.strategies.resharding import with_gradient_layout
+from keras_dist.strategies.rows import axes_for_rows
 
 
 def distribute_tensors(
@@ -70,7 +71,8 @@ def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Seque
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
         # have sequences: `generate()` calls layers on one token.
         elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
-            axes[dim] = even_axes[dim] = BatchPlacer(mesh, names).axes_for(shape[dim])
+            axes[dim] = axes_for_rows(BatchPlacer(mesh, names), shape[dim])
+            even_axes[dim] = None if axes[dim] == names else axes[dim]  # as above, if the step splits rows unequally
     _require_fit(tuple(even_axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
 

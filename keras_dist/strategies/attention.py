@@ -58,6 +58,12 @@ def recorded_attention() -> Iterator[list[AttentionCall]]:
         yield calls
 
 
+def record_attention(calls: Sequence[AttentionCall]) -> None:
+    """Records calls of attention that were traced in an inner `recorded_attention`."""
+    if _recorded.value is not None:
+        _recorded.value.extend(calls)
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -77,10 +83,10 @@ def attention(
 ) -> jax.Array:
     """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
 
-    The kernel runs on the rows and heads of each device. `batch_axes` are axes that divide the rows. Which axes shard
-    the heads follows from the weights that the queries are computed with: `axes_of_weight` returns the axes of each dim
-    of a traced weight, None for other values. `sequence_axes` shard the positions; `sequence_exchange` names how
-    devices exchange them, None for what sends the fewest bytes.
+    The kernel runs on the rows and heads of each device. `batch_axes` shard the rows, also in shards of unequal sizes.
+    Which axes shard the heads follows from the weights that the queries are computed with: `axes_of_weight` returns the
+    axes of each dim of a traced weight, None for other values. `sequence_axes` shard the positions;
+    `sequence_exchange` names how devices exchange them, None for what sends the fewest bytes.
 
     Raises a ValueError if `flash_attention` is True and no kernel can compute it.
     """
@@ -128,9 +134,8 @@ def attention(
 def _record(
     implementation: str, reason: str | None, logits_bytes: int, flops: float, exchange: Exchange | None = None
 ) -> None:
-    if _recorded.value is not None:
-        name, path = None if exchange is None else str(exchange), internals.current_path() or ""
-        _recorded.value.append(AttentionCall(path, implementation, reason, logits_bytes, flops, name))
+    name, path = None if exchange is None else str(exchange), internals.current_path() or ""
+    record_attention([AttentionCall(path, implementation, reason, logits_bytes, flops, name)])
 
 
 def _caller() -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
@@ -27,6 +28,7 @@ from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.microbatches import current_microbatch
 from keras_dist.strategies.resharding import to_compute_layout
+from keras_dist.strategies.rows import RowSharding, axes_for_rows
 from keras_dist.strategies.sequences import SequenceSharding
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.traced_weights import TracedWeights
@@ -323,7 +325,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             mask,
             **options,
             mesh=self._device_mesh.backend_mesh,
-            batch_axes=self._placer.axes_for(query.shape[0]),
+            batch_axes=axes_for_rows(self._placer, query.shape[0]),
             sequence_axes=self._placer.sequence_axes,
             sequence_exchange=self._sequence_exchange,
             axes_of_weight=self._traced_weights.axes_of,
@@ -337,7 +339,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             kernel,
             **dims,
             mesh=self._device_mesh.backend_mesh,
-            row_axes=self._placer.axes_for(inputs.shape[0]),
+            row_axes=axes_for_rows(self._placer, inputs.shape[0]),
             sequence_axes=self._placer.sequence_axes,
             kernel_axes=self._traced_weights.axes_of(kernel),
         )
@@ -346,6 +348,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     @property
     def train_steps(self) -> TrainSteps:
         return TrainSteps(self, self._step_options, self._placer)
+
+    @property
+    def step_rows(self) -> RowSharding:
+        """How the steps of this distribution split rows over devices."""
+        return RowSharding(self._placer, self._step_options)
+
+    def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+        return self.step_rows.compute(step, function, state, batch)
 
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         return self._sequences.shard_inputs(model.name, inputs)
@@ -398,7 +408,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         steps_per_epoch: int | None,
         position_of: Callable[[Iterator], Any] | None,
     ) -> InputPipeline:
-        return InputPipeline(batches, self._placer, self.auto_shard_dataset, step, steps_per_epoch, position_of)
+        warning_for = functools.partial(self.step_rows.warning_for, step)
+        settings = self.auto_shard_dataset, step, steps_per_epoch, position_of
+        return InputPipeline(batches, self._placer, *settings, warning_for)
 
     def place_single_batch(self, batch: Any) -> tuple[Any, list[LocalRows | None]]:
         if not self.is_multi_process:

@@ -1,11 +1,12 @@
 """Evaluates jaxprs, the programs that JAX traces, in whole or in parts."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATERIALIZATIONS = ("remat2", "checkpoint")
@@ -46,6 +47,12 @@ def with_body(equation: Any, body: Callable, operands: Sequence[Any]) -> Any:
     jaxpr = traced.jaxpr.replace(invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars], constvars=[])
     outputs = equation.primitive.bind(*traced.consts, *operands, **{**equation.params, "jaxpr": jaxpr})
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
+    """Returns the programs among the parameters of an equation, such as the body of a loop."""
+    values = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
+    return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
 class Values:

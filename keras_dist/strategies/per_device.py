@@ -1,12 +1,14 @@
 """Runs a function of shards on each device, with its gradient."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 
 
 def call_per_device(
@@ -26,9 +28,13 @@ def call_per_device(
 
     `differentiable` is the number of leading arguments with gradients. Inside of a user's own `jax.shard_map` the
     arguments are shards already, and the function is called as it is.
+
+    A dim may have shards of unequal sizes: it is padded with zeros (masks with True) to equal ones. Each index along it
+    must be computed alone.
     """
     if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return function(*arguments)
+    arguments, sizes = _padded(arguments, specs, mesh)
     # Devices with the same shards repeat each other's work, and have the same residuals.
     specified = jax.tree.leaves((specs, out_spec), is_leaf=lambda each: isinstance(each, PartitionSpec))
     used_axes = {name for spec in specified for name in axis_names(spec)}
@@ -61,4 +67,34 @@ def call_per_device(
         return (*gradients, *[None] * (len(specs) - differentiable))
 
     call.defvjp(forward, backward)
-    return call(*arguments)
+    outputs = call(*arguments)
+    return _without_padding(outputs, out_spec, sizes) if sizes else outputs
+
+
+def _padded(arguments: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> tuple[Sequence[Any], dict[Any, int]]:
+    """Returns arguments with equal shards, and the sizes that dims had before, by the axes that shard them."""
+    sizes = {}
+
+    def pad(spec: PartitionSpec | None, argument: Any) -> Any:
+        for dim, axes in enumerate(spec or ()):
+            size, count = argument.shape[dim], math.prod(mesh.shape[name] for name in axis_tuple(axes))
+            if size % count:
+                sizes[axis_tuple(axes)] = size
+                widths = [(0, -size % count if number == dim else 0) for number in range(argument.ndim)]
+                argument = jnp.pad(argument, widths, constant_values=argument.dtype == bool)
+        return argument
+
+    return jax.tree.map(pad, tuple(specs), tuple(arguments), is_leaf=_is_spec), sizes
+
+
+def _without_padding(outputs: Any, specs: Any, sizes: dict[Any, int]) -> Any:
+    def select(spec: PartitionSpec, output: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(spec):
+            output = jax.lax.slice_in_dim(output, 0, sizes.get(axis_tuple(axes), output.shape[dim]), axis=dim)
+        return output
+
+    return jax.tree.map(select, specs, outputs, is_leaf=_is_spec)
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)

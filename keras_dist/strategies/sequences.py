@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.strategies.per_device import call_per_device
 from keras_dist.strategies.resharding import apply_to_gradient
+from keras_dist.strategies.rows import axes_for_rows
 from keras_dist.variables.variable_layouts import is_on_mesh
 
 _ANY = PartitionSpec.UNCONSTRAINED
@@ -103,8 +104,8 @@ class SequenceSharding:
     def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
         """Returns `function(tensors)`, which each device computes for its rows, with all other dims gathered.
 
-        `has_rows` is whether dim 0 of operands and results has rows that are computed alike. If not, or if the batch
-        axes do not divide them, each device computes everything.
+        `has_rows` is whether dim 0 of operands and results has rows that are computed alike. If not, each device
+        computes everything.
         """
         if not any(map(self._is_on_devices, jax.tree.leaves(tensors))):
             return function(tensors)
@@ -112,7 +113,7 @@ class SequenceSharding:
 
     def _compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
         operands, structure = jax.tree.flatten(tensors)
-        rows = PartitionSpec(self.placer.axes_for(operands[0].shape[0]) if has_rows else None)
+        rows = PartitionSpec(axes_for_rows(self.placer, operands[0].shape[0]) if has_rows else None)
         return call_per_device(
             lambda *operands: function(structure.unflatten(operands)),
             self.placer.device_mesh.backend_mesh,
