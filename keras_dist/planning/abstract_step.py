@@ -118,12 +118,12 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
 
 
 def notes_on_batch(step: Step) -> tuple[str, ...]:
-    """Returns a note if the batch size is not divisible by the size of the batch axes."""
+    """Returns a note if devices repeat each other's work, since the batch axes do not divide the batch size."""
     replicas = step.distribution.num_model_replicas
     for spec in jax.tree.leaves(step.batch):
         rows = spec.shape[0] if spec.shape else 0
-        if rows % replicas:
-            rows_per_device = spec.sharding.shard_shape(spec.shape)[0]
+        rows_per_device = step.distribution.step_rows.rows_of_device(step.name, rows)
+        if rows_per_device > -(-rows // replicas):
             return (
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
                 f"{rows_per_device} rows, so devices repeat each other's work. Use a multiple of {replicas}.",

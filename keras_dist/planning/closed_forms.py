@@ -94,8 +94,8 @@ class Workload:
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))
         held = [sum(map(bytes_on_a_device, part)) for part in replace(step, layouts=layouts).state_specs()]
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
-        shards = [spec.sharding.shard_shape(spec.shape) for spec in specs]
-        rows = max((shard[0] for shard in shards if shard), default=1)
+        global_rows = max((spec.shape[0] for spec in specs if spec.shape), default=1)
+        rows = distribution.step_rows.rows_of_device(step.name, global_rows)
         parts = candidate.size(CONTEXT)
         weights = gradients = updated = 0.0
         for weight in self._weights:

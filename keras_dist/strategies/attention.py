@@ -126,8 +126,9 @@ def attention(
         )
     if _recorded.value is not None:
         shards = shards_of(query, mesh, batch_axes, (), axes_of_weight)
-        logits = 4 * math.prod(query.shape[:3]) * key.shape[1]
-        _record("XLA", reason, logits // shards.count(shards.batch + shards.heads), 0.0)
+        rows = -(-query.shape[0] // shards.count(shards.batch))
+        logits = 4 * rows * math.prod(query.shape[1:3]) * key.shape[1]
+        _record("XLA", reason, logits // shards.count(shards.heads), 0.0)
     return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
 
 

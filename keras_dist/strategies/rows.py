@@ -1,5 +1,6 @@
 """Splits the rows of a batch over all devices in a step, also where the batch axes do not divide them."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class RowSharding:
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
         """Returns the batch axes over which a step splits a number of rows, unless it sorts."""
         return self.placer.batch_axes if self._splits(step, rows) else self.placer.axes_for(rows)
+
+    def rows_of_device(self, step: str, rows: int) -> int:
+        """Returns how many rows the devices with most of them compute in a step, unless it sorts."""
+        sizes = self.placer.device_mesh.axis_sizes
+        return -(-rows // math.prod(sizes[name] for name in self.axes_in_step(step, rows)))
 
     def warning_for(self, step: str | None, rows: int) -> str | None:
         """Returns, once, a warning if train steps on batches of a number of rows leave devices idle or repeat rows."""
