@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.lax import with_sharding_constraint
@@ -90,7 +92,8 @@ class RowSharding:
         return with_sharding_constraint(leaf, NamedSharding(self.placer.device_mesh.backend_mesh, spec))
 
     def _joined(self, output: Any) -> Any:
-        return with_sharding_constraint(output, self.placer.sharding(output.shape))
+        # Logs may be Python numbers, which have no shape.
+        return with_sharding_constraint(jnp.asarray(output), self.placer.sharding(np.shape(output)))
 
     def _warn_of_sort(self, rows: int) -> None:
         reason = ", because the train step sorts, and XLA cannot partition the gradient of a sort in unequal shards"
