@@ -8,6 +8,7 @@
 * `shard_dim.py`: which dim of a tensor to shard, if any dim would do.
 * `resharding.py`: weights in the layout that layers compute with, and their gradients.
 * `activations.py`: inputs and outputs of layers.
+* `rows.py`: the rows of a batch, split over all devices in a step.
 * `sequences.py`: sequences, sharded in a step or gathered where they cannot be split.
 * `convolution.py`: convolutions, each device computing its rows where XLA would be wrong.
 * `tensor_parallel.py`: rules for tensor and sequence parallelism, derived from what a model computes.

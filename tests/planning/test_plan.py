@@ -391,9 +391,10 @@ def test_unequal_blocks_are_refused():
 
 
 def test_indivisible_batch_is_noted():
-    [note] = kd.plan(perceptron, kd.DataParallel(), 12).notes
+    in_parts = kd.DataParallel(step_options=kd.StepOptions(microbatches=2))
+    [note] = kd.plan(perceptron, in_parts, 12).notes
     assert note.startswith("Batch size 12 is not divisible by 8")
-    assert kd.plan(perceptron, kd.DataParallel(), 16).notes == ()
+    assert kd.plan(perceptron, in_parts, 16).notes == kd.plan(perceptron, kd.DataParallel(), 12).notes == ()
 
 
 def test_unused_mesh_axis_is_noted():
