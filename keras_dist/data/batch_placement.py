@@ -68,7 +68,9 @@ class BatchPlacer:
         self._has_warned = True
         over = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
         fault = "smaller than" if rows < shards else "not divisible by"
-        effect = f"each row is computed {shards // used} times" if used < shards else f"{shards - rows} devices have no rows"
+        effect = f"{shards - rows} devices have no rows"
+        if used < shards:
+            effect = f"each row is computed {shards // used} times"
         return (
             f"Batches of {rows} rows are {fault} the {shards} shards of the batch axes ({over}), so {effect}{reason}. "
             f"Use a batch size that is a multiple of {shards}."
