@@ -80,6 +80,8 @@ def test_several_processes_give_the_numbers_of_one(processes, sources, folder, t
         process_matrix.everything, sources, str(tmp_path), processes=processes, devices=8 // processes, timeout=900
     )
     assert_same_on_all(on_one_process(sources, folder), completed)
+    of_batch, of_a_row_each = completed[0].result["data_parallel, flops"]
+    assert 0 < of_batch <= 1.1 * of_a_row_each
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the sources of {sorted(MISSING)} need packages that are not installed")

@@ -33,15 +33,16 @@ def numbers_of(name, distribution, rows):
     start_anew()
     with scope(distribution):
         model = build("sgd")
+        fitted = model.fit(x, y, batch_size=rows, sample_weight=weights, epochs=2, verbose=0, shuffle=False)
         return {
-            "fit": model.fit(x, y, batch_size=rows, sample_weight=weights, epochs=2, verbose=0, shuffle=False).history,
+            "fit": fitted.history,
             "evaluate": model.evaluate(x, y, verbose=0, return_dict=True),
             "predict": model.predict(x, verbose=0),
             "weights": [np.asarray(variable.value) for variable in model.variables],
         }
 
 
-CASES = [("convnet", "DP", 13), ("transformer", "FSDP", 11), ("mixture", "HSDP", 5)]
+CASES = [("transformer", "FSDP", 11)]  # batch normalization: tests/data/test_keras_batches.py
 OTHER_CASES = [(name, strategy, rows) for name in MODELS for strategy in DISTRIBUTIONS for rows in (3, 13)]
 
 
