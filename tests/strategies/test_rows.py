@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
 
 
 def numbers_of(name, distribution, rows):
-    """Returns the numbers of `fit` on batches of a number of rows and of 2, and of `evaluate` and `predict` on all."""
+    """Returns the numbers of `fit` on batches of a number of rows and of 2, and of `predict` on all."""
     build, x, y = MODELS[name]
     x, y = (np.concatenate([array, array[::-1]])[: rows + 2] for array in (x, y))
     weights = np.random.default_rng(0).uniform(0.5, 2, y.shape[:2] if y.ndim > 1 else y.shape)
@@ -36,7 +36,6 @@ def numbers_of(name, distribution, rows):
         fitted = model.fit(x, y, batch_size=rows, sample_weight=weights, epochs=2, verbose=0, shuffle=False)
         return {
             "fit": fitted.history,
-            "evaluate": model.evaluate(x, y, verbose=0, return_dict=True),
             "predict": model.predict(x, verbose=0),
             "weights": [np.asarray(variable.value) for variable in model.variables],
         }
@@ -57,7 +56,7 @@ def test_numbers_are_those_of_one_device(name, strategy, rows):
     assert_same_numbers(actual, numbers_of(name, None, rows), 1e-5)
 
 
-def wide(between=lambda x: x, **options):
+def wide(between=lambda x: x):
     """A model of sequences with attention, a grouped convolution and wide dense layers."""
     inputs = keras.Input((12, WIDTH))
     x = layers.MultiHeadAttention(4, WIDTH // 4, name="attention")(inputs, inputs)
@@ -65,7 +64,7 @@ def wide(between=lambda x: x, **options):
     x = layers.Dense(4 * WIDTH, activation="relu", name="wide")(x)
     x = Applied(between)(layers.BatchNormalization(name="norm")(x))
     model = keras.Model(inputs, layers.Dense(8, name="head")(x), name="wide")
-    model.compile("sgd", "mse", metrics=["mae"], **options)
+    model.compile("sgd", "mse", metrics=["mae"])
     return model
 
 
