@@ -68,6 +68,18 @@ class DistributionHooks(Protocol):
         """Returns the traced value of a variable in the layout in which layers compute with it."""
         ...
 
+    def reduces_later(self, variable: keras.Variable) -> bool:
+        """Returns whether the gradient of a weight is reduced once for all its reads in the step that is traced."""
+        ...
+
+    def looks_up(self, table: keras.Variable, dtype: str, indices_shape: Sequence[int]) -> bool:
+        """Returns whether `look_up` is called for lookups in a table whose rows have a dtype."""
+        ...
+
+    def look_up(self, table: keras.Variable, value: Any, indices: Any) -> Any:
+        """Returns rows of a table. Its traced value is cast; it is distributed only if `reduces_later`."""
+        ...
+
     def compute_attention(
         self,
         query: Any,

@@ -44,6 +44,7 @@ try:
     from keras.src.backend.common.remat import get_current_remat_mode
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+    from keras.src.backend.common.variables import AutocastScope as AutocastScope
     from keras.src.backend.jax import core as jax_core
     from keras.src.backend.jax import distribution_lib as backend_lib
     from keras.src.backend.jax import math as keras_math  # noqa: F401
@@ -211,6 +212,12 @@ def last_layers(model) -> list:
 def reversible_embeddings(model) -> set[int]:
     """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
     return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
+
+
+def tied_tables(model) -> set[int]:
+    """Returns the ids of the tables of layers that look them up and multiply with them (tied ReversibleEmbedding)."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.ReversibleEmbedding)]
+    return {id(layer._embeddings) for layer in layers if layer.tie_weights}
 
 
 def rematerialized(layer, call: Callable, policy: Callable | None):

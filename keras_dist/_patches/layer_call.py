@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,9 +44,21 @@ class _StatelessCall(NamedTuple):
     model: keras.Layer
     trace: Any  # that the call began in
     values: set[int]  # ids of the values of variables that were passed to it
+    reads: dict[tuple, tuple[Any, Any]]  # a trace, and what a weight is in it that is read once for all
 
     def is_in_loop(self) -> bool:
         return _current_trace() is not self.trace
+
+    def read_once(self, variable, value, distribute: Callable[[], Any]) -> Any:
+        """Returns what `distribute` returned for the first read of a weight in the dtype of `value`.
+
+        XLA:GPU would gather the weight for each read.
+        """
+        trace = _current_trace()
+        key = id(variable), value.dtype, id(trace)
+        if key not in self.reads:
+            self.reads[key] = trace, distribute()  # with the trace, so that no other one gets its id
+        return self.reads[key][1]
 
     def outside_of_loops(self, value) -> contextlib.AbstractContextManager:
         """Runs a block in the trace that the call began in, if the value is known there."""
@@ -72,7 +85,7 @@ def _stateless_call(original, self, trainable_variables, non_trainable_variables
     if distribution is not None and _current_call.value is None and isinstance(self, keras.Model):
         args, kwargs = distribution.distribute_step_inputs(self, (args, kwargs))
     values = {id(value) for value in (*trainable_variables, *non_trainable_variables)}
-    with _current_call.set_to(_StatelessCall(self, _current_trace(), values)):
+    with _current_call.set_to(_StatelessCall(self, _current_trace(), values, {})):
         return original(
             self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
         )
@@ -91,8 +104,37 @@ def _read_variable(original, self, value):
     distribution = None if call is None or not isinstance(value, Tracer) else active_distribution()
     if call is None or distribution is None:
         return original(self, value)
+    reads_once = distribution.reduces_later(self)
+    if _reads_table.value and not reads_once:
+        return original(self, value)
     with call.outside_of_loops(value):
-        return distribution.distribute_weight(self, original(self, value))
+        value = original(self, value)
+        distribute = functools.partial(distribution.distribute_weight, self, value)
+        return call.read_once(self, value, distribute) if reads_once else distribute()
+
+
+_reads_table: ThreadValue[bool] = ThreadValue(False)  # whether a layer reads a table of which it looks up rows
+
+
+@INSTALLED.patch(
+    keras.layers.Embedding,
+    "call",
+    reason="the table is sent in float32 although the layer casts the rows to another dtype, and so is its gradient",
+)
+def _call_embedding(original, distribution, self, inputs):
+    call, table = _current_call.value, self._embeddings
+    is_plain = not self.quantization_mode and not self.lora_enabled
+    if (
+        call is None
+        or call.is_in_loop()
+        or not is_plain
+        or not distribution.looks_up(table, self.compute_dtype, inputs.shape)
+    ):
+        return original(self, inputs)
+    indices = keras.ops.cast(inputs, "int32") if "int" not in keras.backend.standardize_dtype(inputs.dtype) else inputs
+    with internals.AutocastScope(self.compute_dtype), _reads_table.set_to(True):
+        value = keras.ops.convert_to_tensor(table)
+    return distribution.look_up(table, value, indices)
 
 
 @INSTALLED.patch(

@@ -22,6 +22,7 @@ from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derive
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
+from keras_dist.strategies import lookups
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
@@ -31,6 +32,7 @@ from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.rows import RowSharding, axes_for_rows
 from keras_dist.strategies.sequences import SequenceSharding
 from keras_dist.strategies.step_options import StepOptions
+from keras_dist.strategies.tied_tables import tables_reduced_later
 from keras_dist.strategies.traced_weights import TracedWeights
 from keras_dist.strategies.train_steps import TrainSteps
 from keras_dist.strategies.weight_layouts import weight_layouts
@@ -310,11 +312,25 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         stored, used, update = weight_layouts(variable, self)
         if current_microbatch.value.has_gathered_weights and variable.trainable:
             stored = used
-        if current_microbatch.value.reduces_gradients_later:
+        if self.reduces_later(variable):
             update = None
         value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
         self._traced_weights.add(value, used.axes)
         return value
+
+    def reduces_later(self, variable: keras.Variable) -> bool:
+        return current_microbatch.value.reduces_gradients_later or id(variable) in tables_reduced_later.value
+
+    def looks_up(self, table: keras.Variable, dtype: str, indices_shape: Sequence[int]) -> bool:
+        return lookups.is_cast_first(
+            internals.stored_dtype(table), dtype, weight_layouts(table, self), indices_shape, self._placer
+        )
+
+    def look_up(self, table: keras.Variable, value: Any, indices: Any) -> Any:
+        layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
+        if reduces_later or (current_microbatch.value.has_gathered_weights and table.trainable):
+            layouts = layouts._replace(stored=layouts.compute)
+        return lookups.look_up(value, indices, layouts, self._placer, reduces_later)
 
     def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
         return attention(

@@ -20,9 +20,9 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.strategies.jaxpr_evaluation import as_function
-from keras_dist.strategies.resharding import reduce_summands, to_compute_layout
+from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients
+from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients, reduced
 from keras_dist.strategies.weight_layouts import WeightLayouts
 
 
@@ -191,13 +191,7 @@ class _Step:
 
     def _reduced(self, sums: Summands, sum_dtype: Any, weight: Any, layouts: WeightLayouts) -> Any:
         """Returns the gradient of a weight in the layout of its update."""
-        unreduced, reduced = sums
-        if unreduced is not None:
-            dtype = self._options.reduce_dtype or sum_dtype
-            gradient = reduce_summands(unreduced.astype(dtype), self._axes, layouts.compute, layouts.update)
-            gradient = gradient.astype(unreduced.dtype)
-            reduced = gradient if reduced is None else gradient + reduced
-        return reduced.astype(weight.dtype)
+        return reduced(sums, self._options.reduce_dtype or sum_dtype, self._axes, layouts).astype(weight.dtype)
 
 
 def _sum_dtype(value: Any) -> Any:

@@ -13,12 +13,13 @@ from keras_dist._keras.distribution_hooks import TrainStepHooks
 from keras_dist._keras.train_step import TrainState, note_computed
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
+from keras_dist.strategies import tied_tables
 from keras_dist.strategies.host_offload import apply_with_state_on_host, require_host_memory
 from keras_dist.strategies.microbatches import train_step
 from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.strategies.rematerialization import rematerializing
 from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.weight_layouts import weight_layouts
+from keras_dist.strategies.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
 
 MIN_OFFLOAD_BYTES = 64 * 2**10
@@ -62,12 +63,18 @@ class TrainSteps(TrainStepHooks):
         return rematerializing(model, self._options.remat, "activations" in self._options.offload)
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        if self.required_options is None:
+        arguments = model, TrainState(*state), batch
+        if self.required_options is not None:
+            note_computed()
+            logs, new_state = train_step(*arguments, self._options, self._placer, self._layouts(model))
+        elif tied_tables.are_reduced_once(*arguments, self._placer):
+            logs, new_state = tied_tables.train_step(*arguments, self._placer, self._layouts(model))
+        else:
             return keras_train_step(model, state, batch)
-        note_computed()
-        layouts = [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
-        logs, new_state = train_step(model, TrainState(*state), batch, self._options, self._placer, layouts)
         return logs, tuple(new_state)
+
+    def _layouts(self, model: keras.Model) -> list[WeightLayouts]:
+        return [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
 
     def apply_gradients(
         self,

@@ -30,6 +30,8 @@ from jax.sharding import Mesh, PartitionSpec
 from keras_dist.strategies.dim_graph import DimGraph
 from keras_dist.strategies.jaxpr_dims import read_dims
 from keras_dist.strategies.jaxpr_evaluation import REMATERIALIZATIONS, Values, evaluate_inlined, with_body
+from keras_dist.strategies.resharding import reduce_summands
+from keras_dist.strategies.weight_layouts import WeightLayouts
 
 
 class Summands(NamedTuple):
@@ -48,6 +50,7 @@ class UnreducedGradients:
         has_rows: Of each leaf of the arguments, whether its dim 0 has the rows of a batch.
         mesh: The mesh.
         batch_axes: The axes of the mesh that rows are sharded over; their sizes divide the number of rows.
+        is_kept: Of each gradient, whether it is wanted as one summand for each shard. By default all are.
 
     Attributes:
         sum_dtypes: Of each gradient, the dtype in which it is summed over rows; None where it is reduced already.
@@ -60,6 +63,7 @@ class UnreducedGradients:
         has_rows: Sequence[bool],
         mesh: Mesh,
         batch_axes: Sequence[str],
+        is_kept: Sequence[bool] | None = None,
     ):
         traced, (gradients, others) = jax.make_jaxpr(function, return_shape=True)(*arguments)
         leaves = jax.tree.leaves(arguments)
@@ -69,7 +73,9 @@ class UnreducedGradients:
         rows = _Rows(graph, frozenset(node for node in found if node is not None), mesh, tuple(batch_axes))
         self._program, self._constants = _Program(inlined.jaxpr, rows), inlined.consts
         self._others = jax.tree.structure(others)
-        self.sum_dtypes = [self._program.sums.get(each) for each in inlined.jaxpr.outvars[: len(gradients)]]
+        kept = [True] * len(gradients) if is_kept is None else is_kept
+        outputs = zip(inlined.jaxpr.outvars, kept, strict=False)
+        self.sum_dtypes = [self._program.sums.get(output) if keep else None for output, keep in outputs]
 
     def __call__(self, *arguments: Any) -> tuple[list[Summands], Any]:
         """Returns what the function returns, with gradients as `Summands`."""
@@ -113,7 +119,9 @@ class _Program:
                 found = zip(equation.outvars, equation.params["jaxpr"].outvars, strict=True)
                 self.sums.update({outer: body.sums[inner] for outer, inner in found if body._is_sum(inner)})
             elif summed and _is_linear(equation, [self._is_sum(variable) for variable in equation.invars]):
-                self.sums[equation.outvars[0]] = jnp.result_type(*(self.sums[variable] for variable in summed))
+                output = equation.outvars[0]
+                dtypes = jnp.result_type(*(self.sums[variable] for variable in summed)), output.aval.dtype
+                self.sums[output] = min(dtypes, key=lambda dtype: dtype.itemsize)  # what is cast has no more digits
             elif row_dims := _dims_of_summed_rows(equation, rows, zeros):
                 self._row_dims[number] = row_dims
                 self.sums[equation.outvars[0]] = equation.outvars[0].aval.dtype
@@ -282,3 +290,12 @@ def total(summands: Summands) -> Any:
     zero = jnp.zeros((), summands.unreduced.dtype)
     reduced = jax.lax.reduce(summands.unreduced, zero, jax.lax.add, (0,))
     return reduced if summands.reduced is None else reduced + summands.reduced
+
+
+def reduced(summands: Summands, dtype: Any, axes: Sequence[str], layouts: WeightLayouts) -> Any:
+    """Returns the sum of a gradient's summands, sent in `dtype`, in the layout of the weight's update."""
+    if summands.unreduced is None:
+        return summands.reduced
+    gradient = reduce_summands(summands.unreduced.astype(dtype), axes, layouts.compute, layouts.update)
+    gradient = gradient.astype(summands.unreduced.dtype)
+    return gradient if summands.reduced is None else gradient + summands.reduced

@@ -1,0 +1,91 @@
+"""Lookups in embedding tables, tied ones included: numbers of one device, and sums in float32 on each device."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support.strategy_models import STRATEGIES, assert_same_numbers, scope
+
+import keras_dist as kd
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 32
+random = np.random.default_rng(0)
+X, Y = (random.integers(1, VOCABULARY, (ROWS, LENGTH), "int32") for _ in range(2))
+
+
+def tied(policy=None):
+    """A language model that multiplies with its table for the logits."""
+    embedding = layers.ReversibleEmbedding(VOCABULARY, WIDTH, mask_zero=True, dtype=policy, name="embedding")
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Dense(WIDTH, "tanh", dtype=policy, name="hidden")(embedding(tokens))
+    model = keras.Model(tokens, embedding(x, reverse=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=1.0), loss, metrics=["accuracy"])
+    return model
+
+
+def fitted(build, distribution=None, x=X, y=Y):
+    keras.utils.set_random_seed(0)
+    with scope(distribution):
+        model = build()
+        history = model.fit(x, y, batch_size=len(x), epochs=2, verbose=0, shuffle=False).history
+        return {"fit": history, "weights": [np.asarray(weight) for weight in model.weights]}
+
+
+@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "HSDP", "FSDP x TP"])
+def test_tied_tables_have_the_numbers_of_one_device(strategy, shard_small_optimizer_state):
+    assert_same_numbers(fitted(tied, STRATEGIES[strategy](tied)), fitted(tied), 1e-5)
+
+
+def test_rows_that_no_axis_divides():
+    x, y = X[:5], Y[:5]
+    assert_same_numbers(fitted(tied, kd.DataParallel(), x, y), fitted(tied, None, x, y), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
+def test_lookups_are_summed_in_float32(strategy):
+    """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
+
+    def build():
+        tokens = keras.Input((400,), dtype="int32")
+        table = layers.Embedding(64, 8, embeddings_initializer="zeros", dtype="mixed_bfloat16")
+        model = keras.Model(tokens, table(tokens))
+        model.compile(keras.optimizers.SGD(1.0), loss=lambda y, x: ops.sum(ops.cast(x, "float32"), axis=(1, 2)))
+        return model
+
+    x = np.ones((16, 400), "int32")
+    expected = np.zeros((64, 8), "float32")
+    expected[1] = -400.0  # the mean over 16 rows of the sum over 400 positions
+    (table,) = fitted(build, STRATEGIES[strategy](build), x, x)["weights"]
+    np.testing.assert_allclose(table, 2 * expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
+def test_rows_of_a_table_that_is_cast_first_are_equal(strategy):
+    """Predictions in bfloat16 are those of one device to the last bit, and losses to the precision of gradients."""
+
+    def build():
+        return tied("mixed_bfloat16")
+
+    def predicted(distribution):
+        keras.utils.set_random_seed(0)
+        with scope(distribution):
+            tokens = keras.Input((LENGTH,), dtype="int32")
+            table = layers.Embedding(VOCABULARY, 24, dtype="mixed_bfloat16")
+            return keras.Model(tokens, table(tokens)).predict(X, verbose=0)
+
+    distribution = STRATEGIES[strategy](build)
+    np.testing.assert_array_equal(predicted(distribution).astype("f4"), predicted(None).astype("f4"))
+    actual, expected = (fitted(build, each)["fit"]["loss"] for each in (distribution, None))
+    assert_same_numbers(actual, expected, 5e-3)
+
+
+def test_a_step_that_runs_eagerly_is_that_of_keras():
+    def build():
+        model = tied()
+        model.compile(model.optimizer, model.loss, run_eagerly=True)
+        return model
+
+    distribution = kd.DataParallel(devices=jax.devices()[:2])
+    assert_same_numbers(fitted(build, distribution)["fit"], fitted(tied)["fit"], 1e-5)
