@@ -72,12 +72,8 @@ class DistributionHooks(Protocol):
         """Returns whether the gradient of a weight is reduced once for all its reads in the step that is traced."""
         ...
 
-    def looks_up(self, table: keras.Variable, dtype: str, indices_shape: Sequence[int]) -> bool:
-        """Returns whether `look_up` is called for lookups in a table whose rows have a dtype."""
-        ...
-
-    def look_up(self, table: keras.Variable, value: Any, indices: Any) -> Any:
-        """Returns rows of a table. Its traced value is cast; it is distributed only if `reduces_later`."""
+    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int]) -> Any:
+        """Returns how a layer looks up rows of its table, a `strategies.lookups.Lookup`; None: as Keras does."""
         ...
 
     def compute_attention(

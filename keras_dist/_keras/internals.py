@@ -214,10 +214,31 @@ def reversible_embeddings(model) -> set[int]:
     return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
 
 
+def embedding_table(layer) -> Any:
+    """Returns the table of an `Embedding` layer."""
+    return layer._embeddings
+
+
+def is_tied(layer) -> bool:
+    """Returns whether a layer multiplies with a table in which it also looks up rows (a tied `ReversibleEmbedding`)."""
+    return isinstance(layer, keras.layers.ReversibleEmbedding) and layer.tie_weights
+
+
 def tied_tables(model) -> set[int]:
-    """Returns the ids of the tables of layers that look them up and multiply with them (tied ReversibleEmbedding)."""
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.ReversibleEmbedding)]
-    return {id(layer._embeddings) for layer in layers if layer.tie_weights}
+    """Returns the ids of the tables in which layers look up rows and with which they multiply."""
+    return {id(embedding_table(layer)) for layer in model._flatten_layers() if is_tied(layer)}
+
+
+def is_embedding_table(path: str) -> bool:
+    """Returns whether a path is that of the table of an `Embedding` layer."""
+    return path.endswith("/embeddings")
+
+
+def casts_rows_to_fewer_bytes(layer) -> bool:
+    """Returns whether an `Embedding` layer computes in a dtype with fewer bytes than that of its table."""
+    return (
+        jax.numpy.dtype(layer.compute_dtype).itemsize < jax.numpy.dtype(stored_dtype(embedding_table(layer))).itemsize
+    )
 
 
 def rematerialized(layer, call: Callable, policy: Callable | None):

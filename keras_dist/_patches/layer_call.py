@@ -104,37 +104,33 @@ def _read_variable(original, self, value):
     distribution = None if call is None or not isinstance(value, Tracer) else active_distribution()
     if call is None or distribution is None:
         return original(self, value)
-    reads_once = distribution.reduces_later(self)
-    if _reads_table.value and not reads_once:
+    if _reads_stored_table.value:
         return original(self, value)
     with call.outside_of_loops(value):
         value = original(self, value)
         distribute = functools.partial(distribution.distribute_weight, self, value)
-        return call.read_once(self, value, distribute) if reads_once else distribute()
+        return call.read_once(self, value, distribute) if distribution.reduces_later(self) else distribute()
 
 
-_reads_table: ThreadValue[bool] = ThreadValue(False)  # whether a layer reads a table of which it looks up rows
+_reads_stored_table: ThreadValue[bool] = ThreadValue(False)  # whether a layer reads its table as it is stored
 
 
 @INSTALLED.patch(
     keras.layers.Embedding,
     "call",
-    reason="the table is sent in float32 although the layer casts the rows to another dtype, and so is its gradient",
+    reason="FSDP gathers the table for a few rows of it, and in float32 although the layer casts the rows",
 )
 def _call_embedding(original, distribution, self, inputs):
-    call, table = _current_call.value, self._embeddings
-    is_plain = not self.quantization_mode and not self.lora_enabled
-    if (
-        call is None
-        or call.is_in_loop()
-        or not is_plain
-        or not distribution.looks_up(table, self.compute_dtype, inputs.shape)
-    ):
+    call, is_plain = _current_call.value, not self.quantization_mode and not self.lora_enabled
+    if call is None or call.is_in_loop() or not is_plain:
+        return original(self, inputs)
+    lookup = distribution.lookup(self, inputs.shape)
+    if lookup is None:
         return original(self, inputs)
     indices = keras.ops.cast(inputs, "int32") if "int" not in keras.backend.standardize_dtype(inputs.dtype) else inputs
-    with internals.AutocastScope(self.compute_dtype), _reads_table.set_to(True):
-        value = keras.ops.convert_to_tensor(table)
-    return distribution.look_up(table, value, indices)
+    with internals.AutocastScope(self.compute_dtype), _reads_stored_table.set_to(lookup.takes_stored_table):
+        table = keras.ops.convert_to_tensor(internals.embedding_table(self))
+    return lookup(table, indices)
 
 
 @INSTALLED.patch(

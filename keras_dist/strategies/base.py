@@ -22,11 +22,11 @@ from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derive
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
-from keras_dist.strategies import lookups
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
+from keras_dist.strategies.lookups import Lookup
 from keras_dist.strategies.microbatches import current_microbatch
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.rows import RowSharding, axes_for_rows
@@ -321,16 +321,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def reduces_later(self, variable: keras.Variable) -> bool:
         return current_microbatch.value.reduces_gradients_later or id(variable) in tables_reduced_later.value
 
-    def looks_up(self, table: keras.Variable, dtype: str, indices_shape: Sequence[int]) -> bool:
-        return lookups.is_cast_first(
-            internals.stored_dtype(table), dtype, weight_layouts(table, self), indices_shape, self._placer
-        )
-
-    def look_up(self, table: keras.Variable, value: Any, indices: Any) -> Any:
+    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int]) -> Lookup | None:
+        table, is_tied = internals.embedding_table(layer), internals.is_tied(layer)
         layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
-        if reduces_later or (current_microbatch.value.has_gathered_weights and table.trainable):
+        if current_microbatch.value.has_gathered_weights and table.trainable:
             layouts = layouts._replace(stored=layouts.compute)
-        return lookups.look_up(value, indices, layouts, self._placer, reduces_later)
+        lookup = Lookup(table.shape, indices_shape, layouts, self._placer, is_tied, reduces_later)
+        is_sent_less = lookup.exchanges_rows or internals.casts_rows_to_fewer_bytes(layer)
+        return lookup if lookup.has_sharded_rows and is_sent_less else None
 
     def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
         return attention(

@@ -117,7 +117,14 @@ class FullyShardedDataParallel(ModelParallel):
 
     def _stored_layout(self, variable) -> TensorLayout:
         layout = self._layout_by_rule(variable)
-        return shard_one_more_dim(layout, variable, self._shard_axes, self._device_mesh, self._min_shard_bytes)
+        return shard_one_more_dim(
+            layout,
+            variable,
+            self._shard_axes,
+            self._device_mesh,
+            self._min_shard_bytes,
+            prefers_columns=internals.is_embedding_table(variable.path),
+        )
 
 
 def _replica_and_shard_axes(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -79,8 +80,9 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
         compute: The layout in which layers compute with the weight.
         update: The layout of its gradient and optimizer state.
     """
-    mesh = as_device_mesh(compute.device_mesh).backend_mesh
+    device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _newly_sharded(compute, update)
+    num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
     if not set(shard_axes) <= set(axes):
         dim, shard_axes = None, ()
     others = tuple(name for name in axes if name not in shard_axes)
@@ -88,14 +90,16 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
     def on_device(summand: Any) -> Any:
         summand = summand[0]
         if dim is not None:
-            summand = jax.lax.psum_scatter(summand, shard_axes, scatter_dimension=dim, tiled=True)
+            # XLA:TPU makes a reduce-scatter only along a dim that it does not tile.
+            shape = (*summand.shape[:dim], num_parts, -1, *summand.shape[dim + 1 :])
+            summand = jax.lax.psum_scatter(jnp.moveaxis(summand.reshape(shape), dim, 0), shard_axes)
         return jax.lax.psum(summand, others) if others else summand
 
     # With specs of all axes: XLA:CPU aborts on sums in bfloat16 over some of the axes if it is to shard the others.
     summed = compute if dim is None else update
     reduce = jax.shard_map(
         on_device,
-        mesh=mesh,
+        mesh=device_mesh.backend_mesh,
         in_specs=PartitionSpec(tuple(axes), *compute.backend_layout.spec),
         out_specs=summed.backend_layout.spec,
         check_vma=False,

@@ -20,8 +20,11 @@ def shard_one_more_dim(
     axes: Sequence[str],
     device_mesh: DeviceMesh,
     min_shard_bytes: int = MIN_SHARD_BYTES,
+    prefers_columns: bool = False,
 ) -> TensorLayout:
     """Returns a layout that shards one more dim of a variable over `axes`, which the given layout does not use yet.
+
+    That is dim 1 if `prefers_columns`, and if each part of a matrix has whole tiles of columns.
 
     Returns the given layout if a device holds at most `min_shard_bytes` under it, or if the variable is the state of a
     random generator, is already sharded over one of the axes, or has no dim that they divide.
@@ -33,7 +36,9 @@ def shard_one_more_dim(
     held = math.prod(shape) * jnp.dtype(variable.dtype).itemsize // math.prod(sizes[name] for name in used)
     if parts == 1 or held <= min_shard_bytes or set(used) & set(axes) or internals.is_random_state(variable.path):
         return layout
-    dim = best_dim(shape, [entry is not None for entry in entries], parts)
+    is_sharded = [entry is not None for entry in entries]
+    has_tiles = len(shape) == 2 and not is_sharded[1] and shape[1] % (parts * _LANES) == 0
+    dim = 1 if prefers_columns and has_tiles else best_dim(shape, is_sharded, parts)
     if dim is None:
         return layout
     entries[dim] = tuple(axes)

@@ -43,6 +43,25 @@ def test_rows_that_no_axis_divides():
     assert_same_numbers(fitted(tied, kd.DataParallel(), x, y), fitted(tied, None, x, y), 1e-5)
 
 
+@pytest.mark.parametrize(("strategy", "microbatches"), [("FSDP", 1), ("FSDP", 2), ("HSDP", 1)])
+def test_rows_that_devices_exchange(strategy, microbatches):
+    """Devices have 128 columns or more of each row of the table, and exchange the rows that they look up."""
+
+    def build():
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        x = layers.Embedding(64, 1024, mask_zero=True, name="embedding")(tokens)
+        model = keras.Model(tokens, layers.Dense(VOCABULARY)(x))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        return model
+
+    distribution = STRATEGIES[strategy](build).with_step_options(kd.StepOptions(microbatches=microbatches))
+    with distribution.scope():
+        table = build().get_layer("embedding").embeddings
+        assert distribution.get_variable_layout(table).axes == (None, "fsdp")
+    x = X - (X == 1)  # some are masked
+    assert_same_numbers(fitted(build, distribution, x, Y), fitted(build, None, x, Y), 1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["DP", "FSDP"])
 def test_lookups_are_summed_in_float32(strategy):
     """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
