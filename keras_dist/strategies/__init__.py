@@ -7,6 +7,7 @@
 * `fsdp.py`: `FullyShardedDataParallel`, with HSDP.
 * `shard_dim.py`: which dim of a tensor to shard, if any dim would do.
 * `resharding.py`: weights in the layout that layers compute with, and their gradients.
+* `lookups.py`: rows of embedding tables; `tied_tables.py`: a step with tables that layers also multiply with.
 * `activations.py`: inputs and outputs of layers.
 * `rows.py`: the rows of a batch, split over all devices in a step.
 * `sequences.py`: sequences, sharded in a step or gathered where they cannot be split.

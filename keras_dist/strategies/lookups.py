@@ -55,6 +55,7 @@ class Lookup:
         """Whether devices look up the rows of a sharded batch in a table that they compute with unsharded."""
         return (
             len(self.indices_shape) > 1
+            and all(isinstance(size, int) for size in self.indices_shape)
             and bool(self._row_axes)
             and not self.placer.sequence_axes
             and not axis_names(self.layouts.compute.axes)

@@ -30,7 +30,8 @@ def fitted(build, distribution=None, x=X, y=Y):
     with scope(distribution):
         model = build()
         history = model.fit(x, y, batch_size=len(x), epochs=2, verbose=0, shuffle=False).history
-        return {"fit": history, "weights": [np.asarray(weight) for weight in model.weights]}
+        predictions = model.predict(x, verbose=0)
+        return {"fit": history, "predict": predictions, "weights": [np.asarray(weight) for weight in model.weights]}
 
 
 @pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "HSDP", "FSDP x TP"])
@@ -43,7 +44,7 @@ def test_rows_that_no_axis_divides():
     assert_same_numbers(fitted(tied, kd.DataParallel(), x, y), fitted(tied, None, x, y), 1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "microbatches"), [("FSDP", 1), ("FSDP", 2), ("HSDP", 1)])
+@pytest.mark.parametrize(("strategy", "microbatches"), [("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), ("HSDP", 1)])
 def test_rows_that_devices_exchange(strategy, microbatches):
     """Devices have 128 columns or more of each row of the table, and exchange the rows that they look up."""
 
