@@ -93,6 +93,23 @@ def test_each_dtype_is_that_of_the_sum(arguments):
     assert gradient.unreduced.dtype == jnp.float32
 
 
+def test_a_sum_that_is_cast_has_the_dtype_of_the_cast(arguments):
+    """The gradient of a lookup, added up in float32."""
+
+    def cast(weights, tokens, targets):
+        lookup = jax.linear_transpose(lambda table: table[tokens], weights["table"])
+        return [lookup(targets)[0].astype("bfloat16").astype("float32"), lookup(targets)[0]], ()
+
+    rows = [False] * len(WEIGHTS) + [True, True]
+    mesh = arguments[1].sharding.mesh
+    assert UnreducedGradients(cast, arguments, rows, mesh, ("data",)).sum_dtypes == [jnp.bfloat16, jnp.float32]
+    kept = UnreducedGradients(cast, arguments, rows, mesh, ("data",), is_kept=[False, True])
+    assert kept.sum_dtypes == [None, jnp.float32]
+    first, second = jax.eval_shape(kept, *arguments)[0]
+    assert first.unreduced is None
+    assert second.reduced is None
+
+
 def test_a_loop_of_its_own_is_reduced_at_once(arguments):
     def recurrent(weights, tokens, targets):
         def value(weights):
