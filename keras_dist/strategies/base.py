@@ -327,8 +327,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         if current_microbatch.value.has_gathered_weights and table.trainable:
             layouts = layouts._replace(stored=layouts.compute)
         lookup = Lookup(table.shape, indices_shape, layouts, self._placer, is_tied, reduces_later)
-        is_sent_less = lookup.exchanges_rows or internals.casts_rows_to_fewer_bytes(layer)
-        return lookup if lookup.has_sharded_rows and is_sent_less else None
+        if not lookup.has_sharded_rows:
+            return None
+        return lookup if lookup.exchanges_rows or internals.casts_rows_to_fewer_bytes(layer) else None
 
     def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
         return attention(

@@ -85,7 +85,7 @@ class Lookup:
 
     @property
     def _column_axes(self) -> tuple[str, ...]:
-        return axis_tuple(self.layouts.stored.axes[1])
+        return axis_tuple(next(iter(self.layouts.stored.axes[1:]), None))
 
     def __call__(self, table: Any, indices: Any) -> Any:
         """Returns the rows of a table at some indices.

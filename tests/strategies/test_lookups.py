@@ -63,6 +63,18 @@ def test_rows_that_devices_exchange(strategy, microbatches):
     assert_same_numbers(fitted(build, distribution, x, Y), fitted(build, None, x, Y), 1e-5)
 
 
+def test_one_index_for_each_row():
+    def build():
+        token = keras.Input((), dtype="int32")
+        table = layers.Embedding(64, 1024, dtype="mixed_bfloat16", name="embedding")
+        model = keras.Model(token, layers.Dense(VOCABULARY)(ops.cast(table(token), "float32")))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x, y = X[:, 0], Y[:, 0]
+    assert_same_numbers(fitted(build, STRATEGIES["FSDP"](build), x, y)["fit"], fitted(build, None, x, y)["fit"], 1e-3)
+
+
 @pytest.mark.parametrize("strategy", ["DP", "FSDP"])
 def test_lookups_are_summed_in_float32(strategy):
     """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
