@@ -68,6 +68,7 @@ class Workload:
         model = step.model
         dtypes = internals.compute_dtypes(model)
         trained = {id(v) for v in model.trainable_variables}
+        tied = internals.tied_tables(model)
         self._weights = [
             _Weight(
                 VariableSpec.of(v),
@@ -75,6 +76,7 @@ class Workload:
                 _itemsize(v.dtype),
                 _itemsize(dtypes.get(id(v), v.dtype)),
                 step.name == "train" and id(v) in trained,
+                internals.is_embedding_table(v.path) and id(v) not in tied,
             )
             for v in model.weights
         ]
@@ -98,7 +100,10 @@ class Workload:
         rows = distribution.step_rows.rows_of_device(step.name, global_rows)
         parts = candidate.size(CONTEXT)
         weights = gradients = updated = 0.0
+        lookups = rows * max((math.prod(spec.shape[1:]) for spec in specs if spec.shape), default=1)
         for weight in self._weights:
+            if candidate.shards_weights and parts == 1 and weight.sends_rows(distribution, lookups):
+                continue  # rows are few, next to weights
             axes = distribution.get_compute_layout(weight.spec).axes if candidate.size(MODEL) > 1 else ()
             divided = weight.elements / (candidate.size(MODEL) if any(axes) else 1)
             weights += divided * weight.compute_size
@@ -143,13 +148,22 @@ class Workload:
 
 
 class _Weight(NamedTuple):
-    """A weight, with the bytes of an element where it is stored and where a layer computes with it."""
+    """A weight, with the bytes of an element where it is stored and where a layer computes with it.
+
+    `is_looked_up` is whether it is a table of which layers only look up rows.
+    """
 
     spec: VariableSpec
     elements: int
     stored_size: int
     compute_size: int
     is_trained: bool
+    is_looked_up: bool
+
+    def sends_rows(self, distribution: Distribution, lookups: int) -> bool:
+        """Whether devices, each of which looks up so many rows, send rows in place of the weight (FSDP)."""
+        axes = distribution.get_variable_layout(self.spec).axes  # pyright: ignore[reportArgumentType]
+        return self.is_looked_up and axes[0] is None and axes[-1] is not None and lookups < self.spec.shape[0]
 
 
 def _itemsize(dtype: Any) -> int:

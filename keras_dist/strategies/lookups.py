@@ -137,12 +137,18 @@ class Lookup:
         def forward(table, indices):
             return exchange(jnp.take(table, gather(indices), axis=0), split_axis=0, concat_axis=last)
 
-        def backward(indices, gradient):
+        def sums(indices, gradient):
             gradient = exchange(gradient, split_axis=last, concat_axis=0)
-            sums = _sums(gather(indices), gradient, (self.table_shape[0], gradient.shape[-1])).astype(gradient.dtype)
-            return jax.lax.psum(sums, replica_axes) if replica_axes else sums
+            shape = self.table_shape[0], gradient.shape[-1]
+            return _sums(gather(indices), gradient, shape).astype(gradient.dtype)[None]
 
-        return self._on_devices(forward, (columns, rows), rows), self._on_devices(backward, (rows, rows), columns)
+        sums_on_devices = self._on_devices(sums, (rows, rows), PartitionSpec(replica_axes, *columns))
+
+        def backward(indices, gradient):
+            stored = self.layouts.stored
+            return reduce_summands(sums_on_devices(indices, gradient), replica_axes, stored, stored)
+
+        return self._on_devices(forward, (columns, rows), rows), backward
 
     def _on_devices(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         mesh = self.placer.device_mesh.backend_mesh

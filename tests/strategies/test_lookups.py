@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.strategy_models import STRATEGIES, assert_same_numbers, scope
+from support.strategy_models import STRATEGIES, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
 
@@ -44,23 +44,33 @@ def test_rows_that_no_axis_divides():
     assert_same_numbers(fitted(tied, kd.DataParallel(), x, y), fitted(tied, None, x, y), 1e-5)
 
 
+def looks_up(policy=None):
+    """Devices have 128 columns or more of each row of the table."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(64, 1024, mask_zero=True, dtype=policy, name="embedding")(tokens)
+    model = keras.Model(tokens, layers.Dense(VOCABULARY)(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
 @pytest.mark.parametrize(("strategy", "microbatches"), [("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), ("HSDP", 1)])
 def test_rows_that_devices_exchange(strategy, microbatches):
-    """Devices have 128 columns or more of each row of the table, and exchange the rows that they look up."""
-
-    def build():
-        tokens = keras.Input((LENGTH,), dtype="int32")
-        x = layers.Embedding(64, 1024, mask_zero=True, name="embedding")(tokens)
-        model = keras.Model(tokens, layers.Dense(VOCABULARY)(x))
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-        return model
-
-    distribution = STRATEGIES[strategy](build).with_step_options(kd.StepOptions(microbatches=microbatches))
+    distribution = STRATEGIES[strategy](looks_up).with_step_options(kd.StepOptions(microbatches=microbatches))
     with distribution.scope():
-        table = build().get_layer("embedding").embeddings
+        table = looks_up().get_layer("embedding").embeddings
         assert distribution.get_variable_layout(table).axes == (None, "fsdp")
     x = X - (X == 1)  # some are masked
-    assert_same_numbers(fitted(build, distribution, x, Y), fitted(build, None, x, Y), 1e-5)
+    assert_same_numbers(fitted(looks_up, distribution, x, Y), fitted(looks_up, None, x, Y), 1e-5)
+
+
+def test_replicas_sum_in_bfloat16_on_a_mesh_with_other_axes():
+    def build():
+        return looks_up("mixed_bfloat16")
+
+    rules = kd.LayoutMap(kd.create_device_mesh("replica:2,fsdp:2,model:2"))
+    rules["dense/kernel"] = (None, "model")
+    found, expected = fitted(build, fsdp(layout_map=rules))["fit"], fitted(build)["fit"]
+    assert_same_numbers(found, expected, 5e-3)
 
 
 def test_one_index_for_each_row():
