@@ -151,21 +151,16 @@ class Search:
         distribution = self.candidates[candidate]
 
         def compile(options: StepOptions) -> Plan:
-            changed = replace(candidate, options=options)
-            self._with_options.add(changed)
-            self.candidates[changed] = distribution.with_step_options(options)
+            changed, under = replace(candidate, options=options), distribution.with_step_options(options)
+            plan = self.compile(under, functools.partial(self.show, changed))
+            self.candidates[changed], self.plans[changed] = under, plan
             self._order.setdefault(changed, len(self._order))
-            try:
-                plan = self.compile(self.candidates[changed], functools.partial(self.show, changed))
-            except (ValueError, RuntimeError) as error:
-                self.refused[changed] = str(error)
-                raise
-            self.plans[changed] = plan
+            self._with_options.add(changed)
             return plan
 
         # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
         searched = SEARCHED if self.best is None else [name for name in SEARCHED if name != "offload"]
-        with contextlib.suppress(ValueError, RuntimeError):  # which `compile` has noted
+        with contextlib.suppress(ValueError, RuntimeError):  # the target refuses what is to be searched
             plan_with_fitting_options(self.plans[candidate], distribution, compile, searched)
 
     def _next(self) -> Candidate | None:
