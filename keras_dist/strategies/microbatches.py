@@ -113,7 +113,8 @@ class _Step:
         def add_part(carry, part):
             others, metrics, sums = carry
             gradients, (logs, others, metrics) = compute(state._replace(others=others, metrics=metrics), part)
-            sums = [self._added(*each) for each in zip(sums, gradients, self._layouts, strict=True)]
+            parts = zip(sums, gradients, self._layouts, strict=True)
+            sums = [self._constrained(mine.plus(gradient), layouts) for mine, gradient, layouts in parts]
             return (others, metrics, sums), logs
 
         carry = state.others, state.metrics, sums
@@ -171,14 +172,6 @@ class _Step:
         return self._constrained(
             Summands(*(None if each is None else jnp.zeros(each.shape, _sum_dtype(each)) for each in summands)), layouts
         )
-
-    def _added(self, sums: Summands, gradient: Summands, layouts: WeightLayouts) -> Summands:
-        def plus(mine: Any, other: Any) -> Any:  # a part of another size may be reduced where others are not
-            if mine is None or other is None:
-                return other if mine is None else mine
-            return mine + other.astype(mine.dtype)
-
-        return self._constrained(Summands(*map(plus, sums, gradient)), layouts)
 
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
         unreduced, reduced = sums

@@ -40,6 +40,16 @@ class Summands(NamedTuple):
     unreduced: Any
     reduced: Any
 
+    def plus(self, other: "Summands") -> "Summands":
+        """Returns the sum of two tensors, in the dtypes of this one."""
+
+        def add(mine: Any, its: Any) -> Any:
+            if mine is None or its is None:
+                return its if mine is None else mine
+            return mine + its.astype(mine.dtype)
+
+        return Summands(*map(add, self, other))
+
 
 class UnreducedGradients:
     """A function that returns gradients and other outputs, rewritten so that gradients are `Summands`.
@@ -271,8 +281,7 @@ def _apply_linear(equation: Any, operands: Sequence[Any]) -> Summands:
             each if isinstance(each, Summands) else Summands(None, jnp.broadcast_to(each, shape)) for each in operands
         )
         second = jax.tree.map(jnp.negative, second) if name == "sub" else second
-        parts = zip(first, second, strict=True)
-        return Summands(*(mine if other is None else other if mine is None else mine + other for mine, other in parts))
+        return first.plus(second)
     in_axes = [0 if isinstance(each, Summands) else None for each in operands]
     unreduced, reduced = ([each[part] if isinstance(each, Summands) else each for each in operands] for part in (0, 1))
     each_entry = (lambda value: value) if name == "sharding_constraint" else jax.vmap(apply, in_axes)

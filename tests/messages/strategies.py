@@ -6,8 +6,10 @@ import jax
 import keras
 import numpy as np
 import pytest
+from support.strategy_models import OwnStep
 
 import keras_dist as kd
+from keras_dist.strategies.host_offload import require_host_memory
 
 
 def mesh():
@@ -96,11 +98,6 @@ def context_parallel(**options):
     return kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context", **options)
 
 
-class OwnStep(keras.Model):
-    def train_step(self, state, data):
-        return {}, state
-
-
 class Paired(keras.Model):
     """A model with an input that has other rows than its targets."""
 
@@ -123,6 +120,12 @@ def fit_with(kind=keras.Model, more=None, **options):
         model.train_on_batch(x if more is None else (x, more), np.ones((8, 2)))
 
 
+def without_host_memory():
+    """A mesh of devices that cannot use the memory of their host."""
+    device = mock.Mock(device_kind="old chip", addressable_memories=lambda: [mock.Mock(kind="device")])
+    return mock.Mock(backend_mesh=mock.Mock(devices=np.array([device])))
+
+
 CASES = {
     "no microbatches": lambda: kd.StepOptions(microbatches=0),
     "an unknown frequency": lambda: kd.StepOptions(reduce_gradients="epoch"),
@@ -135,6 +138,7 @@ CASES = {
     "an unknown rematerialization": lambda: kd.StepOptions(remat="half"),
     "an unknown kind of offloading": lambda: kd.StepOptions(offload="weights"),
     "offloaded activations without dots": lambda: kd.StepOptions(offload="activations"),
+    "offloading on devices without such memory": lambda: require_host_memory(without_host_memory()),
     "something else as rematerialization": lambda: kd.StepOptions(remat=True),
     "something else as step options": lambda: kd.DataParallel(step_options={"microbatches": 4}),
     "microbatches of arrays with other numbers of rows": lambda: fit_with(Paired, np.ones((5, 4)), microbatches=2),

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.strategy_models import MODELS, STRATEGIES, assert_same_numbers, scope
+from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
 
@@ -201,22 +201,6 @@ def test_arrays_with_other_numbers_of_rows_raise():
         model.compile("sgd", "mse")
         with pytest.raises(ValueError, match=r"microbatches=2 .*\(8, 3\), \(5, 3\)"):
             model.fit((batch for batch in [((vectors(8, 3), vectors(5, 3)), vectors(8, 2))]), verbose=0)
-
-
-class OwnStep(keras.Model):
-    """A model whose train step computes its gradients itself."""
-
-    def train_step(self, state, data):
-        weights, others, optimizer, metrics = state
-        x, y = data
-
-        def loss(weights):
-            outputs, _ = self.stateless_call(weights, others, x)
-            return ops.mean((outputs - y) ** 2)
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        weights, optimizer = self.optimizer.stateless_apply(optimizer, gradients, weights)
-        return {"loss": value}, (weights, others, optimizer, metrics)
 
 
 class LoggingStep(keras.Model):

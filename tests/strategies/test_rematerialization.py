@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support.strategy_models import assert_same_numbers, scope
+from support.strategy_models import OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
 from keras_dist._keras.repeated_blocks import RepeatedBlocks
@@ -208,21 +208,6 @@ def test_blocks_of_known_networks():
     (parts,) = [parts for parts in RepeatedBlocks(model)._parts.values() if any(part.is_block for part in parts)]
     assert sum(part.is_block for part in parts) == 12
     assert all(len(part.nodes) == 10 for part in parts if part.is_block)
-
-
-class OwnStep(keras.Model):
-    """A model whose train step computes its gradients itself."""
-
-    def train_step(self, state, data):
-        weights, others, optimizer, metrics = state
-
-        def loss(weights):
-            outputs, _ = self.stateless_call(weights, others, data[0])
-            return outputs.sum()
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        weights, optimizer = self.optimizer.stateless_apply(optimizer, gradients, weights)
-        return {"loss": value}, (weights, others, optimizer, metrics)
 
 
 def test_remat_of_a_train_step_that_the_user_defines():

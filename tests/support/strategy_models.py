@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import keras
 import numpy as np
 from keras import layers, ops
@@ -84,6 +85,21 @@ def mixture(optimizer="adam"):
     model = keras.Model(inputs, layers.Dense(4, name="head")(x), name="mixture")
     model.compile(optimizer, "mse", metrics=["mae"])
     return model
+
+
+class OwnStep(keras.Model):
+    """A model whose train step computes its gradients itself."""
+
+    def train_step(self, state, data):
+        weights, others, optimizer, metrics = state
+
+        def loss(weights):
+            outputs, _ = self.stateless_call(weights, others, data[0])
+            return ops.sum(outputs)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        weights, optimizer = self.optimizer.stateless_apply(optimizer, gradients, weights)
+        return {"loss": value}, (weights, others, optimizer, metrics)
 
 
 def _data(*shape, classes=0, seed=0):
