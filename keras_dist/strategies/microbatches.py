@@ -20,7 +20,7 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.strategies.jaxpr_evaluation import as_function
-from keras_dist.strategies.resharding import to_compute_layout
+from keras_dist.strategies.resharding import layout_of_summands, to_compute_layout
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients, reduced
 from keras_dist.strategies.weight_layouts import WeightLayouts
@@ -176,7 +176,7 @@ class _Step:
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
         unreduced, reduced = sums
         if unreduced is not None:
-            spec = PartitionSpec(self._axes, *layouts.compute.backend_layout.spec)
+            spec = PartitionSpec(self._axes, *layout_of_summands(layouts.compute, self._axes).backend_layout.spec)
             unreduced = with_sharding_constraint(unreduced, NamedSharding(self._mesh, spec))
         if reduced is not None:
             reduced = with_sharding_constraint(reduced, layouts.update.backend_layout)

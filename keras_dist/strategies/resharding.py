@@ -71,15 +71,22 @@ def apply_to_gradient(function: Callable[[Any], Any], value: Any, to_value: Call
     return changed(value)
 
 
+def layout_of_summands(compute: TensorLayout, axes: Sequence[str]) -> TensorLayout:
+    """Returns the layout of each summand of a gradient: that of compute, without axes over which there are summands."""
+    others = [tuple(name for name in axis_tuple(entry) if name not in axes) or None for entry in compute.axes]
+    return TensorLayout(others, compute.device_mesh)
+
+
 def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
     """Returns the sum of a gradient's summands in the layout of its update, in one reduce-scatter where possible.
 
     Args:
-        summands: Array (summands, ...) whose dim 0 is sharded over `axes`, and the others as in `compute`.
+        summands: Array (summands, ...) whose dim 0 is sharded over `axes`, and the others as `layout_of_summands` says.
         axes: Axes of the mesh.
         compute: The layout in which layers compute with the weight.
         update: The layout of its gradient and optimizer state.
     """
+    compute = layout_of_summands(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _newly_sharded(compute, update)
     num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
