@@ -2,6 +2,7 @@
 
 * `plan.py`: `plan`, which puts the parts below together.
 * `report.py`: `Plan`, as data and as a printed report. `compare.py`: several plans in one table.
+* `fitting_options.py`: step options that make a step fit, and `remat="auto"`.
 * `auto.py`: `auto`, which chooses among distributions; `choosing.py` does it for one batch on some devices, and
   `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `search_space.py`: those
   for a model; `closed_forms.py`: what is known of them before compilation; `estimates.py`: what is expected;

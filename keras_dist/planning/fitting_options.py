@@ -1,6 +1,6 @@
 """Step options with which a training step fits into memory that does not fit without them: found by compiling."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from keras_dist._keras.train_step import OptionWithoutEffectError
@@ -51,13 +51,14 @@ def plan_with_fitting_options(
             usable.remove(error.option)
 
 
-def _ladders(planned: Plan, distribution: Distribution, usable: Sequence[str]) -> Iterator[list[StepOptions]]:
-    options, memory = planned.step_options, planned.memory
+def _ladders(planned: Plan, distribution: Distribution, usable: Sequence[str]) -> list[list[StepOptions]]:
+    options, memory, ladders = planned.step_options, planned.memory, []
     if memory.capacity is None or memory.state + memory.batch <= memory.capacity:
-        yield from filter(None, [_rungs(planned, distribution, options, usable)])
+        ladders.append(_rungs(planned, distribution, options, usable))
     if "offload" in usable and "optimizer" not in options.offload and memory.optimizer:
         offloaded = replace(options, offload=(*options.offload, "optimizer"))
-        yield [offloaded, *_rungs(planned, distribution, offloaded, usable)]
+        ladders.append([offloaded, *_rungs(planned, distribution, offloaded, usable)])
+    return [ladder for ladder in ladders if ladder]
 
 
 def _rungs(planned: Plan, distribution: Distribution, options: StepOptions, usable: Sequence[str]) -> list[StepOptions]:
