@@ -193,7 +193,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     weights = {id(variable) for variable in step.model.weights}
     optimizer = {id(variable) for variable in step.model.optimizer.variables} if step.name == "train" else set()
     variables = [variable for part in step.variables for variable in part]
-    owners = optimizer_state_owners(step.model.optimizer, variables)
+    owners = optimizer_state_owners(getattr(step.model, "optimizer", None), variables)
     placed = []
     for variable, spec in zip(variables, jax.tree.leaves(step.state_specs()), strict=True):
         layout, rule = step.layouts[id(variable)], step.distribution.rule(owners.get(id(variable), variable).path)

@@ -24,7 +24,12 @@ tables_reduced_later: ThreadValue[Collection[int]] = ThreadValue(())
 
 
 def are_reduced_once(model: Any, state: TrainState, batch: Any, placer: BatchPlacer) -> bool:
-    """Returns whether `train_step` computes a step: a traced one that trains tied tables with a sharded batch."""
+    """Returns whether `train_step` computes a step: a traced one that trains tied tables with a sharded batch.
+
+    Not under context parallelism, where XLA ends the process when it partitions sums over the batch axes alone.
+    """
+    if placer.sequence_axes:
+        return False
     is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch))
     return is_traced and any(_are_tied(model)) and bool(_row_axes(batch, placer))
 

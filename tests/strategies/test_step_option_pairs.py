@@ -78,7 +78,7 @@ runs = st.tuples(st.sampled_from(sorted(STRATEGIES)), st.sampled_from(COMBINED))
 
 @pytest.mark.slow
 @hypothesis.settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.generate],

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 
 import jax
 import keras
@@ -84,6 +85,7 @@ def train_cases(directory, cases, stop_after=None):
             self.model.stop_training |= self.done == stop_after
 
     found = {}
+    warnings.filterwarnings("ignore", "Batches of 7 rows")  # which tensor parallelism repeats on the devices of a shard
     for distribution, source in cases:
         if source == "PyDataset":
             data = process_matrix.py_dataset(process_matrix.Batches(True)).x
