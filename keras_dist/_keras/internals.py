@@ -209,14 +209,14 @@ def last_layers(model) -> list:
     return [tensor._keras_history.operation for tensor in jax.tree.leaves(outputs)]
 
 
-def reversible_embeddings(model) -> set[int]:
-    """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
-    return {id(layer._embeddings) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
-
-
 def embedding_table(layer) -> Any:
     """Returns the table of an `Embedding` layer."""
     return layer._embeddings
+
+
+def reversible_embeddings(model) -> set[int]:
+    """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
+    return {id(embedding_table(layer)) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
 
 
 def is_tied(layer) -> bool:

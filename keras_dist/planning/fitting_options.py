@@ -16,7 +16,7 @@ _MICROBATCHES = (2, 4, 8)
 def plan_with_fitting_options(
     planned: Plan,
     distribution: Distribution,
-    compile: Callable[[StepOptions], Plan],
+    compile: Callable[[Distribution], Plan],
     searched: Sequence[str] = SEARCHED,
 ) -> Plan:
     """Returns the plan with the step options of least cost that make a step fit; if none do, the last one compiled.
@@ -33,15 +33,19 @@ def plan_with_fitting_options(
     Args:
         planned: The plan of a training step that does not fit.
         distribution: Its distribution.
-        compile: Plans the step with other options.
+        compile: Plans the step under the distribution with other options.
         searched: Names of the options that may be changed, of those that `distribution` leaves at their defaults.
     """
+
+    def compile_with(options: StepOptions) -> Plan:
+        return compile(distribution.with_step_options(options))
+
     usable = list(searched)
     while True:
         try:
             best = planned
             for ladder in _ladders(planned, distribution, usable):
-                best = _lowest_that_fits(ladder, compile)
+                best = _lowest_that_fits(ladder, compile_with)
                 if best.fits is not False:
                     break
             return best

@@ -9,7 +9,6 @@ import jax
 import keras
 
 from keras_dist._keras import internals
-from keras_dist._keras.internals import data_adapter_utils
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
@@ -27,7 +26,6 @@ from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.rematerialization import AUTO
-from keras_dist.strategies.step_options import StepOptions
 from keras_dist.variables.variable_layouts import optimizer_state_owners
 
 
@@ -96,14 +94,13 @@ def plan(
         _require_depths(depth, compile_depths)
     with show_progress(progress) as report:
 
-        def plan_with(options_of_step: StepOptions) -> Plan:
-            changed = distribution.with_step_options(options_of_step)
+        def plan_under(changed: Distribution) -> Plan:
             return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report)
 
-        planned = plan_with(distribution.step_options)
+        planned = plan_under(distribution)
         if step != "train" or planned.fits is not False:
             return planned
-        found = plan_with_fitting_options(planned, distribution, plan_with)
+        found = plan_with_fitting_options(planned, distribution, plan_under)
         if found.fits is not False:
             return dataclasses.replace(planned, fitting_plan=found)
         if found is planned:
@@ -129,14 +126,14 @@ def plan_step(
     """
     if step == "train" and distribution.step_options.remat == AUTO:
 
-        def plan_with(options_of_step: StepOptions) -> Plan:
-            changed = distribution.with_step_options(options_of_step)
+        def plan_under(changed: Distribution) -> Plan:
             return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report, cache)
 
-        planned = plan_with(dataclasses.replace(distribution.step_options, remat=None))
+        without = dataclasses.replace(distribution.step_options, remat=None)
+        planned = plan_under(distribution.with_step_options(without))
         if planned.fits is not False:
             return planned
-        return plan_with_fitting_options(planned, distribution, plan_with, ("remat",))
+        return plan_with_fitting_options(planned, distribution, plan_under, ("remat",))
     device = distribution.device_mesh.backend_mesh.devices.flat[0]
     # A CPU device has a share of this machine's memory, which only a target knows.
     chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
@@ -165,7 +162,7 @@ def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any
     if distribution.step_options.remat != AUTO:
         return distribution
     with show_progress(None) as report:
-        arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        arrays = internals.data_adapter_utils.unpack_x_y_sample_weight(batch)
         planned = plan_step(model, distribution, arrays, "train", None, (2, 4), FrozenMapping(), report)
     return distribution.with_step_options(planned.step_options)
 

@@ -271,13 +271,9 @@ def _what_fits(plan: Plan, fitting: Plan) -> Section:
         for each in (plan, fitting)
     ]
     columns = "step options", ">memory", ">sent", ">to and from host", ">forecast"
-    lines = f"It fits with step_options=kd.{fitting.step_options}.", *_unpriced(fitting)
-    return "What makes it fit", [Lines(lines), Table(columns, rows)]
-
-
-def _unpriced(plan: Plan) -> tuple[str, ...]:
-    """Returns what the forecast of a plan leaves out."""
-    return ("The forecast does not include transfers to and from the host.",) if plan.host_traffic else ()
+    lines = [f"It fits with step_options=kd.{fitting.step_options}."]
+    lines += ["The forecast does not include transfers to and from the host."] if fitting.host_traffic else []
+    return "What makes it fit", [Lines(tuple(lines)), Table(columns, rows)]
 
 
 def _memory(plan: Plan) -> Section:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,7 +62,6 @@ class Search:
     def __post_init__(self):
         self.estimates = Estimates(self.sizes, self.hardware)
         self._order = {candidate: number for number, candidate in enumerate(self.candidates)}
-        self._count, self._with_options = len(self.candidates), set()
         self.capacity = None if self.hardware is None else self.hardware.memory_bytes
 
     def run(self) -> Candidate | None:
@@ -100,14 +99,16 @@ class Search:
     @property
     def compiled(self) -> int:
         """The number of candidates that were compiled, or refused by the compiler, without step options."""
-        return sum(candidate not in self._with_options for candidate in (*self.plans, *self.refused))
+        return _count_without_options((*self.plans, *self.refused))
 
     @property
     def limit(self) -> int:
         """The most candidates to compile."""
         if self.trials is not None:
             return self.trials
-        return _MOST if self.best is None else min(_MOST, max(_FEWEST, int(_FRACTION * self._count)))
+        if self.best is None:
+            return _MOST
+        return min(_MOST, max(_FEWEST, int(_FRACTION * _count_without_options(self.candidates))))
 
     @property
     def untried(self) -> list[Candidate]:
@@ -150,12 +151,11 @@ class Search:
         """Compiles a candidate that does not fit with step options, until those of least cost are found that fit."""
         distribution = self.candidates[candidate]
 
-        def compile(options: StepOptions) -> Plan:
-            changed, under = replace(candidate, options=options), distribution.with_step_options(options)
+        def compile(under: Distribution) -> Plan:
+            changed = replace(candidate, options=under.step_options)
             plan = self.compile(under, functools.partial(self.show, changed))
             self.candidates[changed], self.plans[changed] = under, plan
             self._order.setdefault(changed, len(self._order))
-            self._with_options.add(changed)
             return plan
 
         # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
@@ -252,3 +252,7 @@ class Search:
         if ratio <= 1:
             return "equal; the chosen one is simpler"
         return f"{100 * (ratio - 1):.1f}% {'slower' if self.objective == 'time' else 'more memory'}"
+
+
+def _count_without_options(candidates: Iterable[Candidate]) -> int:
+    return sum(candidate.options == StepOptions() for candidate in candidates)

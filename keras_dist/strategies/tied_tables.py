@@ -23,7 +23,7 @@ tables_reduced_later: ThreadValue[Collection[int]] = ThreadValue(())
 """The ids of the tables whose gradients are not reduced in the trace that runs in this thread."""
 
 
-def are_reduced_once(model: Any, state: TrainState, batch: Any, placer: BatchPlacer) -> bool:
+def are_reduced_once(model: Any, batch: Any, placer: BatchPlacer) -> bool:
     """Returns whether `train_step` computes a step: a traced one that trains tied tables with a sharded batch.
 
     Not under context parallelism, where XLA ends the process when it partitions sums over the batch axes alone.

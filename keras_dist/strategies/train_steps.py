@@ -67,7 +67,7 @@ class TrainSteps(TrainStepHooks):
         if self.required_options is not None:
             note_computed()
             logs, new_state = train_step(*arguments, self._options, self._placer, self._layouts(model))
-        elif tied_tables.are_reduced_once(*arguments, self._placer):
+        elif tied_tables.are_reduced_once(model, batch, self._placer):
             logs, new_state = tied_tables.train_step(*arguments, self._placer, self._layouts(model))
         else:
             return keras_train_step(model, state, batch)

@@ -46,7 +46,8 @@ def search(capacity, without=(), searched=SEARCHED, state=1, needed=NEEDED):
 
     compiled = []
 
-    def compile(options):
+    def compile(distribution):
+        options = distribution.step_options
         for name in without:
             if getattr(options, name) not in (None, 1):
                 raise OptionWithoutEffectError(name, "no effect")

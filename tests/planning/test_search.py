@@ -6,9 +6,10 @@ import keras
 import pytest
 from keras import layers
 
-from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES
+from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.closed_forms import ATTENTION, SEQUENCE, TENSOR, WEIGHTS
 from keras_dist.planning.estimates import Estimates
+from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.places import place_of
 from keras_dist.planning.search import Search
 from keras_dist.planning.search_space import search_space
@@ -97,11 +98,12 @@ def test_candidates_of_an_unknown_kind_may_overlap_better(space):
     [(4, None, 12, 3), (27, None, 12, 6), (159, None, 12, 12), (27, 20, 20, 20), (27, 1, 1, 1)],
 )
 def test_a_quarter_of_the_candidates_is_compiled_by_default(candidates, trials, limit, limit_once_one_fits):
-    found = Search(dict.fromkeys(range(candidates)), {}, None, "memory", trials, None, print)
+    first, second, *others = (Candidate("dp", FrozenMapping({"data": number})) for number in range(candidates))
+    found = Search(dict.fromkeys((first, second, *others)), {}, None, "memory", trials, None, print)
     assert found.limit == limit
-    found.plans[0] = SimpleNamespace(fits=False)
+    found.plans[first] = SimpleNamespace(fits=False)
     assert found.limit == limit
-    found.plans[1] = SimpleNamespace(fits=True, host_traffic=0, memory=SimpleNamespace(total=1))
+    found.plans[second] = SimpleNamespace(fits=True, host_traffic=0, memory=SimpleNamespace(total=1))
     assert found.limit == limit_once_one_fits
 
 
