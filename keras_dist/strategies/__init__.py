@@ -7,7 +7,7 @@
 * `fsdp.py`: `FullyShardedDataParallel`, with HSDP.
 * `shard_dim.py`: which dim of a tensor to shard, if any dim would do.
 * `resharding.py`: weights in the layout that layers compute with, and their gradients.
-* `lookups.py`: rows of embedding tables; `tied_tables.py`: a step with tables that layers also multiply with.
+* `lookups.py`: rows of embedding tables.
 * `activations.py`: inputs and outputs of layers.
 * `rows.py`: the rows of a batch, split over all devices in a step.
 * `sequences.py`: sequences, sharded in a step or gathered where they cannot be split.
@@ -23,8 +23,8 @@
   example.
 * `mask_reader.py`: which elements of other values a mask reads, and which are positions.
 * `step_options.py`: `StepOptions`; `train_steps.py`: how train steps are computed with them.
-* `microbatches.py`: a step over parts of a batch; `unreduced_gradients.py`: gradients that devices add up later, with a
-  worked example.
+* `step_gradients.py`: the gradients of a step before they are reduced; `microbatches.py`: those of parts of a batch;
+  `unreduced_gradients.py`: gradients that devices add up later, with a worked example.
 * `rematerialization.py`: what the backward pass computes again; `host_offload.py`: optimizer state in host memory.
 * `dim_axes.py`: over which mesh axes a dim of a traced value is sharded.
 """

@@ -27,12 +27,12 @@ from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.lookups import Lookup
-from keras_dist.strategies.microbatches import current_microbatch
+from keras_dist.strategies.microbatches import weights_are_gathered
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.rows import RowSharding, axes_for_rows
 from keras_dist.strategies.sequences import SequenceSharding
+from keras_dist.strategies.step_gradients import reduced_later
 from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.tied_tables import tables_reduced_later
 from keras_dist.strategies.traced_weights import TracedWeights
 from keras_dist.strategies.train_steps import TrainSteps
 from keras_dist.strategies.weight_layouts import weight_layouts
@@ -310,7 +310,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
         stored, used, update = weight_layouts(variable, self)
-        if current_microbatch.value.has_gathered_weights and variable.trainable:
+        if weights_are_gathered.value and variable.trainable:
             stored = used
         if self.reduces_later(variable):
             update = None
@@ -319,12 +319,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return value
 
     def reduces_later(self, variable: keras.Variable) -> bool:
-        return current_microbatch.value.reduces_gradients_later or id(variable) in tables_reduced_later.value
+        return id(variable) in reduced_later.value
 
     def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int]) -> Lookup | None:
         table, is_tied = internals.embedding_table(layer), internals.is_tied(layer)
         layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
-        if current_microbatch.value.has_gathered_weights and table.trainable:
+        if weights_are_gathered.value and table.trainable:
             layouts = layouts._replace(stored=layouts.compute)
         lookup = Lookup(table.shape, indices_shape, layouts, self._placer, is_tied, reduces_later)
         if not lookup.has_sharded_rows:

@@ -1,4 +1,4 @@
-"""A train step over microbatches: the gradients of one part of a batch after the other, and one update.
+"""The gradients of a train step over microbatches: of one part of a batch after the other.
 
 Losses and gradients are those of the undivided batch, to rounding: Keras's means over rows, over unmasked elements and
 over sample weights are put together as means over the whole batch. Layers see the rows of one part at a time, so a
@@ -7,7 +7,7 @@ batch normalization has the statistics of each part, and random generators are u
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +17,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.internals import compute_dtypes, is_read_in_compute_dtype
 from keras_dist._keras.thread_value import ThreadValue
-from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients, compute_loss
+from keras_dist._keras.train_step import TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.strategies.jaxpr_evaluation import as_function
 from keras_dist.strategies.resharding import layout_of_summands, to_compute_layout
+from keras_dist.strategies.step_gradients import StepGradients, reduced_later
 from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients, reduced
+from keras_dist.strategies.unreduced_gradients import Summands, UnreducedGradients
 from keras_dist.strategies.weight_layouts import WeightLayouts
 
-
-class Microbatch(NamedTuple):
-    """What is done to weights once for all microbatches, and so not in the trace of one."""
-
-    has_gathered_weights: bool
-    reduces_gradients_later: bool
+weights_are_gathered: ThreadValue[bool] = ThreadValue(False)
+"""Whether the microbatch that is being traced in this thread reads weights that were gathered for all of them."""
 
 
-current_microbatch: ThreadValue[Microbatch] = ThreadValue(Microbatch(False, False))
-"""What the microbatch is that is being traced in this thread."""
-
-
-def train_step(
+def gradients_of_microbatches(
     model: Any,
     state: TrainState,
     batch: Any,
     options: StepOptions,
     placer: BatchPlacer,
     layouts: Sequence[WeightLayouts],
-) -> tuple[dict, TrainState]:
-    """Returns the logs and the new state of a model after one update.
+) -> StepGradients:
+    """Computes what a train step does before the update, one part of a batch after the other.
 
     Args:
         model: The model.
@@ -70,7 +63,7 @@ class _Step:
         self._totals: list = []  # see `LossParts`
         self._sum_dtypes: list = [None] * len(layouts)  # see `UnreducedGradients`
 
-    def run(self) -> tuple[dict, TrainState]:
+    def run(self) -> StepGradients:
         rows = self._rows // self._shards  # of each device
         size = -(-rows // self._options.microbatches)
         count, rest = divmod(rows, size)
@@ -79,10 +72,7 @@ class _Step:
         state, sums, logs = self._accumulate(self._state._replace(weights=gathered), None, 0, size, count)
         if rest:
             state, sums, logs = self._accumulate(state, sums, count * size, rest, 1)
-        state = state._replace(weights=weights)
-        gradients = map(self._reduced, sums, self._sum_dtypes, weights, self._layouts)
-        weights, optimizer = apply_gradients(self._model, state, list(gradients))
-        return logs, state._replace(weights=weights, optimizer=optimizer)
+        return StepGradients(sums, self._sum_dtypes, self._axes, logs, state._replace(weights=weights))
 
     def _gathered(self, weights: Sequence[Any]) -> list[Any]:
         """Returns weights in the layout and dtype in which layers compute with them."""
@@ -129,10 +119,12 @@ class _Step:
     def _gradients_of_part(self, state: TrainState, parts: list, fraction: float) -> Callable:
         """Returns a function of state and arrays of one part, to gradients as `Summands` and the other outputs."""
         is_reduced_later = self._options.reduce_gradients == "update" and self._shards > 1
-        microbatch = Microbatch(self._options.gather_weights == "update", is_reduced_later)
+        kept = {id(variable) for variable in self._model.trainable_variables} if is_reduced_later else ()
+        is_gathered = self._options.gather_weights == "update"
 
         def compute(state, totals, arrays):
-            with LossParts.scope(LossParts(fraction, totals)), current_microbatch.set_to(microbatch):
+            losses = LossParts.scope(LossParts(fraction, totals))
+            with losses, reduced_later.set_to(kept), weights_are_gathered.set_to(is_gathered):
                 batch = jax.tree.unflatten(self._structure, arrays)
                 return compute_gradients(self._model, state, batch, fraction)
 
@@ -181,10 +173,6 @@ class _Step:
         if reduced is not None:
             reduced = with_sharding_constraint(reduced, layouts.update.backend_layout)
         return Summands(unreduced, reduced)
-
-    def _reduced(self, sums: Summands, sum_dtype: Any, weight: Any, layouts: WeightLayouts) -> Any:
-        """Returns the gradient of a weight in the layout of its update."""
-        return reduced(sums, self._options.reduce_dtype or sum_dtype, self._axes, layouts).astype(weight.dtype)
 
 
 def _sum_dtype(value: Any) -> Any:

@@ -10,14 +10,14 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.distribution_hooks import TrainStepHooks
-from keras_dist._keras.train_step import TrainState, note_computed
+from keras_dist._keras.train_step import TrainState, apply_gradients, note_computed
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
-from keras_dist.strategies import tied_tables
 from keras_dist.strategies.host_offload import apply_with_state_on_host, require_host_memory
-from keras_dist.strategies.microbatches import train_step
+from keras_dist.strategies.microbatches import gradients_of_microbatches
 from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.strategies.rematerialization import rematerializing
+from keras_dist.strategies.step_gradients import gradients_of_batch, row_axes
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
@@ -63,18 +63,30 @@ class TrainSteps(TrainStepHooks):
         return rematerializing(model, self._options.remat, "activations" in self._options.offload)
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        arguments = model, TrainState(*state), batch
+        arguments, layouts = (model, TrainState(*state), batch), self._layouts(model)
         if self.required_options is not None:
             note_computed()
-            logs, new_state = train_step(*arguments, self._options, self._placer, self._layouts(model))
-        elif tied_tables.are_reduced_once(model, batch, self._placer):
-            logs, new_state = tied_tables.train_step(*arguments, self._placer, self._layouts(model))
+            gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts)
+        elif tables := self._tied_tables(model, batch):
+            gradients = gradients_of_batch(*arguments, self._placer, tables)
         else:
             return keras_train_step(model, state, batch)
-        return logs, tuple(new_state)
+        state = gradients.state
+        weights, optimizer = apply_gradients(model, state, gradients.reduced(layouts, self._options.reduce_dtype))
+        return gradients.logs, tuple(state._replace(weights=weights, optimizer=optimizer))
 
     def _layouts(self, model: keras.Model) -> list[WeightLayouts]:
         return [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
+
+    def _tied_tables(self, model: keras.Model, batch: Any) -> set[int]:
+        """Returns the ids of the embedding tables that are trained and that layers also multiply with.
+
+        XLA reduces the gradients of both uses. Not under context parallelism, where XLA ends the process when it
+        partitions sums over the batch axes alone.
+        """
+        if self._placer.sequence_axes or not row_axes(batch, self._placer):
+            return set()
+        return internals.tied_tables(model) & {id(variable) for variable in model.trainable_variables}
 
     def apply_gradients(
         self,
