@@ -43,7 +43,7 @@ class Checkpointed(layers.Layer):
         self.function, self.parts = function, parts
 
     def call(self, x):
-        return jax.checkpoint(self.function)(x)
+        return jax.checkpoint(lambda x: self.function(x))(x)  # a new function each time: JAX keeps the trace of one
 
     def compute_output_shape(self, shape):
         return shape

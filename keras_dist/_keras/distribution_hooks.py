@@ -188,6 +188,13 @@ class TrainStepHooks(Protocol):
         """Returns the context in which the train step of a model is traced, also one that the user defines."""
         ...
 
+    def accumulation(self, model: keras.Model) -> Any:
+        """Returns how steps accumulate gradients, a `strategies.gradient_accumulation.GradientAccumulation`.
+
+        None: as Keras does, or not at all.
+        """
+        ...
+
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
         """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
         ...

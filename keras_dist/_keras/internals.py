@@ -9,7 +9,7 @@ import functools
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -50,6 +50,7 @@ try:
     from keras.src.backend.jax import math as keras_math  # noqa: F401
     from keras.src.backend.jax import nn as nn
     from keras.src.backend.jax import numpy as keras_numpy  # noqa: F401
+    from keras.src.backend.jax import optimizer as jax_optimizer  # noqa: F401
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
@@ -227,6 +228,27 @@ def is_tied(layer) -> bool:
 def tied_tables(model) -> set[int]:
     """Returns the ids of the tables in which layers look up rows and with which they multiply."""
     return {id(embedding_table(layer)) for layer in model._flatten_layers() if is_tied(layer)}
+
+
+def gradient_accumulators(optimizer, weights: Sequence) -> list | None:
+    """Returns the variables in which an optimizer adds up gradients of weights; None unless it adds up those of all."""
+    if not getattr(optimizer, "gradient_accumulation_steps", None) or not optimizer.built:
+        return None
+    index = optimizer._trainable_variables_indices
+    if any(id(weight) not in index or optimizer._overwrite_variable_with_gradient(weight) for weight in weights):
+        return None
+    return [optimizer._accumulated_gradients[index[id(weight)]] for weight in weights]
+
+
+def iterations(optimizer):
+    """Returns the variable in which an optimizer counts batches."""
+    return optimizer._iterations
+
+
+def computes_train_step_as_keras(model) -> bool:
+    """Returns whether a model's train step is that of Keras, and compiled."""
+    is_compiled = model.compiled and model.jit_compile and not model.run_eagerly
+    return is_compiled and type(model).train_step is trainer.JAXTrainer.train_step
 
 
 def is_embedding_table(path: str) -> bool:

@@ -16,10 +16,21 @@ class _Leaves(UserList):
 
     The trainer assigns the state to an attribute of the model after each step, and Keras tracks attributes: at every
     step it would search a list of arrays for layers and variables, array by array. It does not search other sequences.
+
+    Iterated over, it is the values of variables: `to_variables` of the state of steps, `data`, where the two differ.
     """
 
+    def __init__(self, values, to_variables: Callable[[list], list] | None = None):
+        super().__init__(values)
+        self._to_variables = to_variables
 
-jax.tree_util.register_pytree_node(_Leaves, lambda leaves: (leaves.data, None), lambda _, values: _Leaves(values))
+    def __iter__(self):
+        return iter(self.data if self._to_variables is None else self._to_variables(self.data))
+
+
+jax.tree_util.register_pytree_node(
+    _Leaves, lambda leaves: (leaves.data, leaves._to_variables), lambda converter, values: _Leaves(values, converter)
+)
 
 
 def _as_list(part):
@@ -36,24 +47,48 @@ def state_variables(model, step: str) -> list[list]:
     return parts
 
 
-def step_function(model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any]) -> Callable:
+_OPTIMIZER = 2  # the part of a train step's state
+
+
+def step_function(
+    model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any], accumulation: Any = None
+) -> Callable:
     """Wraps Keras's function of a step: state is passed as `_Leaves`, and a step that fails loses no variable.
 
     Keras restores the values of variables only from a step that has ended. If the first step fails, they are lost.
-    `finish` converts the outputs, given them and the iterator.
+
+    Args:
+        model: the model.
+        step: the step.
+        keras_function: Keras's function.
+        finish: converts the outputs, given them and the iterator.
+        accumulation: converts the state of the optimizer, if steps have it in another form than the variables: a
+            `GradientAccumulation`.
     """
+    converters = {} if accumulation is None else {_OPTIMIZER: accumulation.to_variables}
+
+    def between_steps(state) -> tuple:
+        return tuple(
+            _Leaves(part, converters.get(index)) if type(part) is list else part for index, part in enumerate(state)
+        )
 
     def function(state, iterator):
         if iterator is NOTHING_LEFT:
-            return _metrics_result(model, _as_list(state[-1])), tuple(_Leaves(_as_list(part)) for part in state)
-        state = _without_sharing(state) if type(state[0]) is list else tuple(map(_as_list, state))
+            return _metrics_result(model, _as_list(state[-1])), between_steps(state)
+        if type(state[0]) is not list:
+            state = tuple(map(_as_list, state))
+        else:  # the values of variables
+            state = _without_sharing(state)
+            if accumulation is not None:
+                optimizer = accumulation.from_variables(state[_OPTIMIZER])
+                state = tuple(optimizer if index == _OPTIMIZER else part for index, part in enumerate(state))
         try:
             outputs, new_state = keras_function(state, iterator)
         except BaseException:
-            _fill_from_state(model, step, state)
+            _fill_from_state(model, step, between_steps(state))
             model._jax_state, model._jax_state_synced = None, True
             raise
-        return finish(outputs, iterator), tuple(_Leaves(part) if type(part) is list else part for part in new_state)
+        return finish(outputs, iterator), between_steps(new_state)
 
     return function
 
@@ -86,7 +121,7 @@ def forget_compiled_functions(model) -> None:
 
         def function(state, iterator, step=step, attribute=attribute):
             setattr(model, attribute, None)
-            state = tuple(map(_as_list, state))
+            state = tuple(map(list, state))
             # Keras reads the values when it makes a function. In a running `fit` they are in the state.
             filled = _fill_from_state(model, step, state)
             model._jax_state = None

@@ -27,6 +27,7 @@ from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.planning.plan import with_remat_chosen
+from keras_dist.strategies.gradient_accumulation import is_updating
 from keras_dist.strategies.microbatches import LossParts
 from keras_dist.variables.redistribute import place_new_seed_generators
 from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
@@ -45,10 +46,21 @@ def _distribute_data(original, distribution, data, layouts=None):
 @INSTALLED.patch(
     trainer.JAXTrainer,
     "train_step",
-    reason="gradients of microbatches (`gradient_accumulation_steps`) are all-reduced each time",
+    reason="the terms of a sum of gradients (`gradient_accumulation_steps`, tied tables) are all-reduced one by one",
 )
 def _train_step(original, distribution, self, state, data):
     return distribution.train_steps.compute(original, self, state, data)
+
+
+@INSTALLED.patch(
+    trainer.JAXTrainer,
+    "_get_state_sharding_spec",
+    reason="accumulated gradients (`gradient_accumulation_steps`) are not placed as their variables while steps run",
+)
+def _get_state_sharding_spec(original, distribution, self):
+    weights, others, optimizer, metrics = original(self)
+    accumulation = distribution.train_steps.accumulation(self) if optimizer else None
+    return weights, others, optimizer if accumulation is None else accumulation.shardings(optimizer), metrics
 
 
 @INSTALLED.patch(
@@ -68,6 +80,19 @@ def _predict_step(original, distribution, self, state, data):
 def _stateless_apply(original, distribution, self, optimizer_variables, grads, trainable_variables):
     apply = functools.partial(original, self)
     return distribution.train_steps.apply_gradients(apply, self, optimizer_variables, grads, trainable_variables)
+
+
+@INSTALLED.patch(
+    internals.jax_optimizer.JaxOptimizer,
+    "_backend_apply_gradients",
+    reason="an update with accumulated gradients holds the old state in memory too, for batches without an update",
+)
+def _backend_apply_gradients(original, distribution, self, grads, trainable_variables):
+    if not is_updating.value or self.use_ema:
+        return original(self, grads, trainable_variables)
+    grads = self._clip_gradients([gradient / self.gradient_accumulation_steps for gradient in grads])
+    self._apply_weight_decay(trainable_variables)
+    self._backend_update_step(grads, trainable_variables, self.learning_rate)
 
 
 @INSTALLED.patch(
@@ -192,7 +217,8 @@ def _patch_make_function(step: str) -> None:
             with step_replaced(self, step, with_remat_chosen):
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
-            function = step_function(self, step, getattr(self, attribute), finish)
+            accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
+            function = step_function(self, step, getattr(self, attribute), finish, accumulation)
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
         return None

@@ -40,6 +40,11 @@ class BatchPlacer:
         self._subsets.sort(key=lambda pair: -pair[0])
         self._has_warned = False
 
+    @property
+    def num_batch_shards(self) -> int:
+        """The product of the sizes of the batch axes."""
+        return self._subsets[0][0]
+
     def axes_for(self, rows: int) -> tuple[str, ...]:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
         return next(axes for size, axes in self._subsets if rows % size == 0)
@@ -50,7 +55,7 @@ class BatchPlacer:
         XLA does so with the right numbers if the batch axes are all axes of the mesh. Where another axis repeats rows,
         it adds the padding of shards to the gradients of lookups.
         """
-        shards = self._subsets[0][0]
+        shards = self.num_batch_shards
         return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
 
     def warning_for(self, rows: int, axes: Sequence[str], reason: str = "") -> str | None:
@@ -61,7 +66,7 @@ class BatchPlacer:
             axes: the batch axes over which the step splits them.
             reason: why they are not split over all, if the number of rows and the mesh alone do not say so.
         """
-        shards, sizes = self._subsets[0][0], self.device_mesh.axis_sizes
+        shards, sizes = self.num_batch_shards, self.device_mesh.axis_sizes
         used = math.prod(sizes[name] for name in axes)
         if self._has_warned or rows == 0 or (used == shards and rows >= shards):
             return None

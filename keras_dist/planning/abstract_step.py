@@ -50,8 +50,8 @@ class Step:
             return function.trace(state, self.batch)
 
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
-        """Returns the shape, dtype and sharding of each variable."""
-        return tuple(
+        """Returns the shape, dtype and sharding of the state of each variable."""
+        specs = [
             [
                 jax.ShapeDtypeStruct(
                     v.shape, internals.stored_dtype(v), sharding=internals.as_sharding(self.layouts[id(v)])
@@ -59,7 +59,15 @@ class Step:
                 for v in part
             ]
             for part in self.variables
-        )
+        ]
+        if self.accumulation is not None:
+            specs[2] = self.accumulation.specs(specs[2])
+        return tuple(specs)
+
+    @property
+    def accumulation(self) -> Any:
+        """How the step accumulates gradients, a `GradientAccumulation`; None: as Keras does, or not at all."""
+        return self.distribution.train_steps.accumulation(self.model) if self.name == "train" else None
 
 
 def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
@@ -118,6 +126,21 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
 
 
 def notes_on_batch(step: Step) -> tuple[str, ...]:
+    """Returns notes on how batches are split over devices, and on how many of them make an update."""
+    return (*_notes_on_rows(step), *_notes_on_accumulation(step))
+
+
+def _notes_on_accumulation(step: Step) -> tuple[str, ...]:
+    if step.accumulation is None:
+        return ()
+    batches = step.model.optimizer.gradient_accumulation_steps
+    return (
+        f"Figures are those of a batch after which the weights are updated, one of {batches} "
+        f"(gradient_accumulation_steps={batches}). The others send no gradients.",
+    )
+
+
+def _notes_on_rows(step: Step) -> tuple[str, ...]:
     """Returns a note if devices repeat each other's work, since the batch axes do not divide the batch size."""
     replicas = step.distribution.num_model_replicas
     for spec in jax.tree.leaves(step.batch):

@@ -193,7 +193,11 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     owners = optimizer_state_owners(getattr(step.model, "optimizer", None), variables)
     placed = []
     for variable, spec in zip(variables, jax.tree.leaves(step.state_specs()), strict=True):
-        layout, rule = step.layouts[id(variable)], step.distribution.rule(owners.get(id(variable), variable).path)
+        layout = step.layouts[id(variable)]
+        has_layout = (
+            isinstance(layout, TensorLayout) and spec.shape == variable.shape
+        )  # gradients are accumulated without
+        rule = step.distribution.rule(owners.get(id(variable), variable).path)
         placed.append(
             PlacedVariable(
                 path=variable.path,
@@ -201,7 +205,7 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
                 shape=spec.shape,
                 dtype=str(spec.dtype),
                 rule=None if rule is None or layout != rule.layout else rule.pattern,
-                axes=tuple(layout.axes if isinstance(layout, TensorLayout) else spec.sharding.spec),
+                axes=tuple(layout.axes if has_layout else spec.sharding.spec),
                 shard_shape=spec.sharding.shard_shape(spec.shape),
                 bytes=bytes_on_a_device(spec),
                 is_on_host=is_in_host_memory(layout),

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -161,7 +160,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     @property
     def num_model_replicas(self) -> int:
         """The number of shards of a global batch: the product of the sizes of the batch axes."""
-        return math.prod(self._device_mesh.axis_sizes[name] for name in self._placer.batch_axes)
+        return self._placer.num_batch_shards
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         """Returns the layout of a batch: dim 0 over the batch axes, dim 1 over the sequence axes.

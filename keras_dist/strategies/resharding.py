@@ -88,10 +88,8 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
     """
     compute = layout_of_summands(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
-    dim, shard_axes = _newly_sharded(compute, update)
+    dim, shard_axes = _scattered_dim(compute, update, axes)
     num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
-    if not set(shard_axes) <= set(axes):
-        dim, shard_axes = None, ()
     others = tuple(name for name in axes if name not in shard_axes)
 
     def on_device(summand: Any) -> Any:
@@ -113,6 +111,45 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
     )
     reduced = reduce(summands) if axes else summands[0]
     return with_sharding_constraint(reduced, update.backend_layout)
+
+
+def as_summands(value: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
+    """Returns summands, as `reduce_summands` takes them, whose sum is `value`.
+
+    Each device's summand has the shard that the device holds in the layout of the update, and zeros elsewhere. So
+    nothing is sent. Among devices that hold the same shard, the first has it.
+    """
+    compute = layout_of_summands(compute, axes)
+    device_mesh = as_device_mesh(compute.device_mesh)
+    dim, shard_axes = _scattered_dim(compute, update, axes)
+    others = [name for name in axes if name not in shard_axes]
+
+    def on_device(shard: Any) -> Any:
+        summand = shard
+        if dim is not None:
+            num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
+            shape = [size * num_parts if each == dim else size for each, size in enumerate(shard.shape)]
+            start = jax.lax.axis_index(shard_axes) * shard.shape[dim]
+            summand = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, shard.dtype), shard, start, dim)
+        is_first = jnp.all(jnp.array([jax.lax.axis_index(name) == 0 for name in others]))
+        return jnp.where(is_first, summand, 0)[None]
+
+    held = compute if dim is None else update
+    return jax.shard_map(
+        on_device,
+        mesh=device_mesh.backend_mesh,
+        in_specs=held.backend_layout.spec,
+        out_specs=PartitionSpec(tuple(axes), *compute.backend_layout.spec),
+        check_vma=False,
+    )(value)
+
+
+def _scattered_dim(
+    compute: TensorLayout, update: TensorLayout, axes: Sequence[str]
+) -> tuple[int | None, tuple[str, ...]]:
+    """Returns the dim along which a sum over `axes` is reduce-scattered, and over which of them; None: all-reduced."""
+    dim, shard_axes = _newly_sharded(compute, update)
+    return (dim, shard_axes) if set(shard_axes) <= set(axes) else (None, ())
 
 
 def _newly_sharded(compute: TensorLayout, update: TensorLayout) -> tuple[int | None, tuple[str, ...]]:

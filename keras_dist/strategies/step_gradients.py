@@ -42,7 +42,7 @@ class StepGradients(NamedTuple):
     def reduced(self, layouts: Sequence[WeightLayouts], dtype: Any = None) -> list[Any]:
         """Returns the gradients in the layouts of the updates, sent in `dtype` where it is given."""
         each = zip(self.summands, self.sum_dtypes, self.state.weights, layouts, strict=True)
-        return [reduced(s, dtype or own, self.axes, layout).astype(w.dtype) for s, own, w, layout in each]
+        return [reduced(s, dtype or own or w.dtype, self.axes, layout).astype(w.dtype) for s, own, w, layout in each]
 
 
 def gradients_of_batch(

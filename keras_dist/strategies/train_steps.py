@@ -13,6 +13,7 @@ from keras_dist._keras.distribution_hooks import TrainStepHooks
 from keras_dist._keras.train_step import TrainState, apply_gradients, note_computed
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
+from keras_dist.strategies.gradient_accumulation import GradientAccumulation
 from keras_dist.strategies.host_offload import apply_with_state_on_host, require_host_memory
 from keras_dist.strategies.microbatches import gradients_of_microbatches
 from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
@@ -63,17 +64,38 @@ class TrainSteps(TrainStepHooks):
         return rematerializing(model, self._options.remat, "activations" in self._options.offload)
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        arguments, layouts = (model, TrainState(*state), batch), self._layouts(model)
+        state, layouts, accumulation = TrainState(*state), self._layouts(model), self.accumulation(model)
+        if accumulation is not None and not accumulation.is_in(state.optimizer):
+            accumulation = None  # a step of the user's own, which gets the values of the variables
+        for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
+        arguments = model, for_keras, batch
         if self.required_options is not None:
             note_computed()
             gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts)
+        elif accumulation is not None:
+            is_split = row_axes(batch, self._placer) == self._placer.batch_axes
+            kept = {id(variable) for variable in model.trainable_variables} if is_split else ()
+            gradients = gradients_of_batch(*arguments, self._placer, kept)
         elif tables := self._tied_tables(model, batch):
             gradients = gradients_of_batch(*arguments, self._placer, tables)
         else:
             return keras_train_step(model, state, batch)
-        state = gradients.state
-        weights, optimizer = apply_gradients(model, state, gradients.reduced(layouts, self._options.reduce_dtype))
-        return gradients.logs, tuple(state._replace(weights=weights, optimizer=optimizer))
+        new_state, dtype = gradients.state._replace(optimizer=state.optimizer), self._options.reduce_dtype
+        if accumulation is not None:
+            weights, optimizer = accumulation.apply(model, new_state, gradients, dtype)
+        else:
+            weights, optimizer = apply_gradients(model, new_state, gradients.reduced(layouts, dtype))
+        return gradients.logs, tuple(new_state._replace(weights=weights, optimizer=optimizer))
+
+    def accumulation(self, model: keras.Model) -> GradientAccumulation | None:
+        is_possible = self._options.reduce_gradients == "update" and "optimizer" not in self._options.offload
+        if not is_possible or self._placer.num_batch_shards == 1 or not internals.computes_train_step_as_keras(model):
+            return None
+        weights = model.trainable_variables
+        accumulators = internals.gradient_accumulators(model.optimizer, weights)
+        if accumulators is None:
+            return None
+        return GradientAccumulation(model.optimizer, accumulators, weights, self._layouts(model), self._placer)
 
     def _layouts(self, model: keras.Model) -> list[WeightLayouts]:
         return [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]

@@ -16,6 +16,7 @@ from support.strategy_models import (
     fsdp,
     has_layouts_of,
     scope,
+    slow_unless,
     transformer,
     two_layers,
 )
@@ -26,10 +27,6 @@ STEPS, TOLERANCE = 20, 1e-4
 FAST = {("mixture", "ZeRO-1"), ("mixture", "FSDP"), ("transformer", "HSDP x TP"), ("mixture", "TP")}
 
 pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
-
-
-def slow_unless(is_fast, *values):
-    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
 
 
 def trained(build, x, y, distribution=None, steps=STEPS):

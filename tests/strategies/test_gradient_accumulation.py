@@ -1,0 +1,237 @@
+"""`optimizer.gradient_accumulation_steps`: the numbers of Keras, with one reduction for each update."""
+
+import functools
+import math
+
+import keras
+import numpy as np
+import pytest
+from support.keras_scenarios import start_anew
+from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope, slow_unless
+
+import keras_dist as kd
+
+STEPS = 3
+OPTIMIZERS = {
+    "AdamW": functools.partial(keras.optimizers.AdamW, weight_decay=0.1, global_clipnorm=0.5),
+    "schedule": lambda **options: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5, staircase=True), momentum=0.9, **options
+    ),
+    "moving average": functools.partial(keras.optimizers.Lion, 0.01, use_ema=True, ema_overwrite_frequency=2),
+}
+
+
+def accumulating(name="AdamW"):
+    return OPTIMIZERS[name](gradient_accumulation_steps=STEPS)
+
+
+def rows_of(name):
+    """Five batches, of which the last has fewer rows than there are devices."""
+    _, x, y = MODELS[name]
+    return (np.concatenate([each, each[::-1], each[:4]]) for each in (x, y))
+
+
+def state_of(model):
+    """All that training changes: in the middle of an accumulation, if the number of steps says so."""
+    return [np.asarray(variable) for variable in (*model.weights, *model.optimizer.variables)]
+
+
+def trained(build, x, y, distribution=None, optimizer="AdamW", epochs=2):
+    """Losses, and the state after ten batches: three updates, and a batch that is accumulated."""
+    start_anew()
+    with scope(distribution):
+        model = build(optimizer=accumulating(optimizer))
+        history = model.fit(x, y, 8, epochs, verbose=0, shuffle=False).history
+        assert int(model.optimizer.iterations) == 5 * epochs // STEPS
+        return [history, state_of(model)]
+
+
+@functools.cache
+def trained_on_one_device(name, optimizer="AdamW"):
+    return trained(MODELS[name][0], *rows_of(name), optimizer=optimizer)
+
+
+pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
+FAST = [("transformer", "DP"), ("mixture", "FSDP"), ("convnet", "ZeRO-1")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), [slow_unless((n, s) in FAST, n, s) for n in MODELS for s in STRATEGIES])
+def test_numbers_are_those_of_one_device(name, strategy):
+    build, _, _ = MODELS[name]
+    actual = trained(build, *rows_of(name), STRATEGIES[strategy](build))
+    assert_same_numbers(actual, trained_on_one_device(name), 1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["schedule", "moving average"])
+def test_other_optimizers(optimizer):
+    """Learning rates follow updates, and Keras changes moving averages of weights after every batch."""
+    build, _, _ = MODELS["mixture"]
+    actual = trained(build, *rows_of("mixture"), fsdp(), optimizer)
+    assert_same_numbers(actual, trained_on_one_device("mixture", optimizer), 1e-4)
+
+
+def test_constraints_of_weights():
+    def build(optimizer):
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, kernel_constraint="unit_norm")])
+        model.compile(optimizer, "mse")
+        return model
+
+    x = np.random.default_rng(0).normal(size=(36, 8)).astype("float32")
+    y = np.ones((36, 16), "float32")
+    assert_same_numbers(trained(build, x, y, fsdp()), trained(build, x, y), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"microbatches": 2}, {"reduce_gradients": "microbatch"}, {"reduce_dtype": "float32"}, {"offload": "optimizer"}],
+    ids=str,
+)
+def test_step_options(options, monkeypatch):
+    monkeypatch.setattr("keras_dist.strategies.train_steps.MIN_OFFLOAD_BYTES", 256)
+    build, _, _ = MODELS["mixture"]
+    distribution = fsdp(step_options=kd.StepOptions(**options))
+    assert_same_numbers(trained(build, *rows_of("mixture"), distribution), trained_on_one_device("mixture"), 1e-4)
+
+
+class Logs(keras.Model):
+    """A model whose train step adds to the logs of Keras's."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return logs | {"one": 1.0}, state
+
+
+class Eager(keras.Model):
+    """A model that is not compiled by XLA."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs, run_eagerly=True)
+
+
+@pytest.mark.parametrize("kind", [Logs, OwnStep, Eager])
+def test_steps_that_are_not_those_of_keras(kind):
+    def build(optimizer):
+        inputs = keras.Input((4,))
+        model = kind(inputs, keras.layers.Dense(8)(inputs))
+        model.compile(optimizer, "mse")
+        return model
+
+    x, y = np.linspace(-1, 1, 36 * 4, dtype="float32").reshape(36, 4), np.ones((36, 8), "float32")
+    assert_same_numbers(trained(build, x, y, fsdp()), trained(build, x, y), 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- between steps
+
+
+def mixture_and_data():
+    return MODELS["mixture"][0], *rows_of("mixture")
+
+
+class ReadsState(keras.callbacks.Callback):
+    """Keeps all state after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.jax_state_sync()
+        self.states.append(state_of(self.model))
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_state_can_be_read_after_every_batch(steps_per_execution):
+    def states(distribution):
+        build, x, y = mixture_and_data()
+        start_anew()
+        with scope(distribution):
+            model = build(accumulating())
+            model.compile(model.optimizer, "mse", steps_per_execution=steps_per_execution)
+            reader = ReadsState()
+            model.fit(x, y, 8, verbose=0, shuffle=False, callbacks=[reader])
+            return reader.states
+
+    assert_same_numbers(states(fsdp()), states(None), 1e-4)
+
+
+def test_train_on_batch():
+    def states(distribution):
+        build, x, y = mixture_and_data()
+        start_anew()
+        with scope(distribution):
+            model = build(accumulating())
+            return [(model.train_on_batch(x[:8], y[:8]), state_of(model)) for _ in range(2 * STEPS - 1)]
+
+    assert_same_numbers(states(fsdp()), states(None), 1e-4)
+
+
+@pytest.mark.parametrize("others", [None, STRATEGIES["TP"], STRATEGIES["ZeRO-1"]])
+def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):
+    """Four batches under FSDP and five under another distribution are the nine of one device, three updates."""
+    build, x, y = mixture_and_data()
+    start_anew()
+    expected = build(accumulating())
+    expected.fit(np.concatenate([x[:32], x]), np.concatenate([y[:32], y]), 8, verbose=0, shuffle=False)
+    start_anew()
+    with scope(fsdp()):
+        model = build(accumulating())
+        model.fit(x[:32], y[:32], 8, verbose=0, shuffle=False)
+        model.save(tmp_path / "model.keras")
+    with scope(others and others(build)):
+        model = keras.saving.load_model(tmp_path / "model.keras")
+        model.fit(x, y, 8, verbose=0, shuffle=False)
+        assert_same_numbers(state_of(model), state_of(expected), 1e-4)
+
+
+def test_redistributed_within_an_accumulation():
+    build, x, y = mixture_and_data()
+    start_anew()
+    model = build(accumulating())
+    with scope(fsdp()):
+        kd.redistribute(model)
+        model.fit(x[:32], y[:32], 8, verbose=0, shuffle=False)
+    with scope(kd.DataParallel()):
+        kd.redistribute(model)
+        model.fit(x, y, 8, verbose=0, shuffle=False)
+    start_anew()
+    expected = build(accumulating())
+    expected.fit(np.concatenate([x[:32], x]), np.concatenate([y[:32], y]), 8, verbose=0, shuffle=False)
+    assert_same_numbers(state_of(model), state_of(expected), 1e-4)
+
+
+def test_interrupted_in_an_accumulation():
+    """An exception of a callback loses nothing that was accumulated."""
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    def state(distribution):
+        build, x, y = mixture_and_data()
+        start_anew()
+        with scope(distribution):
+            model = build(accumulating())
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x, y, 8, verbose=0, shuffle=False, callbacks=[Stops()])
+            model.fit(x, y, 8, verbose=0, shuffle=False)
+            return state_of(model)
+
+    assert_same_numbers(state(fsdp()), state(None), 1e-4)
+
+
+# --------------------------------------------------------------------------------------------- the compiled step
+
+
+@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+def test_gradients_are_sent_in_updates_only(strategy):
+    build, x, y = mixture_and_data()
+    plan = kd.plan(lambda: build(accumulating()), STRATEGIES[strategy](build), (x[:8], y[:8]))
+    plain = kd.plan(lambda: build("adamw"), STRATEGIES[strategy](build), (x[:8], y[:8]))
+    assert plan.wire_bytes <= 1.02 * plain.wire_bytes
+    weights = 4 * sum(math.prod(v.shape) for v in plan.variables if v.part == "weights")
+    each_time = [c for c in plan.collectives if "/cond/branch_1_fun" not in c.op_name and c.kind != "all-gather"]
+    assert sum(c.wire_bytes for c in each_time) < 0.01 * weights  # the loss
+    assert any("gradient_accumulation_steps=3" in note for note in plan.notes)
+    accumulators = [v for v in plan.variables if v.path.endswith("gradient_accumulator")]
+    assert sum(v.bytes for v in accumulators) == weights  # on each device
