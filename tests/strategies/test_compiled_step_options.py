@@ -33,7 +33,7 @@ class ByHand(keras.Layer):
         return shape
 
 
-def residual_model(blocks, width, by_hand=False):
+def residual_model(blocks, width, by_hand=False, accumulation=None):
     """A language model of residual blocks without attention, which compiles in seconds."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(512, width, name="embedding")(tokens)
@@ -49,12 +49,13 @@ def residual_model(blocks, width, by_hand=False):
             block = ByHand(block, parts)
         x = block(x)
     model = keras.Model(tokens, layers.Dense(512, name="head")(layers.LayerNormalization()(x)))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=accumulation)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
 @functools.cache
-def planned(target, strategy, rows=64, blocks=1, width=512, by_hand=False, **options):
+def planned(target, strategy, rows=64, blocks=1, width=512, by_hand=False, accumulation=None, **options):
     mesh, step_options = kd.create_device_mesh("data:8", devices=kd.target(target)), kd.StepOptions(**options)
     distribution = {
         "DP": lambda: kd.DataParallel(mesh, step_options=step_options),
@@ -62,7 +63,7 @@ def planned(target, strategy, rows=64, blocks=1, width=512, by_hand=False, **opt
         "FSDP": lambda: kd.FullyShardedDataParallel(mesh, step_options=step_options),
     }[strategy]()
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
-    return kd.plan(lambda: residual_model(blocks, width, by_hand), distribution, (tokens, tokens))
+    return kd.plan(lambda: residual_model(blocks, width, by_hand, accumulation), distribution, (tokens, tokens))
 
 
 def wire_bytes(plan, *kinds):
@@ -79,6 +80,16 @@ def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     assert wire_bytes(plan) <= 1.02 * (
         wire_bytes(undivided, *reductions) + gathers * wire_bytes(undivided, "all-gather", "collective-permute")
     )
+
+
+@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
+    """In the branch with the update, which also gathers the weights of ZeRO-1."""
+    single, plan = planned(target, strategy), planned(target, strategy, accumulation=4)
+    assert wire_bytes(plan) <= 1.02 * wire_bytes(single)
+    each_time = [each for each in plan.collectives if "/cond/branch_1_fun/" not in each.op_name]
+    gathered = wire_bytes(single, "all-gather", "collective-permute") if strategy == "FSDP" else 0  # as layers use them
+    assert sum(each.wire_bytes for each in each_time) <= 0.001 * wire_bytes(single) + gathered
 
 
 def test_weights_of_microbatches_are_gathered_once(target):
