@@ -54,7 +54,7 @@ DISTRIBUTIONS: dict[str, Callable[..., kd.Distribution]] = {
 # -------------------------------------------------------------------------------------------------------------- model
 
 
-def new_model() -> keras.Model:
+def new_model(gradient_accumulation_steps: int | None = None) -> keras.Model:
     """Makes and compiles a model from `X` to `Y`, with state of every kind, and two metrics of one path."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
@@ -62,7 +62,8 @@ def new_model() -> keras.Model:
     hidden = layers.Dense(16, activation="tanh", name="hidden")(inputs)
     hidden = layers.Dropout(0.25)(layers.BatchNormalization()(hidden))
     model = keras.Model(inputs, layers.Dense(3, name="head")(hidden))
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"], weighted_metrics=["mae"])
+    optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=gradient_accumulation_steps)
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mae"])
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -235,6 +236,18 @@ def saved_and_loaded(model: keras.Model, reset: Reset, folder: str) -> dict[str,
     return results
 
 
+def accumulated_gradients(folder: str) -> dict[str, Any]:
+    """Returns the losses of a model that is saved and loaded with gradients of some batches of an update."""
+    model, file, results = new_model(gradient_accumulation_steps=4), os.path.join(folder, "accumulated.keras"), {}
+    for part in ("first", "second"):
+        results[part] = model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+        state = model.get_weights() if part == "second" else [v.numpy() for v in model.optimizer.variables]
+        results[f"{part} weights"] = [value.tolist() for value in state]
+        model.save(file)
+        model = keras.saving.load_model(file)
+    return results
+
+
 def under(name: str, sources: list[str], folder: str) -> dict[str, Any]:
     """Returns all numbers under a distribution; the keys say what each is of."""
     distribution = DISTRIBUTIONS[name]()
@@ -250,6 +263,7 @@ def under(name: str, sources: list[str], folder: str) -> dict[str, Any]:
             results[f"{name}, single batches, {how}"] = single_batches(model, reset, is_whole)
         distribution.auto_shard_dataset = True
         results[f"{name}, saved and loaded"] = saved_and_loaded(model, reset, folder)
+        results[f"{name}, accumulated gradients"] = accumulated_gradients(folder)
         if name == "data_parallel":
             results[f"{name}, weights of rows"] = weights_of_rows(model, reset)
             # 7 rows on 8 devices cost a device what 8 rows cost.
