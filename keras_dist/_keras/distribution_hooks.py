@@ -72,8 +72,11 @@ class DistributionHooks(Protocol):
         """Returns whether the gradient of a weight is reduced once for all its reads in the step that is traced."""
         ...
 
-    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int]) -> Any:
-        """Returns how a layer looks up rows of its table, a `strategies.lookups.Lookup`; None: as Keras does."""
+    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int], is_tied: bool) -> Any:
+        """Returns how a layer looks up rows of its table, a `strategies.lookups.Lookup`; None: as Keras does.
+
+        `is_tied` is whether layers also multiply with the table.
+        """
         ...
 
     def compute_attention(

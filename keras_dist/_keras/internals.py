@@ -55,6 +55,7 @@ try:
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
     from keras.src.losses import loss as loss_lib  # noqa: F401
+    from keras.src.models import functional
     from keras.src.ops import function as function_lib  # noqa: F401
     from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
@@ -220,14 +221,24 @@ def reversible_embeddings(model) -> set[int]:
     return {id(embedding_table(layer)) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
 
 
-def is_tied(layer) -> bool:
-    """Returns whether a layer multiplies with a table in which it also looks up rows (a tied `ReversibleEmbedding`)."""
-    return isinstance(layer, keras.layers.ReversibleEmbedding) and layer.tie_weights
-
-
 def tied_tables(model) -> set[int]:
-    """Returns the ids of the tables in which layers look up rows and with which they multiply."""
-    return {id(embedding_table(layer)) for layer in model._flatten_layers() if is_tied(layer)}
+    """Returns the ids of the tables in which layers look up rows and with which they may multiply.
+
+    A tied `ReversibleEmbedding` only looks up rows where all that a model computes is a graph that says so.
+    """
+    layers = list(model._flatten_layers())
+    graphs = functional.Functional, keras.Sequential
+    is_graph = all(isinstance(layer, graphs) for layer in layers if isinstance(layer, keras.Model))
+    parents = [layer for layer in layers if not isinstance(layer, keras.Model)]
+    used_by_layers = {id(part) for parent in parents for part in parent._layers}
+
+    def only_looks_up(layer) -> bool:
+        nodes = layer._inbound_nodes
+        reverses = any(len(n.arguments.args) > 1 or n.arguments.kwargs.get("reverse") for n in nodes)
+        return is_graph and bool(nodes) and not reverses and id(layer) not in used_by_layers
+
+    tied = [each for each in layers if isinstance(each, keras.layers.ReversibleEmbedding) and each.tie_weights]
+    return {id(embedding_table(layer)) for layer in tied if not only_looks_up(layer)}
 
 
 def gradient_accumulators(optimizer, weights: Sequence) -> list | None:

@@ -124,7 +124,8 @@ def _call_embedding(original, distribution, self, inputs):
     call, is_plain = _current_call.value, not self.quantization_mode and not self.lora_enabled
     if call is None or call.is_in_loop() or not is_plain:
         return original(self, inputs)
-    lookup = distribution.lookup(self, inputs.shape)
+    is_tied = id(internals.embedding_table(self)) in internals.tied_tables(call.model)
+    lookup = distribution.lookup(self, inputs.shape, is_tied)
     if lookup is None:
         return original(self, inputs)
     indices = keras.ops.cast(inputs, "int32") if "int" not in keras.backend.standardize_dtype(inputs.dtype) else inputs

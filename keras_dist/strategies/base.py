@@ -320,8 +320,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def reduces_later(self, variable: keras.Variable) -> bool:
         return id(variable) in reduced_later.value
 
-    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int]) -> Lookup | None:
-        table, is_tied = internals.embedding_table(layer), internals.is_tied(layer)
+    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int], is_tied: bool) -> Lookup | None:
+        table = internals.embedding_table(layer)
         layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
         if weights_are_gathered.value and table.trainable:
             layouts = layouts._replace(stored=layouts.compute)

@@ -44,10 +44,10 @@ def test_rows_that_no_axis_divides():
     assert_same_numbers(fitted(tied, kd.DataParallel(), x, y), fitted(tied, None, x, y), 1e-5)
 
 
-def looks_up(policy=None):
+def looks_up(policy=None, kind=layers.Embedding):
     """Devices have 128 columns or more of each row of the table."""
     tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(64, 1024, mask_zero=True, dtype=policy, name="embedding")(tokens)
+    x = kind(64, 1024, mask_zero=True, dtype=policy, name="embedding")(tokens)
     model = keras.Model(tokens, layers.Dense(VOCABULARY)(x))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return model
@@ -61,6 +61,37 @@ def test_rows_that_devices_exchange(strategy, microbatches):
         assert distribution.get_variable_layout(table).axes == (None, "fsdp")
     x = X - (X == 1)  # some are masked
     assert_same_numbers(fitted(looks_up, distribution, x, Y), fitted(looks_up, None, x, Y), 1e-5)
+
+
+class Head(layers.Layer):
+    """Multiplies with the table of another layer, as the masked language models of KerasHub do."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, x):
+        return self.table(x, reverse=True)
+
+
+def test_reversible_tables_that_are_only_looked_up():
+    """Their rows are exchanged as those of an `Embedding`; a table that a layer multiplies with is gathered."""
+
+    def with_head(kind):
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        table = kind(64, 1024, mask_zero=True, name="embedding")
+        model = keras.Model(tokens, Head(table)(table(tokens)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def planned(build, kind):
+        return kd.plan(lambda: build(kind=kind), fsdp(), (X[:8], Y[:8]))
+
+    reversible, plain = (planned(looks_up, kind) for kind in (layers.ReversibleEmbedding, layers.Embedding))
+    assert reversible.wire_bytes == plain.wire_bytes
+    for plan, is_gathered in ((reversible, False), (planned(with_head, layers.ReversibleEmbedding), True)):
+        gathered = [each.bytes for each in plan.collectives if each.kind == "all-gather"]
+        assert (4 * 64 * 1024 in gathered) == is_gathered
 
 
 def test_replicas_sum_in_bfloat16_on_a_mesh_with_other_axes():
