@@ -94,7 +94,8 @@ class Workload:
         """
         step = self._step
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))
-        held = [sum(map(bytes_on_a_device, part)) for part in replace(step, layouts=layouts).state_specs()]
+        state = replace(step, layouts=layouts, distribution=distribution).state_specs()
+        held = [sum(map(bytes_on_a_device, part)) for part in state]
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
         global_rows = max((spec.shape[0] for spec in specs if spec.shape), default=1)
         rows = distribution.step_rows.rows_of_device(step.name, global_rows)

@@ -132,9 +132,9 @@ class GradientAccumulation:
             summands = [Summands(value, None) for value in sums]
             total = gradients._replace(summands=summands, axes=self._axes).reduced(self._layouts, dtype)
             with is_updating.set_to(True):
-                weights, optimizer = apply_gradients(model, state, total)  # Keras divides by the number of batches
-            # Here, since weights that are gathered after an update (ZeRO-1) would be gathered in every step otherwise.
+                weights, optimizer = apply_gradients(model, state, total)  # which divides by the number of batches
             each = zip(weights, self._layouts, strict=True)
+            # Otherwise, ZeRO-1 would gather the weights after this branch, in every step.
             weights = [with_sharding_constraint(weight, layouts.stored.backend_layout) for weight, layouts in each]
             return weights, self.without(optimizer), [jnp.zeros_like(value) for value in sums]
 

@@ -66,7 +66,7 @@ class TrainSteps(TrainStepHooks):
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
         state, layouts, accumulation = TrainState(*state), self._layouts(model), self.accumulation(model)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
-            accumulation = None  # a step of the user's own, which gets the values of the variables
+            accumulation = None  # called in a loop of the user's own, with the values of the variables
         for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
         arguments = model, for_keras, batch
         if self.required_options is not None:
