@@ -65,23 +65,24 @@ def step_function(
         accumulation: converts the state of the optimizer, if steps have it in another form than the variables: a
             `GradientAccumulation`.
     """
-    converters = {} if accumulation is None else {_OPTIMIZER: accumulation.to_variables}
+    converters = {} if accumulation is None else {_OPTIMIZER: (accumulation.from_variables, accumulation.to_variables)}
+
+    def from_variables(state) -> tuple:
+        parts = list(_without_sharing(state))
+        for index, (from_variables, _) in converters.items():
+            parts[index] = from_variables(parts[index])
+        return tuple(parts)
 
     def between_steps(state) -> tuple:
-        return tuple(
-            _Leaves(part, converters.get(index)) if type(part) is list else part for index, part in enumerate(state)
-        )
+        parts = [_Leaves(part) if type(part) is list else part for part in state]
+        for index, (_, to_variables) in converters.items():
+            parts[index] = _Leaves(state[index], to_variables)
+        return tuple(parts)
 
     def function(state, iterator):
+        state = from_variables(state) if type(state[0]) is list else tuple(map(_as_list, state))
         if iterator is NOTHING_LEFT:
-            return _metrics_result(model, _as_list(state[-1])), between_steps(state)
-        if type(state[0]) is not list:
-            state = tuple(map(_as_list, state))
-        else:  # the values of variables
-            state = _without_sharing(state)
-            if accumulation is not None:
-                optimizer = accumulation.from_variables(state[_OPTIMIZER])
-                state = tuple(optimizer if index == _OPTIMIZER else part for index, part in enumerate(state))
+            return _metrics_result(model, state[-1]), between_steps(state)
         try:
             outputs, new_state = keras_function(state, iterator)
         except BaseException:

@@ -183,6 +183,31 @@ def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):
         assert_same_numbers(state_of(model), state_of(expected), 1e-4)
 
 
+@pytest.mark.parametrize("save_freq", [3, 5])
+def test_checkpoint_within_an_accumulation(save_freq, tmp_path):
+    """Also one that was written after the last batch of an epoch, so that no batch of the epoch is left."""
+
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    def fitted(distribution, *callbacks):
+        build, x, y = mixture_and_data()
+        start_anew()
+        with scope(distribution):
+            model = build(accumulating())
+            model.fit(x, y, 8, epochs=2, verbose=0, shuffle=False, callbacks=[*callbacks])
+            return state_of(model)
+
+    def checkpoint():
+        return kd.TrainingCheckpoint(str(tmp_path), save_freq=save_freq, save_on_background=False)
+
+    pytest.importorskip("orbax.checkpoint")
+    with pytest.raises(KeyboardInterrupt):
+        fitted(fsdp(), checkpoint(), Stops())
+    assert_same_numbers(fitted(fsdp(), checkpoint()), fitted(None), 1e-4)
+
+
 def test_redistributed_within_an_accumulation():
     build, x, y = mixture_and_data()
     start_anew()
