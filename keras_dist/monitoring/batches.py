@@ -49,7 +49,8 @@ class BatchShape(NamedTuple):
 def batch_shape(batch: Any) -> BatchShape:
     """Returns the shapes and dtypes of a batch as the train function takes it: `x`, `(x, y)` or with sample weights."""
     leaves = jax.tree.leaves(batch)
-    inputs = len(jax.tree.leaves(batch[0])) if isinstance(batch, (tuple, list)) and batch else len(leaves)
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    inputs = 1 if isinstance(x, (np.ndarray, jax.Array)) else len(jax.tree.leaves(x))
     return BatchShape(tuple((np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves), inputs)
 
 

@@ -29,6 +29,7 @@ class StepObserver:
         self._note = note
         self._begin: float | None = None
         self._compilations = 0
+        self._seen: Any = None  # the newest train function that is known to be observed
         self._follows = False
         self._model.train_function = _unwrapped(self._model.train_function)  # a fit that failed leaves it wrapped
         self.specs: dict[BatchShape, tuple[Any, Any]] = {}
@@ -36,8 +37,10 @@ class StepObserver:
     def begin_step(self) -> None:
         """Notes that Keras begins a step. Called by the thread of `fit`."""
         function = self._model.train_function
-        if self not in _observers(function):  # first, and when the function is made anew for another distribution
-            self._model.train_function = self._wrap(function)
+        if function is not self._seen:  # first, and when the function is made anew for another distribution
+            if self not in _observers(function):
+                self._model.train_function = self._wrap(function)
+            self._seen = self._model.train_function
         self._compilations = compilations_in_this_thread()
         self._begin = self._clock()
 
