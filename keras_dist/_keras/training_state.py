@@ -65,18 +65,17 @@ def step_function(
         accumulation: converts the state of the optimizer, if steps have it in another form than the variables: a
             `GradientAccumulation`.
     """
-    converters = {} if accumulation is None else {_OPTIMIZER: (accumulation.from_variables, accumulation.to_variables)}
 
     def from_variables(state) -> tuple:
         parts = list(_without_sharing(state))
-        for index, (from_variables, _) in converters.items():
-            parts[index] = from_variables(parts[index])
+        if accumulation is not None:
+            parts[_OPTIMIZER] = accumulation.from_variables(parts[_OPTIMIZER])
         return tuple(parts)
 
     def between_steps(state) -> tuple:
         parts = [_Leaves(part) if type(part) is list else part for part in state]
-        for index, (_, to_variables) in converters.items():
-            parts[index] = _Leaves(state[index], to_variables)
+        if accumulation is not None:
+            parts[_OPTIMIZER] = _Leaves(state[_OPTIMIZER], accumulation.to_variables)
         return tuple(parts)
 
     def function(state, iterator):

@@ -194,9 +194,8 @@ def _variables(step: Step) -> tuple[PlacedVariable, ...]:
     placed = []
     for variable, spec in zip(variables, jax.tree.leaves(step.state_specs()), strict=True):
         layout = step.layouts[id(variable)]
-        has_layout = (
-            isinstance(layout, TensorLayout) and spec.shape == variable.shape
-        )  # gradients are accumulated without
+        # Gradients are accumulated in other shapes than those of their variables.
+        has_layout = isinstance(layout, TensorLayout) and spec.shape == variable.shape
         rule = step.distribution.rule(owners.get(id(variable), variable).path)
         placed.append(
             PlacedVariable(

@@ -8,7 +8,7 @@ checkpoint, finds the sum that Keras has.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,20 +86,19 @@ class GradientAccumulation:
         return self._replaced(values, self._join(summands))
 
     @functools.cached_property
-    def _split(self):
-        def split(values: list) -> list:
-            each = zip(values, self._layouts, strict=True)
-            return [as_summands(value, self._axes, layouts.compute, layouts.update) for value, layouts in each]
-
-        return jax.jit(split)
+    def _split(self) -> Callable[[list], list]:
+        return self._compiled(as_summands)
 
     @functools.cached_property
-    def _join(self):
-        def join(values: list) -> list:
-            each = zip(values, self._layouts, strict=True)
-            return [reduce_summands(value, self._axes, layouts.compute, layouts.update) for value, layouts in each]
+    def _join(self) -> Callable[[list], list]:
+        return self._compiled(reduce_summands)
 
-        return jax.jit(join)
+    def _compiled(self, convert: Callable) -> Callable[[list], list]:
+        def converted(values: list) -> list:
+            each = zip(values, self._layouts, strict=True)
+            return [convert(value, self._axes, layouts.compute, layouts.update) for value, layouts in each]
+
+        return jax.jit(converted)
 
     # ------------------------------------------------------------------------------------------------ in a step
 

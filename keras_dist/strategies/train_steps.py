@@ -64,9 +64,12 @@ class TrainSteps(TrainStepHooks):
         return rematerializing(model, self._options.remat, "activations" in self._options.offload)
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
-        state, layouts, accumulation = TrainState(*state), self._layouts(model), self.accumulation(model)
+        state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
+        if self.required_options is None and accumulation is None and not tables:
+            return keras_train_step(model, state, batch)
+        layouts = self._layouts(model)
         for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
         arguments = model, for_keras, batch
         if self.required_options is not None:
@@ -76,10 +79,8 @@ class TrainSteps(TrainStepHooks):
             is_split = row_axes(batch, self._placer) == self._placer.batch_axes
             kept = {id(variable) for variable in model.trainable_variables} if is_split else ()
             gradients = gradients_of_batch(*arguments, self._placer, kept)
-        elif tables := self._tied_tables(model, batch):
-            gradients = gradients_of_batch(*arguments, self._placer, tables)
         else:
-            return keras_train_step(model, state, batch)
+            gradients = gradients_of_batch(*arguments, self._placer, tables)
         new_state, dtype = gradients.state._replace(optimizer=state.optimizer), self._options.reduce_dtype
         if accumulation is not None:
             weights, optimizer = accumulation.apply(model, new_state, gradients, dtype)
