@@ -30,6 +30,7 @@ OPTIONS = [
     kd.StepOptions(reduce_dtype="float32"),
     kd.StepOptions(remat="attention"),
     kd.StepOptions(remat="dots"),
+    kd.StepOptions(remat="dots", offload="activations"),
     kd.StepOptions(remat="full"),
     kd.StepOptions(microbatches=4, remat="full"),
 ]

@@ -274,10 +274,10 @@ def casts_rows_to_fewer_bytes(layer) -> bool:
     )
 
 
-def rematerialized(layer, call: Callable, policy: Callable | None):
-    """Calls a function in a stateless scope, and saves for the backward pass only what the policy names.
+def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Callable]):
+    """Calls a function in a stateless scope, by `checkpoint(function)()`, of which the backward pass computes parts.
 
-    The backward pass computes everything else again, which includes gathering weights. Updates of variables (random
+    Such as `jax.checkpoint`. What is computed again includes gathering weights. Updates of variables (random
     generators, moving averages) go to the scope, as in a plain call, and so do losses, which are those of the layer.
     """
     outer: Any = get_stateless_scope()
@@ -292,7 +292,7 @@ def rematerialized(layer, call: Callable, policy: Callable | None):
         masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(outputs)]
         return outputs, masks, changed, inner.losses
 
-    outputs, masks, changed, losses = jax.checkpoint(function, policy=policy)()
+    outputs, masks, changed, losses = checkpoint(function)()
     for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
         if mask is not None:
             set_keras_mask(leaf, mask)

@@ -151,7 +151,7 @@ def _call_operation(original, distribution, self, *args, **kwargs):
         if not remat.is_of_attention and id(self) in remat.blocks.layers:
             with remat.block():
                 function = functools.partial(original, self, *args, **kwargs)
-                return rematerialized(self, function, remat.policy, distribution.regathers)
+                return rematerialized(self, function, remat.checkpoint, distribution.regathers)
     # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
     # weights are still there.
     if (
@@ -163,7 +163,7 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     ):
         return original(self, *args, **kwargs)
 
-    keep = jax.checkpoint_policies.dots_saveable
+    keep = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     return rematerialized(self, lambda: original(self, *args, **kwargs), keep)
 
 
@@ -174,7 +174,7 @@ def _attention_rematerialized(layer, remat):
 
     def call(*args, **kwargs):
         with remat.block():
-            return rematerialized(layer, lambda: compute(*args, **kwargs), remat.policy)
+            return rematerialized(layer, lambda: compute(*args, **kwargs), remat.checkpoint)
 
     vars(layer)["_compute_attention"] = call
     try:
@@ -215,7 +215,7 @@ def _run_through_graph(original, distribution, self, inputs, operation_fn=lambda
         if part.is_block:
             layer = next(node.operation for node in part.nodes if isinstance(node.operation, keras.Layer))
             with remat.block():
-                outputs = rematerialized(layer, functools.partial(run, part), remat.policy, distribution.regathers)
+                outputs = rematerialized(layer, functools.partial(run, part), remat.checkpoint, distribution.regathers)
         else:
             outputs = run(part)
         tensors.update(zip(part.outputs, outputs, strict=True))
@@ -237,17 +237,17 @@ def _remat(original, f):
     return call
 
 
-def rematerialized(layer, function, policy=None, regathers=True):
-    """Calls a function that is computed again for the backward pass; `layer` owns the losses that it adds.
+def rematerialized(layer, function, checkpoint=jax.checkpoint, regathers=True):
+    """Calls a function by `checkpoint(function)()`; `layer` owns the losses that it adds.
 
-    It gathers the weights that it reads again, too, or else they are kept.
+    What the backward pass computes again includes gathering the weights that the function reads, or else they are kept.
     """
     call = _current_call.value
     if call is None or call.is_in_loop() or not regathers:
-        return internals.rematerialized(layer, function, policy)
+        return internals.rematerialized(layer, function, checkpoint)
 
     def in_trace():
         with _current_call.set_to(call._replace(trace=_current_trace())):
             return function()
 
-    return internals.rematerialized(layer, in_trace, policy)
+    return internals.rematerialized(layer, in_trace, checkpoint)

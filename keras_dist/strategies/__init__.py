@@ -25,6 +25,7 @@
 * `step_options.py`: `StepOptions`; `train_steps.py`: how train steps are computed with them.
 * `step_gradients.py`: the gradients of a step before they are reduced; `microbatches.py`: those of parts of a batch;
   `unreduced_gradients.py`: gradients that devices add up later, with a worked example.
-* `rematerialization.py`: what the backward pass computes again; `host_offload.py`: optimizer state in host memory.
+* `rematerialization.py`: what the backward pass computes again; `activation_offload.py` and `host_offload.py`:
+  activations and optimizer state in host memory; `step_order.py`: what a step computes first, to hold less.
 * `dim_axes.py`: over which mesh axes a dim of a traced value is sharded.
 """

@@ -27,6 +27,7 @@ from keras_dist.strategies.context_parallel import EXCHANGES
 from keras_dist.strategies.convolution import convolution
 from keras_dist.strategies.lookups import Lookup
 from keras_dist.strategies.microbatches import weights_are_gathered
+from keras_dist.strategies.rematerialization import current_rematerialization
 from keras_dist.strategies.resharding import to_compute_layout
 from keras_dist.strategies.rows import RowSharding, axes_for_rows
 from keras_dist.strategies.sequences import SequenceSharding
@@ -313,6 +314,9 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             stored = used
         if self.reduces_later(variable):
             update = None
+        remat = current_rematerialization.value
+        if remat is not None and update is not None and variable.trainable:
+            value = remat.weight(value, update)
         value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
         self._traced_weights.add(value, used.axes)
         return value

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import PartitionSpec
 
 from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.strategies.jaxpr_evaluation import Values
+from keras_dist.strategies.step_order import is_known, token_of
 
 _FETCHED_AHEAD = 16 * 2**20  # bytes of each device: enough to keep the link to the host busy
-_NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
 
 
 def require_host_memory(mesh: DeviceMesh) -> None:
@@ -76,7 +77,7 @@ class _Update:
         self._to_put = {len(weights) + index: layout for index, layout in on_host}  # by the index of the output
         self._put: dict[int, Any] = {}
         self._latest: Any = None  # state that was put back, and its layout
-        self._waits_for: Any = None  # a corner of such state, that fetches wait for, and its layout
+        self._waits_for: Any = None  # the token of such state, that fetches wait for
         self._bytes_ahead = 0  # that were fetched since
 
     def run(self) -> tuple[list, list]:
@@ -107,52 +108,33 @@ class _Update:
     def _fetched(self, value: Any, layout: TensorLayout) -> Any:
         size = math.prod(layout.backend_layout.shard_shape(value.shape)) * value.dtype.itemsize
         if self._bytes_ahead + size > _FETCHED_AHEAD and self._latest is not None:
-            self._waits_for, self._bytes_ahead = _corner(*self._latest), 0
+            put, its_layout = self._latest
+            mesh, spec = as_device_mesh(its_layout.device_mesh).backend_mesh, its_layout.backend_layout.spec
+            self._waits_for, self._bytes_ahead = token_of(put, mesh, spec, is_on_host=True), 0
         self._bytes_ahead += size
         if self._waits_for is None:
             return jax.device_put(value, jax.memory.Space.Device)
-        corner, corner_layout = self._waits_for
-        return _fetched_after(corner, corner_layout, value, layout)
+        return _fetched_after(self._waits_for, value, layout)
 
 
-def _corner(value: Any, layout: TensorLayout) -> tuple[Any, TensorLayout]:
-    """Returns the first elements of each shard of an array in host memory, in the memory of the devices."""
+def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
+    """Returns an array in the memory of the devices, copied once a device has a token.
 
-    def on_device(shard: Any) -> Any:
-        # A full tile of a TPU's memory; to slice anything else, XLA:TPU copies the whole array.
-        ends = [1] * (shard.ndim - 2) + [min(8, size) for size in shard.shape[-2:-1]] + list(shard.shape[-1:])
-        corner = jax.lax.slice(shard, [0] * shard.ndim, ends)
-        return jax.device_put(corner, jax.memory.Space.Device)
-
-    return _on_each_device(on_device, [layout], layout)(value), layout
-
-
-def _fetched_after(corner: Any, corner_layout: TensorLayout, value: Any, layout: TensorLayout) -> Any:
-    """Returns an array in the memory of the devices, copied once a corner of an earlier array is there.
-
-    XLA:TPU removes barriers before it schedules copies, so that the copy is in a branch of a condition there, which
-    needs an element of the corner and is always true. XLA:GPU would wait for such a condition on the host; it keeps
-    barriers.
+    XLA:TPU removes barriers before it schedules copies, so that the copy is in a branch of a condition there. XLA:GPU
+    would wait for such a condition on the host; it keeps barriers.
     """
-    platform = as_device_mesh(layout.device_mesh).backend_mesh.devices.flat[0].platform
+    mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
 
-    def on_device(corner: Any, value: Any) -> Any:
-        if platform != "tpu":
-            value, _ = jax.lax.optimization_barrier((value, corner))
+    def on_device(token: Any, value: Any) -> Any:
+        if mesh.devices.flat[0].platform != "tpu":
+            value, _ = jax.lax.optimization_barrier((value, token))
             return jax.device_put(value, jax.memory.Space.Device)
-        bits = jax.lax.bitcast_convert_type(corner.ravel()[0].astype("float32"), "int32")
         return jax.lax.cond(
-            bits != _NEVER,
+            is_known(token),
             lambda value: jax.device_put(value, jax.memory.Space.Device),
             lambda value: jnp.zeros(value.shape, value.dtype),
             value,
         )
 
-    return _on_each_device(on_device, [corner_layout, layout], layout)(corner, value)
-
-
-def _on_each_device(function: Callable, inputs: Sequence[TensorLayout], output: TensorLayout) -> Callable:
-    """Returns a function of arrays with layouts that each device computes for its shards."""
-    mesh = as_device_mesh(output.device_mesh).backend_mesh
-    in_specs = tuple(layout.backend_layout.spec for layout in inputs)
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=output.backend_layout.spec, check_vma=False)
+    in_specs = PartitionSpec(), spec
+    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(token, value)

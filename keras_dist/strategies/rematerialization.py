@@ -11,7 +11,10 @@ from keras_dist._keras import internals
 from keras_dist._keras.repeated_blocks import RepeatedBlocks
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import OptionWithoutEffectError
-from keras_dist.layout.tensor_layout import HOST_MEMORY
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.strategies.activation_offload import checkpoint_on_host
+from keras_dist.strategies.step_order import BackwardOrder
 
 Mode = Literal["full", "dots", "attention"]
 
@@ -35,45 +38,58 @@ _POLICIES: dict[str, Callable | None] = {
 }
 
 
-_dots_to_host = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST_MEMORY)
-
-
-def _offload_dots(primitive: Any, *avals: Any, **parameters: Any) -> Any:
-    return _keep_kernels(primitive) or _dots_to_host(primitive, *avals, **parameters)
-
-
 class Rematerialization:
     """What one train step of a model computes again, while it is traced.
 
     Args:
         model: The model.
         mode: What to compute again.
+        placer: How rows are sharded.
         is_offloaded: Whether products that are kept are kept in the memory of the hosts.
 
     Attributes:
-        policy: What `jax.checkpoint` saves of a block nonetheless.
         is_of_attention: Whether attention is computed again, instead of blocks.
         blocks: The repeated blocks of the model.
         count: How many blocks, or attentions, have been traced so far.
         is_in_block: Whether a block is being traced.
     """
 
-    def __init__(self, model: keras.Model, mode: str, is_offloaded: bool):
-        self.policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
-        if is_offloaded:
-            self.policy = _offload_dots
+    def __init__(self, model: keras.Model, mode: str, placer: BatchPlacer, is_offloaded: bool):
+        self._policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
+        self._placer, self._is_offloaded = placer, is_offloaded
         self.blocks = RepeatedBlocks(model)
         self.count, self.is_in_block = 0, False
+        # XLA:TPU computes gradients in the order of the blocks, unless activations are copied to hosts.
+        is_tpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "tpu"
+        self._order = None if self.is_of_attention or (is_tpu and not is_offloaded) else BackwardOrder()
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
         """Notes that a block is traced."""
         self.count += 1
         self.is_in_block = True
+        if self._order is not None:
+            self._order.begin_block()
         try:
             yield
         finally:
             self.is_in_block = False
+
+    def checkpoint(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns the function of a block, of which the backward pass computes again what the mode does not keep."""
+
+        def block() -> Any:
+            if self._is_offloaded:
+                outputs = checkpoint_on_host(function, self._policy, self._placer)
+            else:
+                outputs = jax.checkpoint(function, policy=self._policy)()
+            return outputs if self._order is None else self._order.end_block(outputs)
+
+        return block
+
+    def weight(self, value: Any, gradient_layout: TensorLayout) -> Any:
+        """Returns the traced value of a weight that a layer reads; see `BackwardOrder`."""
+        return value if self._order is None or not self.is_in_block else self._order.weight(value, gradient_layout)
 
 
 current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(None)
@@ -82,11 +98,11 @@ current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(N
 
 @contextlib.contextmanager
 def rematerializing(
-    model: keras.Model, mode: str | keras.RematScope | None, is_offloaded: bool = False
+    model: keras.Model, mode: str | keras.RematScope | None, placer: BatchPlacer, is_offloaded: bool = False
 ) -> Iterator[None]:
     """Traces a train step of a model in a block, with the rematerialization of a mode.
 
-    With `is_offloaded`, products that "dots" keeps are kept in the memory of the hosts.
+    `placer` says how rows are sharded. With `is_offloaded`, what "dots" keeps is kept in the memory of the hosts.
     Raises ValueError at the end of the block if nothing in the model is computed again. "auto" must be resolved before.
     """
     assert mode != AUTO
@@ -98,7 +114,7 @@ def rematerializing(
         with internals.remat_scope_applied(model, mode):
             yield
         return
-    rematerialization = Rematerialization(model, mode, is_offloaded)
+    rematerialization = Rematerialization(model, mode, placer, is_offloaded)
     with current_rematerialization.set_to(rematerialization):
         yield
     if not rematerialization.count:

@@ -47,7 +47,7 @@ class StepOptions:
         offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
-            what `remat="dots"` keeps of each block for the backward pass.
+            what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
 
     Raises:
         TypeError: `remat` is something else.

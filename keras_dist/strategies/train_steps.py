@@ -61,7 +61,7 @@ class TrainSteps(TrainStepHooks):
 
     def scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
         require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
-        return rematerializing(model, self._options.remat, "activations" in self._options.offload)
+        return rematerializing(model, self._options.remat, self._placer, "activations" in self._options.offload)
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
         state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)

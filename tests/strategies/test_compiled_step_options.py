@@ -140,9 +140,20 @@ def test_optimizer_state_is_in_host_memory(target, strategy):
     assert plan.wire_bytes <= 1.02 * held.wire_bytes
 
 
+OFFLOADED = {"remat": "dots", "offload": "activations"}
+
+
+@pytest.mark.parametrize("options", [{"remat": "full"}, OFFLOADED], ids=["computed again", "offloaded"])
+def test_each_block_adds_about_what_it_passes_on(target, options):
+    """Not what is computed again in it, or fetched: a product of four times the width."""
+    few, many = (planned(target, "FSDP", 1024, blocks, 256, **options) for blocks in (3, 6))
+    passed_on = 1024 // 8 * LENGTH * 256 * 2
+    assert many.memory.temporaries - few.memory.temporaries <= 3 * 4 * passed_on
+
+
 def test_activations_are_in_host_memory(target):
-    """The products that "dots" keeps are copied to the host and back."""
-    kept = planned(target, "DP", 64, 3, remat="dots")
-    plan = planned(target, "DP", 64, 3, remat="dots", offload="activations")
-    assert kept.host_traffic == 0 < plan.host_traffic
-    assert plan.flops <= 1.02 * kept.flops
+    """The product of each block that "dots" keeps is copied to the host and back."""
+    plan = planned(target, "FSDP", 1024, 6, 256, **OFFLOADED)
+    kept = 1024 // 8 * LENGTH * 1024 * 2
+    assert 2 * 6 * kept <= plan.host_traffic <= 1.02 * 2 * 6 * kept
+    assert plan.flops < planned(target, "FSDP", 1024, 6, 256, remat="full").flops

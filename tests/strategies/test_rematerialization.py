@@ -117,6 +117,29 @@ class Subclassed(keras.Model):
         return self.head(x)
 
 
+class Looping(keras.Layer):
+    """A layer that calls each of its equal layers in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        hidden = [[layers.Dense(32, "tanh", name="up"), layers.Dense(16, name="down")] for _ in range(3)]
+        self.blocks = [keras.Sequential(each, name=f"block{number}") for number, each in enumerate(hidden)]
+
+    def build(self, shape):
+        for block in self.blocks:
+            block.build(shape)
+
+    def call(self, x):
+        for block in self.blocks:
+            x, _ = keras.ops.scan(lambda x, _, block=block: (block(x), None), x, length=2)
+        return x
+
+
+def looping():
+    inputs = keras.Input((8, 16))
+    return compiled(keras.Model(inputs, layers.Dense(4)(Looping()(inputs))))
+
+
 def nested():
     """A functional model inside of another, whose blocks are equal models."""
     inputs = x = keras.Input((8, 16))
@@ -141,6 +164,7 @@ BUILDS = {
     "layers": (layers_as_blocks, VECTORS),
     "subclassed": (lambda: compiled(Subclassed()), VECTORS),
     "nested": (nested, VECTORS),
+    "looping": (looping, VECTORS),
 }
 
 
@@ -170,6 +194,12 @@ def test_remat_changes_no_number(name, options):
 def test_each_mode_changes_no_number(remat):
     expected = numbers("layers", fully_sharded())
     assert_same_numbers(numbers("layers", fully_sharded(step_options=kd.StepOptions(remat=remat))), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_offloaded_activations_change_no_number(name):
+    options = kd.StepOptions(remat="dots", offload="activations")
+    assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["flat", "nested"])
@@ -219,6 +249,34 @@ def test_remat_of_a_train_step_that_the_user_defines():
         return kd.plan(build, kd.DataParallel(step_options=kd.StepOptions(remat=remat)), (VECTORS, TOKENS)).flops
 
     assert flops("full") > flops(None)
+
+
+class TwoGradients(keras.Model):
+    """A train step that takes two gradients, as generators with a discriminator do."""
+
+    def train_step(self, state, data):
+        weights, others, optimizer, metrics = state
+
+        def loss(weights, x):
+            outputs, _ = self.stateless_call(weights, others, x)
+            return keras.ops.mean(outputs**2)
+
+        values, gradients = zip(*(jax.value_and_grad(loss)(weights, x) for x in (data[0], -data[0])), strict=True)
+        sums = [first + second for first, second in zip(*gradients, strict=True)]
+        weights, optimizer = self.optimizer.stateless_apply(optimizer, sums, weights)
+        return {"loss": sum(values)}, (weights, others, optimizer, metrics)
+
+
+def test_remat_of_several_gradients_of_a_step(monkeypatch):
+    def build():
+        model = layers_as_blocks()
+        return compiled(TwoGradients(model.inputs, model.outputs))
+
+    monkeypatch.setitem(BUILDS, "gradients", (build, VECTORS))
+    found, expected = (
+        numbers("gradients", fully_sharded(step_options=kd.StepOptions(remat=remat))) for remat in ("full", None)
+    )
+    assert_same_numbers(found, expected, 1e-4)
 
 
 def test_remat_that_finds_nothing():

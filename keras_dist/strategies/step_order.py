@@ -1,0 +1,126 @@
+"""What a compiled step computes first, where a scheduler of XLA would hold too much in memory.
+
+Schedulers move what devices send to each other, and what they copy to their hosts, to where it overlaps with
+computation, and with it what it is computed from. So XLA:GPU computes the gradients of weights many blocks of layers
+later than the rest of their backward pass, and holds until then what they are computed from. Activations are copied to
+hosts when they are about to be fetched again. `jax.lax.optimization_barrier` changes neither.
+
+What a program needs, no scheduler moves. A token is a number that a device has once it has computed or copied an array:
+an element of it. `after` returns a value unless a token is a number that never occurs, so it needs the token.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import take_current_trace
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.mesh.device_mesh import as_device_mesh
+
+_NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
+
+
+def token_of(value: Any, mesh: Mesh, spec: PartitionSpec, is_on_host: bool = False) -> Any:
+    """Returns the token of an array: a float32 scalar. Each device has its own, so nothing is sent.
+
+    Args:
+        value: An array of floating-point numbers with at least one element.
+        mesh: The mesh that it is sharded over.
+        spec: How it is sharded.
+        is_on_host: Whether it is in host memory.
+    """
+
+    def on_device(shard: Any) -> Any:
+        ends = [1] * shard.ndim
+        if is_on_host:  # full tiles of a TPU's memory, whichever dims are tiled; to slice less, XLA:TPU copies it all
+            ends = [1 if index == 0 and shard.ndim > 2 else min(128, n) for index, n in enumerate(shard.shape)]
+        corner = jax.lax.slice(shard, [0] * shard.ndim, ends)
+        corner = jax.device_put(corner, jax.memory.Space.Device) if is_on_host else corner
+        return corner.ravel()[0].astype("float32")
+
+    if not any(spec):
+        return on_device(value)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(value)
+
+
+def is_known(token: Any) -> Any:
+    """Returns True, as a traced value that a device has once it has the token."""
+    return jax.lax.bitcast_convert_type(token, "int32") != _NEVER
+
+
+def after(tokens: Sequence[Any], value: Any) -> Any:
+    """Returns an array that a device has once it has the tokens."""
+    if not tokens:
+        return value
+    # Behind a barrier, or else XLA:GPU fuses what the tokens are made of with all that uses the value.
+    are_known = jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, map(is_known, tokens)))
+    return jnp.where(are_known, value, jnp.zeros((), value.dtype))
+
+
+def is_float(value: Any) -> bool:
+    """Returns whether an array consists of real floating-point numbers, of which there is at least one."""
+    return jnp.issubdtype(value.dtype, jnp.floating) and value.size > 0
+
+
+class BackwardOrder:
+    """Lets the backward pass through a block of layers begin when the gradients of the last block but one are known.
+
+    So a device holds what the gradients of two blocks are computed from, and reduces the gradients of one while it
+    computes those of the next.
+    """
+
+    def __init__(self):
+        self._tokens: list[tuple[Any, Any]] = []  # of each block: the trace that it was called in, and a token
+        self._of_block: Any = None  # that of the block that is two before the one that is being traced
+
+    def begin_block(self) -> None:
+        """Notes that a block is about to be traced."""
+        with take_current_trace() as trace:
+            before = self._tokens[-2:]
+            is_in_trace = len(before) == 2 and all(each is trace for each, _ in before)
+            self._of_block = before[0][1] if is_in_trace else None
+
+    def end_block(self, outputs: Any) -> Any:
+        """Returns the outputs of a block; their gradients wait for those of the weights of the next block but one."""
+        leaves, structure = jax.tree.flatten(outputs)
+        indices = [index for index, leaf in enumerate(leaves) if is_float(leaf)]
+        waiting, token = _with_token([leaves[index] for index in indices])
+        for index, leaf in zip(indices, waiting, strict=True):
+            leaves[index] = leaf
+        with take_current_trace() as trace:
+            self._tokens.append((trace, token))
+        return jax.tree.unflatten(structure, leaves)
+
+    def weight(self, value: Any, gradient_layout: TensorLayout) -> Any:
+        """Returns a weight of the block that is being traced. Its gradient has to be known for an earlier block."""
+        if self._of_block is None or not is_float(value):
+            return value
+        mesh, spec = as_device_mesh(gradient_layout.device_mesh).backend_mesh, gradient_layout.backend_layout.spec
+
+        @jax.custom_vjp
+        def weight(value: Any, token: Any) -> Any:
+            return value
+
+        def backward(_: None, gradient: Any) -> tuple[Any, Any]:
+            return gradient, token_of(gradient, mesh, spec)
+
+        weight.defvjp(lambda value, token: (value, None), backward)
+        return weight(value, self._of_block)
+
+
+@jax.custom_vjp
+def _with_token(values: list[Any]) -> tuple[list[Any], Any]:
+    """Returns the values, and a token whose gradient is the token that the gradients of the values wait for."""
+    return values, jnp.zeros((), "float32")
+
+
+def _backward(_: None, gradients: tuple[list[Any], Any]) -> tuple[list[Any]]:
+    of_values, token = gradients
+    return ([after([token], gradient) for gradient in of_values],)
+
+
+_with_token.defvjp(lambda values: (_with_token(values), None), _backward)
