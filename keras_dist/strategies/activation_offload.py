@@ -1,18 +1,15 @@
 """Activations in the memory of the hosts: put there when a block of layers ends, and fetched for its backward pass."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.strategies.host_offload import MIN_OFFLOAD_BYTES
 from keras_dist.strategies.jaxpr_evaluation import as_function
 from keras_dist.strategies.step_order import after, is_float, token_of
-
-MIN_OFFLOAD_BYTES = 64 * 2**10
-"""Smaller arrays stay on the devices: fetching them would take longer than it is worth."""
 
 
 def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, placer: BatchPlacer) -> Any:
@@ -57,7 +54,7 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
 
 
 def _is_large(value: Any) -> bool:
-    return is_float(value) and math.prod(value.shape) * value.dtype.itemsize > MIN_OFFLOAD_BYTES
+    return is_float(value) and value.size * value.dtype.itemsize > MIN_OFFLOAD_BYTES
 
 
 def _is_on_host(value: Any) -> bool:
@@ -66,10 +63,11 @@ def _is_on_host(value: Any) -> bool:
 
 def _tokens(value: Any, placer: BatchPlacer) -> list[Any]:
     """Returns the token of an array in host memory whose dim 0 has rows; none where its sharding is not known."""
-    mesh, axes = placer.device_mesh.backend_mesh, placer.batch_axes
-    if placer.num_batch_shards != mesh.size or value.shape[0] % placer.num_batch_shards:
+    shards = placer.num_batch_shards
+    if shards != placer.device_mesh.backend_mesh.size or value.shape[0] % shards:
         return []
-    return [token_of(value, mesh, PartitionSpec(axes), is_on_host=True)]
+    layout = TensorLayout([placer.batch_axes, *[None] * (value.ndim - 1)], placer.device_mesh)
+    return [token_of(value, layout, is_on_host=True)]
 
 
 def _fetched(value: Any, gradients: list[Any], platform: str) -> Any:

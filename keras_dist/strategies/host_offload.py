@@ -16,6 +16,9 @@ from keras_dist.mesh.devices import is_attached
 from keras_dist.strategies.jaxpr_evaluation import Values
 from keras_dist.strategies.step_order import is_known, token_of
 
+MIN_OFFLOAD_BYTES = 64 * 2**10
+"""Smaller arrays stay on the devices: fetching them would take longer than it is worth."""
+
 _FETCHED_AHEAD = 16 * 2**20  # bytes of each device: enough to keep the link to the host busy
 
 
@@ -108,9 +111,7 @@ class _Update:
     def _fetched(self, value: Any, layout: TensorLayout) -> Any:
         size = math.prod(layout.backend_layout.shard_shape(value.shape)) * value.dtype.itemsize
         if self._bytes_ahead + size > _FETCHED_AHEAD and self._latest is not None:
-            put, its_layout = self._latest
-            mesh, spec = as_device_mesh(its_layout.device_mesh).backend_mesh, its_layout.backend_layout.spec
-            self._waits_for, self._bytes_ahead = token_of(put, mesh, spec, is_on_host=True), 0
+            self._waits_for, self._bytes_ahead = token_of(*self._latest, is_on_host=True), 0
         self._bytes_ahead += size
         if self._waits_for is None:
             return jax.device_put(value, jax.memory.Space.Device)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import take_current_trace
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.device_mesh import as_device_mesh
@@ -24,13 +24,12 @@ from keras_dist.mesh.device_mesh import as_device_mesh
 _NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
 
 
-def token_of(value: Any, mesh: Mesh, spec: PartitionSpec, is_on_host: bool = False) -> Any:
+def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
     """Returns the token of an array: a float32 scalar. Each device has its own, so nothing is sent.
 
     Args:
         value: An array of floating-point numbers with at least one element.
-        mesh: The mesh that it is sharded over.
-        spec: How it is sharded.
+        layout: Its layout.
         is_on_host: Whether it is in host memory.
     """
 
@@ -42,8 +41,7 @@ def token_of(value: Any, mesh: Mesh, spec: PartitionSpec, is_on_host: bool = Fal
         corner = jax.device_put(corner, jax.memory.Space.Device) if is_on_host else corner
         return corner.ravel()[0].astype("float32")
 
-    if not any(spec):
-        return on_device(value)
+    mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
     return jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(value)
 
 
@@ -99,14 +97,13 @@ class BackwardOrder:
         """Returns a weight of the block that is being traced. Its gradient has to be known for an earlier block."""
         if self._of_block is None or not is_float(value):
             return value
-        mesh, spec = as_device_mesh(gradient_layout.device_mesh).backend_mesh, gradient_layout.backend_layout.spec
 
         @jax.custom_vjp
         def weight(value: Any, token: Any) -> Any:
             return value
 
         def backward(_: None, gradient: Any) -> tuple[Any, Any]:
-            return gradient, token_of(gradient, mesh, spec)
+            return gradient, token_of(gradient, gradient_layout)
 
         weight.defvjp(lambda value, token: (value, None), backward)
         return weight(value, self._of_block)

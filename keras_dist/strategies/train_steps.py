@@ -14,7 +14,7 @@ from keras_dist._keras.train_step import TrainState, apply_gradients, note_compu
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
 from keras_dist.strategies.gradient_accumulation import GradientAccumulation
-from keras_dist.strategies.host_offload import apply_with_state_on_host, require_host_memory
+from keras_dist.strategies.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
 from keras_dist.strategies.microbatches import gradients_of_microbatches
 from keras_dist.strategies.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.strategies.rematerialization import rematerializing
@@ -22,9 +22,6 @@ from keras_dist.strategies.step_gradients import gradients_of_batch, row_axes
 from keras_dist.strategies.step_options import StepOptions
 from keras_dist.strategies.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
-
-MIN_OFFLOAD_BYTES = 64 * 2**10
-"""Optimizer state of smaller weights stays on the devices: fetching it would take longer than it is worth."""
 
 
 class TrainSteps(TrainStepHooks):

@@ -69,7 +69,8 @@ def expected():
 @pytest.fixture(scope="module", autouse=True)
 def _small_weights_are_offloaded():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keras_dist.strategies.train_steps.MIN_OFFLOAD_BYTES", 256)
+        for module in ("train_steps", "activation_offload"):
+            patch.setattr(f"keras_dist.strategies.{module}.MIN_OFFLOAD_BYTES", 256)
         yield
 
 
