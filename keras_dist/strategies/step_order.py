@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import take_current_trace
 from jax.sharding import PartitionSpec
 
@@ -32,6 +33,8 @@ def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
         layout: Its layout.
         is_on_host: Whether it is in host memory.
     """
+    if not isinstance(value, Tracer):  # with `run_eagerly`
+        return jnp.zeros((), "float32")
 
     def on_device(shard: Any) -> Any:
         ends = [1] * shard.ndim

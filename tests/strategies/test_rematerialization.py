@@ -203,6 +203,21 @@ def test_offloaded_activations_change_no_number(name, monkeypatch):
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "dots", "offload": "activations"}])
+def test_steps_that_run_eagerly(options, monkeypatch):
+    monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
+    x, y = VECTORS[:8], TOKENS[:8] % 4
+
+    def loss(eager):
+        keras.utils.set_random_seed(0)
+        with fully_sharded(step_options=kd.StepOptions(**options)).scope():
+            model = layers_as_blocks()
+            model.compile("sgd", model.loss, run_eagerly=eager)
+            return model.fit(x, y, 8, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(loss(True), loss(False), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["flat", "nested"])
 def test_remat_of_microbatches(name):
     """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
