@@ -59,9 +59,9 @@ class Rematerialization:
         self._placer, self._is_offloaded = placer, is_offloaded
         self.blocks = RepeatedBlocks(model)
         self.count, self.is_in_block = 0, False
-        # XLA:TPU computes gradients in the order of the blocks, unless activations are copied to hosts.
-        is_tpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "tpu"
-        self._order = None if self.is_of_attention or (is_tpu and not is_offloaded) else BackwardOrder()
+        # Others than XLA:GPU compute gradients in the order of the blocks, unless activations are copied to hosts.
+        is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform not in ("tpu", "cpu")
+        self._order = BackwardOrder() if is_offloaded or (is_gpu and not self.is_of_attention) else None
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
