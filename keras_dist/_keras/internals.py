@@ -275,10 +275,10 @@ def casts_rows_to_fewer_bytes(layer) -> bool:
 
 
 def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Callable]):
-    """Calls a function in a stateless scope, by `checkpoint(function)()`, of which the backward pass computes parts.
+    """Calls a function in a stateless scope, by `checkpoint(function)()`, such as `jax.checkpoint`.
 
-    Such as `jax.checkpoint`. What is computed again includes gathering weights. Updates of variables (random
-    generators, moving averages) go to the scope, as in a plain call, and so do losses, which are those of the layer.
+    What the backward pass computes again includes gathering weights. Updates of variables (random generators, moving
+    averages) go to the scope, as in a plain call, and so do losses, which are those of the layer.
     """
     outer: Any = get_stateless_scope()
 

@@ -60,7 +60,7 @@ class Rematerialization:
         self.blocks = RepeatedBlocks(model)
         self.count, self.is_in_block = 0, False
         # Others than XLA:GPU compute gradients in the order of the blocks, unless activations are copied to hosts.
-        is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform not in ("tpu", "cpu")
+        is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "gpu"
         self._order = BackwardOrder() if is_offloaded or (is_gpu and not self.is_of_attention) else None
 
     @contextlib.contextmanager
