@@ -1,19 +1,30 @@
 """`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
+import sys
+import time
 import warnings
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
 
+import jax
 import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist.checkpoint import restore
+from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
+from keras_dist.checkpoint.preemption import Preemption, valid_signals
+from keras_dist.data import input_pipeline
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
 
+# SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
 
 
@@ -28,6 +39,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     layers, Keras's global one, Python's `random`, NumPy's global one); the epoch, the number of batches done in it, and
     the position in the data. Saving runs in the background. A checkpoint counts only when it is complete, so a process
     that is killed while it writes loses at most that checkpoint. `model.load_weights(directory)` reads it too.
+
+    **Preemption:** when a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job
+    asks for it), all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.
+    Validation is left at its next batch, and is done after the restart. Further signals change nothing.
 
     **How data resumes:** arrays and `keras.utils.PyDataset` skip the batches that are done. Grain datasets and loaders
     restore the state of their iterators, which each process saves for itself. A `tf.data.Dataset`, a generator or a
@@ -45,11 +60,20 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         max_to_keep: number of newest checkpoints to keep, None for all.
         save_on_background: whether training continues while a checkpoint is written. Either way, the state of the step
             at which saving started is written.
+        signals: numbers of the signals that end training as described above, while `fit` runs in the main thread; `()`
+            for none. What handled them before handles them again after `fit`.
+        exit_status: the status with which a preempted program ends. Choose what makes the scheduler start it again.
+
+    Attributes:
+        waiting_time: seconds for which training has stood still for checkpoints since `fit` started: while the state
+            was copied to the host, while the checkpoint before was not written yet, and at the end of training.
 
     Raises:
         ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
-        ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed, the
-            processes find different checkpoints, or the checkpoint is of another model.
+        ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
+            directory is not writable, has too little space or is used by another running job; the processes find
+            different checkpoints; or the checkpoint is of another model or of another number of batches in an epoch.
+        SystemExit: in `fit`, after a signal.
 
     Example:
 
@@ -77,22 +101,34 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         save_freq: int | Literal["epoch"] = "epoch",
         max_to_keep: int | None = 1,
         save_on_background: bool = True,
+        signals: Sequence[int] = _SIGNALS,
+        exit_status: int = 0,
     ):
         super().__init__()
         if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} is less than 1. Pass None to keep all checkpoints.")
+        if not isinstance(exit_status, int) or not 0 <= exit_status <= 255:
+            raise ValueError(f"exit_status={exit_status!r} is not an exit status from 0 to 255.")
         self.directory = str(directory)
         self.save_freq = save_freq
         self._interval = None if isinstance(save_freq, str) else save_freq  # batches
         self.max_to_keep = max_to_keep
         self.save_on_background = save_on_background
         restore.orbax()
+        self.signals = valid_signals(signals)
+        self.exit_status = exit_status
+        self.waiting_time = 0.0
         self._checkpointer: Any = None
+        self._lock: DirectoryLock | None = None
+        self._preemption: Preemption | None = None
+        self._is_stopping = False  # all processes stop here, and the state is saved
         self._epoch = self._batches = 0  # the current epoch, and the batches done in it
         self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
         self._progress: dict | None = None  # what was restored and is not used yet
+        self._trained: _Place | None = None  # after the last batch, while an epoch is not at its end
+        self._trained_metrics: list[tuple[Any, Any]] = []  # variables, and their values before validation
 
     def on_train_begin(self, logs=None):
         """Restores the newest complete checkpoint, if there is one."""
@@ -103,16 +139,17 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 "device."
             )
         model: Any = self.model
-        self._close()  # the checkpointer of a fit that ended with an exception
-        self._checkpointer = self._open()
+        self._abandon()  # a fit that ended with an exception
+        self._preemption = Preemption(self.signals)
         self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
-        self._progress = None
-        step = self._newest_step()
+        self._progress, self._trained, self._is_stopping, self.waiting_time = None, None, False, 0.0
+        step = self._open()
         if step is None:
             internals.set_initial_epoch(model, None)
             return
         progress = self._read_progress(step)
         restore.restore(model, str(self._checkpointer.directory / str(step)), with_metrics=True)
+        self._require_same_epochs(progress)
         internals.set_global_seed(progress["seed"])
         self._saved_at, self._batches_before_epoch = step, step - progress["batches"]
         self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
@@ -121,6 +158,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Starts an epoch, or resumes in the middle of one."""
         internals.set_initial_epoch(self.model, None)  # for the next fit; this one has begun
+        self._is_stopping = self._is_stopping or self._is_due()  # a signal before the first step
+        self._exit_if_stopping()
         self._epoch, self._batches = epoch, 0
         progress, self._progress = self._progress, None
         if progress is None:
@@ -133,54 +172,138 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
         resume_next_epoch(progress["batches"], position)
 
+    def on_train_batch_begin(self, batch, logs=None):
+        """Leaves if the batch before was the last one, since only now have all callbacks seen its end."""
+        self._exit_if_stopping()
+
     def on_train_batch_end(self, batch, logs=None):
-        """Saves after every `save_freq` batches."""
-        self._batches, position = current_position()
+        """Saves after every `save_freq` batches, and after the last one before an exit."""
+        self._trained = _Place.now()
+        self._batches = self._trained.batches
+        self._is_stopping = self._is_due()
         since_save = self._batches_before_epoch + self._batches - self._saved_at
-        if self._interval is not None and since_save >= self._interval:
-            self._save(self._epoch, self._batches, position)
+        if self._is_stopping or (self._interval is not None and since_save >= self._interval):
+            self._save(self._epoch, self._trained)
 
     def on_test_begin(self, logs=None):
         """Saves if training was stopped in the middle of an epoch, before validation overwrites the metrics."""
+        self._exit_if_stopping()
+        if self._trained is None:
+            return  # evaluate outside of fit
         self._save_if_stopped()
+        model: Any = self.model
+        self._trained_metrics = [(variable, variable.value) for variable in model.metrics_variables]
+
+    def on_test_batch_begin(self, batch, logs=None):
+        """Leaves validation if it must, with the state before validation."""
+        if self._trained is not None and self._is_due():
+            assert self.model is not None  # Keras gives variables the values of the last step when it is asked for
+            for variable, value in self._trained_metrics:
+                variable.assign(value)
+            self._save(self._epoch, self._trained)
+            self._exit()
 
     def _save_if_stopped(self) -> None:
-        batches, position = current_position()
-        if batches:
-            self._save(self._epoch, batches, position)
+        place = _Place.now()
+        if place.batches:
+            self._save(self._epoch, place)
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves at the end of each epoch with `save_freq="epoch"`, and at the end of training."""
         self._save_if_stopped()
-        batches, position = current_position()
+        self._trained = None
         self._batches_before_epoch += self._batches
         parameters: Any = self.params
-        is_due = self._interval is None or epoch + 1 >= parameters["epochs"]
-        if is_due and batches == 0:
-            self._save(epoch + 1, 0, position)
+        self._is_stopping = self._is_due() or self._is_stopping
+        is_due = self._interval is None or self._is_stopping or epoch + 1 >= parameters["epochs"]
+        place = _Place.now()
+        if is_due and place.batches == 0:
+            self._save(epoch + 1, place)
 
     def on_train_end(self, logs=None):
         """Waits until the last checkpoint is written."""
         internals.set_initial_epoch(self.model, None)
+        assert self._preemption is not None
+        if self._is_stopping or self._preemption.close():
+            self._exit()
+        self._preemption = None
+        self._close()
+
+    # ---------------------------------------------------------------------------------------------------- leaving
+
+    def _is_due(self) -> bool:
+        return self._preemption is not None and self._preemption.is_due()
+
+    def _exit_if_stopping(self) -> None:
+        if self._is_stopping:
+            self._exit()
+
+    def _exit(self) -> NoReturn:
+        """Ends the program, and leaves signals without effect, since the scheduler may send more of them."""
+        assert self._preemption is not None
+        self._preemption.ignore_signals()
+        self._close()
+        input_pipeline.close_all()
+        if messaging.process_index() == 0:
+            received = self._preemption.signal
+            print(
+                f"\nkeras_dist: training stops, since {'another process' if received is None else 'this process'} "
+                f"received {'a signal' if received is None else received.name}. {self._saved_at} batches are saved in "
+                f"{self.directory}. Start the program again to continue.",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise SystemExit(self.exit_status)
+
+    def _abandon(self) -> None:
+        """Ends a fit that raised an exception."""
+        if self._preemption is not None:
+            self._preemption.abandon()
+            self._preemption = None
         self._close()
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            checkpointer.close()
+            with self._waiting():
+                checkpointer.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_time += time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------- files
 
-    def _open(self) -> Any:
+    def _open(self) -> int | None:
+        """Opens the directory. Returns the number of batches before its newest complete checkpoint, if there is one."""
+        directory, problem = self.directory, None
+        if "://" not in directory:
+            directory = os.path.abspath(directory)
+            model: Any = self.model
+            arrays = jax.tree.leaves(restore.state_tree(model))
+            problem = why_not_writable(directory, sum(array.nbytes for array in arrays))
+            if problem is None and messaging.process_index() == 0:
+                self._lock = DirectoryLock(directory)
+                problem = self._lock.problem
+        for found in messaging.exchange("TrainingCheckpoint directory", problem):
+            if found is not None:
+                raise ValueError(found)
         training = restore.orbax().training
-        directory = self.directory if "://" in self.directory else os.path.abspath(self.directory)
         keep = None if self.max_to_keep is None else training.preservation_policies.LatestN(self.max_to_keep)
-        return training.Checkpointer(
+        self._checkpointer = training.Checkpointer(
             directory,
             preservation_policy=keep,
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
             cleanup_tmp_directories=True,
         )
+        return self._newest_step()
 
     def _newest_step(self) -> int | None:
         """Returns the number of batches before the newest complete checkpoint, which all processes must agree on."""
@@ -198,25 +321,41 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             )
         return step
 
-    def _save(self, epoch: int, batches: int, position: DataPosition | None) -> None:
+    def _save(self, epoch: int, place: "_Place") -> None:
         """Saves, unless that was done at the same batch."""
-        total = self._batches_before_epoch + batches
+        total = self._batches_before_epoch + place.batches
         if total <= self._saved_at:
             return
         progress = {
             "epoch": epoch,
-            "batches": batches,
-            "data": None if position is None else position.as_json(),
-            "random": RandomState.capture().as_json(),
+            "batches": place.batches,
+            "batches_of_epoch": self._batches_of_epoch(),
+            "data": None if place.data is None else place.data.as_json(),
+            "random": place.random.as_json(),
             "seed": internals.global_seed(),
         }
         model: Any = self.model
         content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
-        if self.save_on_background:
-            self._checkpointer.save_checkpointables_async(total, content)
-        else:
-            self._checkpointer.save_checkpointables(total, content)
+        with self._waiting():
+            if self.save_on_background:
+                self._checkpointer.save_checkpointables_async(total, content)
+            else:
+                self._checkpointer.save_checkpointables(total, content)
         self._saved_at = total
+
+    def _batches_of_epoch(self) -> int | None:
+        """Returns how many batches an epoch of this fit has, if Keras knows that."""
+        parameters: Any = self.params
+        return parameters["steps"]
+
+    def _require_same_epochs(self, progress: dict) -> None:
+        before, now = progress.get("batches_of_epoch"), self._batches_of_epoch()
+        if progress["batches"] and None not in (before, now) and before != now:
+            raise ValueError(
+                f"{self.directory} has a checkpoint after {progress['batches']} of {before} batches of an epoch, but "
+                f"an epoch of this fit has {now}. Pass the data and the batch_size with which it was saved, or use "
+                "another directory."
+            )
 
     def _read_progress(self, step: int) -> dict:
         """Returns what this process saved or, if the number of processes has changed, what process 0 saved."""
@@ -236,6 +375,18 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 stacklevel=2,
             )
         return progress
+
+
+class _Place(NamedTuple):
+    """A place in the data of an epoch, and the random state there."""
+
+    batches: int  # done in the epoch
+    data: DataPosition | None
+    random: RandomState
+
+    @classmethod
+    def now(cls) -> "_Place":
+        return cls(*current_position(), RandomState.capture())
 
 
 class _ProcessFile:

@@ -23,6 +23,7 @@ from keras_dist.multihost import messaging
 # have read to its end is used again, so that no messages are left behind.
 _numbers = itertools.count()
 _free_numbers: list[int] = []
+_pipelines: weakref.WeakSet["InputPipeline"] = weakref.WeakSet()
 
 
 class LocalRows(NamedTuple):
@@ -65,6 +66,7 @@ class InputPipeline(Iterator):
         self.position: DataPosition | None = None
         self.compared: tuple[float, float] | None = None
         self._peeked: _Prepared | None = None
+        _pipelines.add(self)
 
     def allow(self, batches: int) -> None:
         self._prefetcher.allow(batches)
@@ -104,6 +106,12 @@ class InputPipeline(Iterator):
         """Stops prefetching. A batch that was prepared and not delivered is lost."""
         self._stop_comparing()
         self._prefetcher.close()
+
+
+def close_all() -> None:
+    """Stops prefetching in all pipelines, before this process ends and while the others do."""
+    for pipeline in [*_pipelines]:
+        pipeline.close()
 
 
 _END = object()

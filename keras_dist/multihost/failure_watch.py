@@ -59,6 +59,11 @@ def start() -> None:
             )
 
 
+def join_at_exit(thread: threading.Thread) -> None:
+    """Makes this process wait for a thread that uses the coordination service before Python ends."""
+    _threads[:] = [*filter(threading.Thread.is_alive, _threads), thread]
+
+
 # ------------------------------------------------------------------------------------------------------ detection
 
 

@@ -98,6 +98,28 @@ def remove_posted(topic: str, number: int) -> None:
     client().key_value_delete(f"{_PREFIX}/{topic}/{number}/")
 
 
+def decide(topic: str, value: str) -> str:
+    """Stores a value, unless another process has stored one, and returns the one that is stored."""
+    key = f"{_PREFIX}/{topic}/decision"
+    try:
+        client().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+    return client().key_value_try_get(key)
+
+
+def decision(topic: str, is_cancelled: Callable[[], bool]) -> str | None:
+    """Waits for the value of `decide`, for as long as it takes; None if that is cancelled, asked once a second."""
+    while not is_cancelled():
+        try:
+            return client().blocking_key_value_get(f"{_PREFIX}/{topic}/decision", int(1000 * TICK))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None
+
+
 def _by_process(directory: str) -> dict[int, str]:
     """Returns the messages whose keys end in the index of a process."""
     return {int(name.rpartition("/")[2]): text for name, text in client().key_value_dir_get(directory)}

@@ -1,0 +1,124 @@
+"""Signals that announce the end of this program, such as a preemption, and the point at which all processes stop."""
+
+import contextlib
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from keras_dist.multihost import messaging
+from keras_dist.multihost.stop_agreement import StopAgreement
+
+
+class Preemption:
+    """From creation to `close`, notes signals in place of their handlers, and tells where training stops for them.
+
+    Args:
+        signals: numbers of the signals. They are noted if this is the main thread, the only one that Python lets handle
+            signals; in another one this is a warning.
+    """
+
+    def __init__(self, signals: Sequence[int]):
+        self.signal: signal.Signals | None = None  # the first that this process received
+        self._agreement = StopAgreement()
+        self._handlers = {}
+        self._early: _EarlyNotice | None = None
+        if signals and threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                f"TrainingCheckpoint does not handle {_names(signals)}, because fit runs in the thread "
+                f"{threading.current_thread().name!r}, and only the main thread can. Call fit in the main thread, or "
+                "pass signals=().",
+                stacklevel=4,
+            )
+            return
+        if signals and messaging.is_multi_process():
+            self._early = _EarlyNotice(signals, self._agreement)
+        self._handlers = {number: signal.signal(number, self._note) or signal.SIG_DFL for number in signals}
+
+    def _note(self, number, frame):
+        self.signal = self.signal or signal.Signals(number)
+
+    def is_due(self) -> bool:
+        """Returns whether all processes stop at this point, since one of them received a signal."""
+        if self.signal is not None:
+            self._agreement.request()
+        return self._agreement.is_reached()
+
+    def close(self) -> bool:
+        """Ends at the end of training, and returns whether the program must end, too.
+
+        Otherwise a signal that came too late for the other processes now reaches the handler that it had before.
+        """
+        if self.signal is not None:
+            self._agreement.request()
+        is_due = self._agreement.close()
+        if not is_due:
+            self._end(self._handlers)
+            if self.signal is not None:
+                signal.raise_signal(self.signal)
+        return is_due
+
+    def ignore_signals(self) -> None:
+        """Ends with the program, whose exit no further signal disturbs. Python would restore handlers of its own."""
+        self._end(dict.fromkeys(self._handlers, signal.SIG_IGN))
+
+    def abandon(self) -> None:
+        """Ends after an exception."""
+        self._agreement.abandon()
+        self._end(self._handlers)
+
+    def _end(self, handlers: dict[int, Any]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+        if self._early is not None:
+            self._early.close()
+            self._early = None
+
+
+class _EarlyNotice:
+    """Asks the other processes to stop at once, while this one's main thread is in a step, where no handler runs.
+
+    Python's own handler in C writes the number of each signal to a pipe, which a thread reads.
+    """
+
+    def __init__(self, signals: Sequence[int], agreement: StopAgreement):
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._signals, self._agreement = {*signals}, agreement
+        threading.Thread(target=self._listen, name="keras_dist_early_notice", daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.closing(os.fdopen(self._read, "rb", buffering=0)) as pipe:
+            while numbers := pipe.read(64):  # nothing at the end of the pipe
+                if self._signals & {*numbers}:
+                    with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the program is ending
+                        self._agreement.request()
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+
+
+def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
+    """Returns signals, or raises an error for what is none, or none that a program can handle."""
+    valid = []
+    for number in signals:
+        try:
+            valid.append(signal.Signals(number))
+        except ValueError:
+            raise ValueError(
+                f"signals={signals!r}: {number!r} is no signal. Pass, for example, (signal.SIGTERM,)."
+            ) from None
+        if valid[-1].name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"signals={signals!r}: no program can handle {valid[-1].name}. Remove it.")
+    return tuple(valid)
+
+
+def _names(signals: Sequence[int]) -> str:
+    return ", ".join(signal.Signals(number).name for number in signals)
