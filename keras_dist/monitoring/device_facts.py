@@ -11,7 +11,7 @@ import jax
 
 from keras_dist.mesh.devices import Device, as_device_array, device_name
 from keras_dist.mesh.topology import longest_links
-from keras_dist.planning.hardware import hardware
+from keras_dist.planning.hardware import hardware, links_text
 
 
 def collect() -> dict[str, Any]:
@@ -24,16 +24,13 @@ def collect() -> dict[str, Any]:
 def _facts_of(device: Device) -> dict[str, Any]:
     known = hardware.of_device(device)
     memory = device.memory_stats() or {}
-    links = None
-    if known is not None and known.links and known.link_bytes_per_second:
-        links = f"{known.links} x {known.link_bytes_per_second / 1e9:g} GB/s"
     return {
         "name": device_name(device),
         "kind": device.device_kind,
         "platform": device.platform,
         "process": device.process_index,
         "hardware": None if known is None or device.platform == "cpu" else known.name,
-        "links": links,
+        "links": None if known is None else links_text(known),
         "memory_bytes": memory.get("bytes_limit"),
         "used_bytes": memory.get("bytes_in_use"),
     }

@@ -35,6 +35,8 @@ _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
 
 # Makes XLA:GPU write the estimates of its cost model into the program, which stays the same.
 _WITH_ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
+# What it says of GPUs whose matrix multiplications or collectives are not in its tables of measurements.
+_WITHOUT_MEASUREMENTS = "Cannot find key: sm_", "Non homogenous replica group"
 
 # Without a GPU to measure on, XLA chooses tile sizes of Triton kernels from a table, and finds none for some matrices.
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
@@ -246,7 +248,8 @@ def _compile(
 ) -> tuple[Any, str | None, tuple[str, ...]]:
     """Returns the compiled program or None, the compiler's message if memory does not suffice, and notes.
 
-    `options` are the user's, `estimates` those that make the compiler write its estimates, if it knows them.
+    `options` are the user's, `estimates` those that make the compiler write its estimates, if it knows the options and
+    has measurements of the target.
     """
     notes = ()
     try:
@@ -254,7 +257,8 @@ def _compile(
             try:
                 return lowered.compile(compiler_options={**estimates, **options}), None, ()
             except jax.errors.JaxRuntimeError as error:
-                if not any(is_unknown(error, name) for name in estimates):
+                has_none = any(reason in str(error) for reason in _WITHOUT_MEASUREMENTS)
+                if not (estimates and has_none) and not any(is_unknown(error, name) for name in estimates):
                     raise
             return lowered.compile(compiler_options=dict(options)), None, ()
         except jax.errors.JaxRuntimeError as error:

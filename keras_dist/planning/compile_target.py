@@ -10,10 +10,12 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,11 +38,12 @@ _LIBTPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-_GPUS_PER_HOST = 8  # on NVIDIA's HGX boards
+# How many GPUs NVLink joins: those of NVIDIA's HGX boards; cards in pairs, with a bridge; 18 hosts of 4 in a rack.
+_ON_A_BOARD, _ON_A_BRIDGE, _IN_A_RACK = 8, 2, 72
 # JAX's CUDA plugin refuses to load without CUDA's libraries, unless this variable is set. Its compiler needs none.
 _CUDA_ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-CUDNN_VERSION = (9, 10)  # of every GPU target
+_OLDEST_OF_CUDA_13 = (7, 5)  # compute capability
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,9 +93,11 @@ def target(name: str, slices: int = 1) -> Target:
         name: Hardware from `keras_dist.hardware`, and its shape or number.
 
             * TPUs: the sides of a slice in chips, `"v5e:4x4"` or `"v5p:2x2x2"`, or the number of chips, `"v5e:16"`.
-            * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink joins those of a host.
+            * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink or PCIe joins those of a
+              host. Hosts that NVLink joins count as one: `"gb200:72"`.
             * CPUs: a number, `"cpu:8"`.
-            * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`.
+            * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`,
+              `"g5.12xlarge"`, `"Standard_ND96isr_H100_v5"`, Kaggle's `"GPU T4 x2"`.
         slices: Number of TPU slices of that shape, joined by the data center network.
 
     Returns:
@@ -104,7 +109,7 @@ def target(name: str, slices: int = 1) -> Target:
             started with fewer CPU devices.
 
     Warns:
-        UserWarning: More than 8 GPUs without a number of hosts.
+        UserWarning: More GPUs on a host than NVLink usually joins.
 
     Example:
 
@@ -123,13 +128,28 @@ def target(name: str, slices: int = 1) -> Target:
         raise ValueError(f"slices must be {limit}, but got slices={slices} for target {name!r}.{hosts}")
     if entry.platform == "cpu":
         return _cpu_target(name, shape, entry)
-    if entry.platform == "gpu" and len(shape) == 1 and shape[0] > _GPUS_PER_HOST:
-        warnings.warn(
-            f"Target {name!r} is one host with {shape[0]} GPUs, all joined by NVLink. If that is intended, write "
-            f"'{entry.name}:1x{shape[0]}'. For 2 hosts of 8, write '{entry.name}:2x8'.",
-            stacklevel=2,
-        )
+    if entry.platform == "gpu":
+        _warn_of_unusual_hosts(name, shape, entry)
     return _compile_only_target(name, shape, slices, entry, hardware.device_kind_for(entry))
+
+
+def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -> None:
+    gpus = shape[-1]
+    if entry.links and re.search("PCIe|NVL$", entry.device_kind) and gpus > _ON_A_BRIDGE:
+        warnings.warn(
+            f"Target {name!r} has {gpus} GPUs on a host, but NVLink joins this GPU in pairs only. The plan takes all "
+            f"of them for joined, so what it says of collectives among more than {_ON_A_BRIDGE} GPUs is too fast.",
+            stacklevel=3,
+        )
+        return
+    joined = _IN_A_RACK if entry.device_kind.startswith("NVIDIA GB") else _ON_A_BOARD
+    if len(shape) == 1 and gpus > joined:
+        by = "NVLink" if entry.links else "PCIe"
+        warnings.warn(
+            f"Target {name!r} is one host with {gpus} GPUs, all joined by {by}. If that is intended, write "
+            f"'{entry.name}:1x{gpus}'. For 2 hosts of {joined}, write '{entry.name}:2x{joined}'.",
+            stacklevel=3,
+        )
 
 
 @functools.cache
@@ -252,6 +272,13 @@ def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kin
         topology=f"{hosts}x1x{gpus}",
         target_config=_gpu_target_config(entry, entry.compiler_target, kind),
     )
+    devices = _cuda_devices(name, plugin, get_devices)
+    if entry.compiler_target.compute_capability < _OLDEST_OF_CUDA_13:
+        _require_assembler(name, entry.compiler_target, devices[0])
+    return devices
+
+
+def _cuda_devices(name: str, plugin: str, get_devices: Callable[[], Any]) -> list[Device]:
     with _default_environment(_CUDA_ENVIRONMENT):
         try:
             return get_devices().devices
@@ -269,17 +296,47 @@ def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kin
             ) from error
 
 
+def _require_assembler(name: str, gpu: GpuCompilerTarget, device: Device) -> None:
+    """Raises a ValueError if the assembler that XLA finds is too new for an old GPU, by compiling a small program."""
+    x = jax.ShapeDtypeStruct((2,), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x + 1).lower(x).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "ptxas" not in str(error):
+            raise
+        capability = ".".join(map(str, gpu.compute_capability))
+        found = re.search(r"\S*/ptxas", str(error))
+        raise ValueError(
+            f"Cannot compile for target {name!r}: XLA uses {found[0] if found else 'ptxas'}, but CUDA's ptxas knows "
+            f"compute capability {capability} up to CUDA 12 only. Run: pip install nvidia-cuda-nvcc-cu12, and put its "
+            "folder nvidia/cuda_nvcc/bin first in PATH."
+        ) from error
+
+
+def cudnn_version(compute_capability: tuple[int, int]) -> tuple[int, int]:
+    """Returns the version of cuDNN of a GPU target, which is the oldest that JAX takes for it since JAX 0.12."""
+    return (9, 11) if compute_capability == (10, 3) else (9, 10)
+
+
+def _threads_of_core(compute_capability: tuple[int, int]) -> int:
+    """Returns how many threads a streaming multiprocessor holds: "Compute Capabilities", CUDA C++ Programming Guide."""
+    if compute_capability == (7, 5):
+        return 1024
+    return 1536 if compute_capability[0] == 12 or (8, 0) < compute_capability < (9, 0) else 2048
+
+
 def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> str:
-    """Returns the text of a `GpuTargetConfigProto`. The constants are CUDA's limits since compute capability 8.0.
+    """Returns the text of a `GpuTargetConfigProto`. The constants are CUDA's limits since compute capability 6.0.
 
     Source: xla/stream_executor/device_description.proto; CUDA C++ Programming Guide, "Compute Capabilities".
     """
     major, minor = gpu.compute_capability
-    cudnn_major, cudnn_minor = CUDNN_VERSION
+    cudnn_major, cudnn_minor = cudnn_version(gpu.compute_capability)
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # compiled as sm_90a, sm_100a
     return f"""
         gpu_device_info {{
-          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          threads_per_block_limit: 1024 threads_per_warp: 32
+          threads_per_core_limit: {_threads_of_core(gpu.compute_capability)}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
           core_count: {gpu.core_count} fpus_per_core: {gpu.fpus_per_core} clock_rate_ghz: {gpu.clock_rate_ghz}

@@ -8,8 +8,8 @@ from keras_dist.planning.hardware_figures import DTYPES, Hardware
 def compute_seconds(hardware: Hardware, flops_by_dtype: Mapping[str, float]) -> float | None:
     """Returns the seconds of matrix multiplications, summed over HLO element types (`"bf16"`); None if unknown.
 
-    Float16 counts as bfloat16. A dtype without a known peak runs at that of the next wider dtype with one; dtypes wider
-    than float32 run at float32's.
+    A dtype without a known peak runs at that of the next wider dtype with one, float16 at
+    that of bfloat16; dtypes wider than float32 run at float32's.
     """
     seconds = 0.0
     for element_type, flops in flops_by_dtype.items():
@@ -27,7 +27,9 @@ def _peak(hardware: Hardware, element_type: str) -> float | None:
         wider = ("float8", "bfloat16", "float32")
     elif element_type in ("s8", "u8", "s4", "u4", "s2", "u2", "s1", "u1", "pred"):
         wider = ("int8", "bfloat16", "float32")
-    elif element_type in ("bf16", "f16"):
+    elif element_type == "f16":
+        wider = ("float16", "bfloat16", "float32")
+    elif element_type == "bf16":
         wider = ("bfloat16", "float32")
     else:
         wider = DTYPES[:1]

@@ -6,7 +6,8 @@ from keras_dist._report.tables import Table
 from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import canonical_device_kind
 from keras_dist.planning.hardware_figures import DTYPES, Hardware
-from keras_dist.planning.known_hardware import known_gpus, known_tpus
+from keras_dist.planning.known_gpus import known_gpus
+from keras_dist.planning.known_tpus import known_tpus
 
 
 class HardwareRegistry(Mapping[str, Hardware]):
@@ -95,18 +96,26 @@ _PEAKS = (f">TFLOP/s: {DTYPES[0]}", *(f">{dtype}" for dtype in DTYPES[1:]))
 _COLUMNS = ("name", ">memory", ">HBM", *_PEAKS, ">links", ">network")
 
 
-def _row(hardware: Hardware) -> list[str]:
-    def rate(bytes_per_second: float | None) -> str:
-        return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:g} GB/s"
+def links_text(hardware: Hardware) -> str | None:
+    """Returns number and bandwidth of a device's links, or PCIe's bandwidth; None if unknown."""
+    if hardware.link_bytes_per_second is None:
+        return None
+    return f"{hardware.links or 'PCIe'}{' x' * bool(hardware.links)} {_rate(hardware.link_bytes_per_second)}"
 
+
+def _rate(bytes_per_second: float | None) -> str:
+    return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:g} GB/s"
+
+
+def _row(hardware: Hardware) -> list[str]:
     memory, peaks = hardware.memory_bytes, hardware.flops_per_second
     return [
         hardware.name,
         "-" if memory is None else f"{memory / 2**30:.2f} GiB",
-        rate(hardware.memory_bytes_per_second),
+        _rate(hardware.memory_bytes_per_second),
         *(f"{peaks[dtype] / 1e12:g}" if dtype in peaks else "-" for dtype in DTYPES),
-        f"{hardware.links} x {rate(hardware.link_bytes_per_second)}" if hardware.links else "-",
-        rate(hardware.network_bytes_per_second),
+        links_text(hardware) or "-",
+        _rate(hardware.network_bytes_per_second),
     ]
 
 

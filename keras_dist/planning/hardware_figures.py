@@ -13,7 +13,7 @@ from keras_dist.planning.compiler_options import CompilerOptions, options_for_gp
 from keras_dist.planning.frozen_mapping import FrozenMapping
 
 PLATFORMS = ("tpu", "gpu", "cpu")
-DTYPES = ("float32", "bfloat16", "float8", "int8")  # widest first
+DTYPES = ("float32", "bfloat16", "float16", "float8", "int8")
 
 FIGURES = (
     "memory_bytes",
@@ -67,17 +67,17 @@ class Hardware:
         memory_bytes: device memory in bytes: on TPUs what the compiler allots, on GPUs what CUDA reports. By default
             JAX allocates 75% of a GPU's; see XLA_PYTHON_CLIENT_MEM_FRACTION.
         memory_bytes_per_second: memory bandwidth.
-        flops_per_second: peak of dense matrix multiplications by dtype (`"float32"`, `"bfloat16"`, `"float8"`,
-            `"int8"`), as far as known. Float32 is at JAX's default precision: one bfloat16 pass on TPUs, TF32 on NVIDIA
-            GPUs.
-        link_bytes_per_second: bandwidth of one ICI link or NVLink in one direction.
-        links: number of links: of a GPU, or of a TPU chip (4 in a 2D torus, 6 in a 3D torus), which several devices may
-            share.
+        flops_per_second: peak of dense matrix multiplications by dtype (`"float32"`, `"bfloat16"`, `"float16"`,
+            `"float8"`, `"int8"`), as far as known. Float32 is at JAX's default precision: one bfloat16 pass on TPUs,
+            TF32 on NVIDIA GPUs since Ampere. Earlier ones multiply bfloat16 at the rate of float32.
+        link_bytes_per_second: bandwidth of one ICI link or NVLink in one direction; of PCIe for GPUs without NVLinks.
+        links: number of links: NVLinks of a GPU, 0 if PCIe joins those of a host; or ICI links of a TPU chip (4 in a 2D
+            torus, 6 in a 3D torus), which several devices may share.
         network_bytes_per_second: bandwidth of one device to other slices or hosts, in one direction.
         sources: public source of each figure, by field name. Ignored in comparisons.
         compiler_target: what the compiler needs to know of a GPU; None for TPUs and CPUs.
         clock_hz: clock rate of a TPU's TensorCore, in which XLA:TPU estimates times; None for other hardware.
-        link_latency_seconds: what one hop over an ICI link or NVLink takes, however few bytes are sent.
+        link_latency_seconds: what one hop over an ICI link, NVLink or PCIe takes, however few bytes are sent.
         network_latency_seconds: the same between slices or hosts.
 
     Raises:

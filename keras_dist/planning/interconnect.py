@@ -25,7 +25,7 @@ class Interconnect:
 
     * TPUs of a slice: each torus dim along which the chips of a group differ provides one link, or two if the group
       closes a ring. Groups that run over the same link (also those of two cores on one chip) share it.
-    * GPUs of a host: all NVLinks, because a switch connects every GPU to every other.
+    * GPUs of a host: all NVLinks, because a switch connects every GPU to every other; PCIe where there are none.
     * A group that crosses slices or hosts: the slower of the links and the network. The network carries what one device
       can send, times the members of the group in one slice or host.
     * All-to-all: bytes travel further than to a neighbour. On a torus the links across the middle of each dim are the

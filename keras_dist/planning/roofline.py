@@ -14,6 +14,7 @@ from keras_dist.planning.interconnect import Interconnect, inverse, seconds_for
 # What joins the devices of a slice or host, and what joins slices or hosts, by platform.
 _LINK_AND_NETWORK = {"tpu": ("ICI", "DCN"), "cpu": ("links", "network")}
 _OF_GPUS = "NVLink", "network"
+_OF_PCIE_GPUS = "PCIe", "network"
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Roofline:
     Attributes:
         compute_seconds: matrix multiplications and convolutions at the peak rate of their dtypes.
         memory_seconds: reads and writes of device memory.
-        ici_seconds: collectives within a TPU slice (ICI) or among the GPUs of a host (NVLink).
+        ici_seconds: collectives within a TPU slice (ICI) or among the GPUs of a host (NVLink or PCIe).
         dcn_seconds: collectives that cross slices (DCN) or hosts (network).
-        link: name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` for GPUs.
+        link: name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` or `"PCIe"` for GPUs.
         network: name of the network between slices or hosts: `"DCN"` for TPUs, `"network"` otherwise.
         forecast: the time that a step probably takes; None if a figure of the hardware that it needs is unknown.
 
@@ -105,6 +106,7 @@ def roofline(
     platform = devices.flat[0].platform
     hardware = Hardware("unknown", "cpu", "unknown") if hardware is None else hardware
     interconnect = Interconnect(hardware, devices)
+    of_gpus = _OF_PCIE_GPUS if hardware.link_bytes_per_second and not hardware.links else _OF_GPUS
     busy: dict[bool, dict[Hashable, float | None]] = {False: {}, True: {}}  # by whether they cross the network
     for collective in collectives:
         if collective.wire_bytes > 0:
@@ -119,7 +121,7 @@ def roofline(
         seconds_for(memory_bytes, inverse(hardware.memory_bytes_per_second)),
         _longest(busy[False].values()),
         _longest(busy[True].values()),
-        *_LINK_AND_NETWORK.get(platform, _OF_GPUS),
+        *_LINK_AND_NETWORK.get(platform, of_gpus),
     )
 
 

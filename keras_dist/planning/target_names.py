@@ -4,28 +4,16 @@ import difflib
 import re
 
 from keras_dist.mesh.tpu_generations import tpu_generation_of
+from keras_dist.planning.cloud_machines import gpus_of_machine
 from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
 
 EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'h100:8' or 'h100:2x8' (2 hosts of 8)"
 
-# Google's TPU accelerator types. Up to v5p they count TensorCores, of which a chip has two: "v5p-8" has 4 chips.
-# Source: https://cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, "Configurations".
-_ACCELERATOR_TYPE = re.compile(r"(v2|v3|v4|v5p|v5e|v5litepod|v6e)-([1-9]\d{0,4})")
-_COUNTS_CORES = ("v2", "v3", "v4", "v5p")
-
-# Machines with GPUs. Without a count, the number is in the name.
-# Source: https://cloud.google.com/compute/docs/gpus; https://aws.amazon.com/ec2/instance-types/accelerated-computing.
-_MACHINES = {
-    r"a2-ultragpu-([1248])g": ("a100", None),
-    r"a3-(?:high|mega)gpu-([1248])g": ("h100", None),
-    r"a3-ultragpu-8g": ("h200", 8),
-    r"a4-highgpu-8g": ("b200", 8),
-    r"p4de\.24xlarge": ("a100", 8),
-    r"p5\.48xlarge": ("h100", 8),
-    r"p5en?\.48xlarge": ("h200", 8),
-    r"p6-b200\.48xlarge": ("b200", 8),
-}
+# Google's TPU accelerator types. Some count TensorCores, of which a chip has two: "v5p-8" has 4 chips. Kaggle writes
+# "TPU v5e-8", Colab "v5e-1 TPU". Source: https://cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e,tpu7x}.
+_ACCELERATOR_TYPE = re.compile(r"(?:TPU )?(v2|v3|v4|v5p|v5e|v5litepod|v6e|tpu7x)-([1-9]\d{0,4})(?: TPU)?")
+_COUNTS_CORES = ("v2", "v3", "v4", "v5p", "tpu7x")
 
 
 def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
@@ -40,9 +28,9 @@ def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
         if generation in _COUNTS_CORES:
             count = max(count // 2, 1)
         return hardware[generation], _slice_shape(name, hardware[generation], count)
-    for pattern, (chip, count) in _MACHINES.items():
-        if machine := re.fullmatch(pattern, name):
-            return hardware[chip], (count or int(machine[1]),)
+    if machine := gpus_of_machine(name):
+        chip, count = machine
+        return hardware[chip], (1, count)
     match = re.fullmatch(r"([\w.-]+):([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", name)
     if match is None:
         advice = _suggestion(name) or f"Write hardware and shape: {EXAMPLES}."
@@ -74,6 +62,7 @@ def _suggestion(name: str) -> str:
     """Returns a question with the nearest target of known hardware, or nothing if none is near."""
     text = re.sub(r"^(?:google|nvidia|tpu|gpu)[\s_-]*", "", name.strip().lower())
     text = re.sub(r"^(\d+)\s*x\s*([a-z].*)$", r"\2:\1", text)  # "8xH100"
+    text = re.sub(r"[\s_-]*(16|80)\s*gb", "", text)  # of V100, A100 and H100, whose names are without it
     names = {known.lower(): known for known in hardware}
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     if match := re.fullmatch(rf"({longest_first})[\s_:x*-]*((?:\d+x){{0,2}}\d+)?", text):

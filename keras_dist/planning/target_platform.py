@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.lib import gpu_rnn  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.mesh.devices import Device, is_attached
-from keras_dist.planning.compile_target import CUDNN_VERSION
+from keras_dist.planning.compile_target import cudnn_version
 from keras_dist.planning.hardware import hardware
 
 
@@ -106,7 +106,7 @@ def _default_backend(target: _Target, original: Callable) -> str:
 def _check_cudnn_version(target: _Target, original: Callable) -> int:
     if target.compute_capability is None:
         raise RuntimeError("cuDNN is not detected.")  # as JAX without an NVIDIA GPU, which Keras expects
-    major, minor = CUDNN_VERSION
+    major, minor = cudnn_version(target.compute_capability)
     return 10_000 * major + 100 * minor
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
 
 from keras_dist.strategies.attention_mask import AttentionMask
 from keras_dist.strategies.attention_padding import pad_dim
@@ -23,6 +24,8 @@ _BLOCK_SIZES = 512, 1024  # MaxText's default, and the largest that fits into th
 _TABLE_BYTES = 768 * 1024  # of scalar memory for three bytes a block of queries and keys; a TPU core has 1 MiB
 MOST_PAIRS_OF_SPLASH = _TABLE_BYTES // 3 * _BLOCK_SIZES[-1] ** 2  # of a query and a key on one device, under a mask
 _QUERIES_AT_ONCE = 64  # of attention by XLA in blocks
+# Since which compute capability GPUs have units that multiply a dtype and sum in float32: Ampere, Volta.
+_CAPABILITY_FOR = {"bfloat16": "8.0", "float16": "7.0"}
 
 # ------------------------------------------------------------------------------------------- splash attention (TPU)
 
@@ -150,13 +153,19 @@ def _pad_to_lanes(tensor: jax.Array) -> jax.Array:
 
 def why_not_cudnn(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
     """Returns why cuDNN cannot compute this and what would change that, None if it can."""
+    if not _has_capability("8.0"):  # JAX does not check it, and cuDNN fails when it runs
+        return "cuDNN's attention needs a GPU of compute capability 8.0 or later"
     tensors, structure = jax.tree.flatten((query, key, value, bias, mask))
-    return _why_not_cudnn(tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in tensors), structure)
+    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in tensors)
+    return _why_not_cudnn(shapes, structure, jax.devices()[0].device_kind)
 
 
 @functools.lru_cache(maxsize=256)
-def _why_not_cudnn(tensors: tuple[jax.ShapeDtypeStruct, ...], structure: Any) -> str | None:
-    """Traces both passes, in which JAX checks them. The blocks of a model ask for the same, and tracing is slow."""
+def _why_not_cudnn(tensors: tuple[jax.ShapeDtypeStruct, ...], structure: Any, device_kind: str) -> str | None:
+    """Traces both passes, in which JAX checks them. The blocks of a model ask for the same, and tracing is slow.
+
+    The answer depends on the compute capability, so on the kind of the devices, which for a target are the target's.
+    """
 
     def loss(query, key, value, bias, mask):
         return cudnn_attention(query, key, value, bias, mask, scale=1.0, soft_cap=None).sum()
@@ -168,6 +177,11 @@ def _why_not_cudnn(tensors: tuple[jax.ShapeDtypeStruct, ...], structure: Any) ->
         reason = f"cuDNN cannot compute it ({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')})"
         return f"{reason}; use the dtype policy 'mixed_bfloat16'" if query.dtype == jnp.float32 else reason
     return None
+
+
+def _has_capability(capability: str) -> bool:
+    """Whether the NVIDIA GPUs of this process, or of the target that a step is traced for, have it."""
+    return fused_attention_stablehlo.check_compute_capability(capability)
 
 
 def cudnn_attention(
@@ -255,6 +269,12 @@ def xla_attention(
     in Gemma 2 and in splash attention.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    capability = _CAPABILITY_FOR.get(str(query.dtype))
+    if capability is not None and jax.default_backend() == "gpu" and not _has_capability(capability):
+        # JAX asks for products of this dtype, which XLA refuses. In other layers, XLA multiplies in float32 instead.
+        wide = (tensor.astype(jnp.float32) for tensor in (query, key, value))
+        output = xla_attention(*wide, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+        return output.astype(query.dtype)
     if soft_cap is None:
         head_size = value.shape[-1]
         query, key, value = (pad_dim(tensor, -1, max(query.shape[-1], head_size)) for tensor in (query, key, value))

@@ -1,15 +1,13 @@
-"""The figures of known TPUs and GPUs, with their public sources."""
+"""The figures of known TPUs, with their public sources."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from keras_dist.mesh.tpu_generations import TPU_GENERATIONS
-from keras_dist.planning.hardware_figures import FIGURES, GpuCompilerTarget, Hardware
+from keras_dist.planning.hardware_figures import FIGURES, Hardware
 
 _LIBTPU = "libtpu 0.0.42, a program that is too large for {}: 'exceeds available HBM ({:.2f}G)'"
 _CLOUD = "Google Cloud, 'TPU {0}', https://cloud.google.com/tpu/docs/{0}"
 _TPU_BOOK = "Austin et al., 'How to Scale Your Model' (2025), https://jax-ml.github.io/scaling-book/tpus"
-_GPU_BOOK = "Austin et al., 'How to Scale Your Model' (2025), https://jax-ml.github.io/scaling-book/gpus"
 _JOUPPI = (
     "Jouppi et al., 'A Domain-Specific Supercomputer for Training Deep Neural Networks', CACM 63(7), 2020, "
     "https://doi.org/10.1145/3360307"
@@ -19,7 +17,6 @@ _TPU_V4 = (
     "https://arxiv.org/abs/2304.01433"
 )
 _HOP = "Austin et al., 'How to Scale Your Model' (2025), about 1 us, https://jax-ml.github.io/scaling-book/sharding"
-_NCCL = "NCCL, 'ncclTunerConstantsDefaults', https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
 _POD = "; the all-reduce bandwidth of a pod in {} agrees"
 _NETWORK_LATENCY = (
     "OpenXLA, round trip between hosts of H100s, since none is published for TPUs, "
@@ -92,63 +89,4 @@ def known_tpus() -> Iterator[Hardware]:
             link_latency_seconds=1e-6,
             network_latency_seconds=None if network is None else 31e-6,
             sources=sources | _TPU_SOURCES.get(name, {}),
-        )
-
-
-_XLA = (
-    "OpenXLA, the device as CUDA describes it, "
-    "https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/{}.txtpb"
-)
-_XLA_H100 = _XLA.format("h100_sxm")
-_A100 = "NVIDIA, 'A100 Tensor Core GPU' datasheet, https://www.nvidia.com/en-us/data-center/a100/"
-_H100 = "NVIDIA, 'H100 Tensor Core GPU Architecture' whitepaper, https://resources.nvidia.com/en-us-tensor-core"
-_H200 = "NVIDIA, 'H200 Tensor Core GPU' datasheet, https://www.nvidia.com/en-us/data-center/h200/"
-_B200 = "NVIDIA, 'DGX B200' datasheet, an eighth of it, https://www.nvidia.com/en-us/data-center/dgx-b200/"
-_DGX = "NVIDIA, '{} User Guide': a port of {} Gbit/s for each GPU, https://docs.nvidia.com/dgx/"
-_PYTORCH = "PyTorch on H200, when it runs out: 'GPU 0 has a total capacity of 139.80 GiB'"
-
-_AMPERE = GpuCompilerTarget((8, 0), 108, 64, 1.41, 41943040, 167936, 166912)
-_HOPPER = GpuCompilerTarget((9, 0), 132, 128, 1.98, 52428800, 233472, 232448)
-_BLACKWELL = GpuCompilerTarget((10, 0), 148, 128, 1.965, 132644864, 233472, 232448)
-_AMPERE_PEAKS = {"float32": 156e12, "bfloat16": 312e12, "int8": 624e12}
-_HOPPER_PEAKS = {"float32": 494.7e12, "bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12}
-_BLACKWELL_PEAKS = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}
-
-# In the order of the fields of `Hardware`: name, device kind, bytes, HBM bytes/s, peak dense FLOP/s (float32 as TF32),
-# bytes/s of an NVLink in one direction, NVLinks, network bytes/s, compiler target. Below each: the sources of memory,
-# memory bandwidth, peaks, network, compiler target.
-_GPUS: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
-    (
-        ("a100", "NVIDIA A100-SXM4-80GB", 85100068864, 2039e9, _AMPERE_PEAKS, 25e9, 12, 200e9 / 8, _AMPERE),
-        (_XLA.format("a100_sxm_80"), _A100, _A100, _DGX.format("DGX A100", 200), _XLA.format("a100_sxm_80")),
-    ),
-    (
-        ("h100", "NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
-        (_XLA_H100, _XLA_H100, _H100, _DGX.format("DGX H100/H200", 400), _XLA_H100),
-    ),
-    (
-        ("h200", "NVIDIA H200", int(139.80 * 2**30), 4800e9, _HOPPER_PEAKS, 25e9, 18, 400e9 / 8, _HOPPER),
-        (_PYTORCH, _H200, _H100, _DGX.format("DGX H100/H200", 400), _XLA.format("h200")),
-    ),
-    (
-        ("b200", "NVIDIA B200", 191514411008, 8000e9, _BLACKWELL_PEAKS, 50e9, 18, 400e9 / 8, _BLACKWELL),
-        (_XLA.format("b200"), _B200, _B200, _DGX.format("DGX B200", 400), _XLA.format("b200")),
-    ),
-)
-
-
-def known_gpus() -> Iterator[Hardware]:
-    for (name, kind, *figures, compiler_target), sources in _GPUS:
-        memory, bandwidth, peaks, network, target = sources
-        values = (memory, bandwidth, peaks, _GPU_BOOK, _GPU_BOOK, network, target)
-        of_figures: dict[str, str] = dict(zip(FIGURES[:7], values, strict=True))
-        yield Hardware(
-            name,
-            "gpu",
-            kind,
-            *figures,
-            sources=of_figures | {"link_latency_seconds": _NCCL, "network_latency_seconds": _NCCL},
-            compiler_target=compiler_target,
-            link_latency_seconds=3.4e-6,
-            network_latency_seconds=14e-6,
         )
