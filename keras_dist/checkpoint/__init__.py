@@ -1,6 +1,8 @@
 """Saving and restoring training.
 
 * `training_checkpoint.py`: `TrainingCheckpoint`, the callback.
+* `preemption.py`: signals that announce the end of the program.
+* `directory.py`: whether a directory can be written, is large enough, and is free.
 * `restore.py`: restores the variables of a model from a checkpoint.
 * `path_matching.py`: which entry of a checkpoint belongs to which variable.
 * `atomic_write.py`: files are written completely or not at all.

@@ -73,6 +73,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
             directory is not writable, has too little space or is used by another running job; the processes find
             different checkpoints; or the checkpoint is of another model or of another number of batches in an epoch.
+        OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay.
         SystemExit: in `fit`, after a signal.
 
     Example:
@@ -264,18 +265,28 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            with self._waiting():
-                checkpointer.close()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        lock, self._lock = self._lock, None
+        try:
+            if checkpointer is not None:
+                with self._writing():
+                    checkpointer.close()
+        finally:
+            if lock is not None:
+                lock.release()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
+        """Adds to `waiting_time`, and explains errors of files, also of a checkpoint that was written before."""
         begin = time.perf_counter()
         try:
             yield
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise OSError(
+                f"A checkpoint could not be written to {self.directory}: {reason[:300]}. The complete ones before it "
+                "are not changed. Free some space or repair the file system, and start the program again to continue "
+                "from the newest."
+            ) from error
         finally:
             self.waiting_time += time.perf_counter() - begin
 
@@ -336,7 +347,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         }
         model: Any = self.model
         content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
-        with self._waiting():
+        with self._writing():
             if self.save_on_background:
                 self._checkpointer.save_checkpointables_async(total, content)
             else:

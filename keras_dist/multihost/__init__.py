@@ -3,6 +3,7 @@
 * `initialize.py`: `initialize`, which joins this process to the others.
 * `coordination.py`: joins JAX's coordination service in bounded time.
 * `messaging.py`: short messages between processes.
+* `stop_agreement.py`: all processes stop at the same point, soon after one is asked to.
 * `program_comparison.py`: compares the traced steps of all processes.
 * `failure_watch.py`: detects that another process failed, and ends this one.
 * `launcher.py`: starts several processes on this machine, for development.

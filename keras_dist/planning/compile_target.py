@@ -93,8 +93,8 @@ def target(name: str, slices: int = 1) -> Target:
         name: Hardware from `keras_dist.hardware`, and its shape or number.
 
             * TPUs: the sides of a slice in chips, `"v5e:4x4"` or `"v5p:2x2x2"`, or the number of chips, `"v5e:16"`.
-            * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink or PCIe joins those of a
-              host. Hosts that NVLink joins count as one: `"gb200:72"`.
+            * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink or PCIe joins those of
+              a host. Hosts that NVLink joins count as one: `"gb200:72"`.
             * CPUs: a number, `"cpu:8"`.
             * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`,
               `"g5.12xlarge"`, `"Standard_ND96isr_H100_v5"`, Kaggle's `"GPU T4 x2"`.

@@ -1,14 +1,19 @@
 """Texts of `keras_dist/checkpoint`."""
 
+import errno
+import fcntl
 import os
 import shutil
+import signal
 import sys
+from concurrent import futures
 from unittest import mock
 
 import keras
 import numpy as np
 
 import keras_dist as kd
+from keras_dist.checkpoint.preemption import Preemption
 from keras_dist.multihost import messaging
 
 X, Y = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
@@ -68,11 +73,65 @@ def another_number_of_processes():
     os.makedirs(folder)
     with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:
         file.write('{"data": {"source": "grain"}}')
-    checkpoint._checkpointer = checkpoint._open()
-    checkpoint._read_progress(7)
+    with kd.DataParallel().scope():
+        model = new_model(8, 1)
+        model.optimizer.build(model.trainable_variables)
+        checkpoint.set_model(model)
+        checkpoint._open()
+        checkpoint._read_progress(7)
+
+
+def in_another_thread():
+    with futures.ThreadPoolExecutor(thread_name_prefix="worker") as executor:
+        executor.submit(Preemption, (signal.SIGTERM, signal.SIGUSR1)).result()
+
+
+def fit_where(directory, owner, name, **replacement):
+    """Trains where a function of the system returns or raises something."""
+    with mock.patch.object(owner, name, **replacement), kd.DataParallel().scope():
+        fit(new_model(8, 1), directory)
+
+
+def not_writable():
+    with kd.DataParallel().scope():
+        fit(new_model(8, 1), os.path.join(os.devnull, "checkpoints"))
+
+
+def too_small():
+    usage = mock.Mock(free=100)
+    fit_where(new_directory(), shutil, "disk_usage", return_value=usage)
+
+
+def used_by_another_job():
+    directory = new_directory()
+    os.makedirs(directory)
+    with open(os.path.join(directory, ".in_use"), "w") as file:
+        file.write("process 4711 on host-3\n")
+    fit_where(directory, fcntl, "lockf", side_effect=BlockingIOError)
+
+
+def other_batches():
+    checkpoint = kd.TrainingCheckpoint("checkpoints")
+    checkpoint.set_params({"steps": 50})
+    checkpoint._require_same_epochs({"batches": 40, "batches_of_epoch": 100})
+
+
+def disk_is_full():
+    checkpoint = kd.TrainingCheckpoint("checkpoints")
+    with checkpoint._writing():
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 CASES = {
+    "signals has one that no program can handle": lambda: kd.TrainingCheckpoint("c", signals=(signal.SIGKILL,)),
+    "signals has a number that is no signal": lambda: kd.TrainingCheckpoint("c", signals=(1000,)),
+    "exit_status is out of range": lambda: kd.TrainingCheckpoint("checkpoints", exit_status=256),
+    "fit runs in another thread": in_another_thread,
+    "the directory is not writable": not_writable,
+    "the directory is too small": too_small,
+    "the directory is used by another job": used_by_another_job,
+    "an epoch has another number of batches": other_batches,
+    "the disk is full": disk_is_full,
     "save_freq is out of range": lambda: kd.TrainingCheckpoint("checkpoints", save_freq=0),
     "max_to_keep is out of range": lambda: kd.TrainingCheckpoint("checkpoints", max_to_keep=0),
     "Orbax is not installed": without_orbax,

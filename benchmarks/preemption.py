@@ -1,0 +1,201 @@
+"""Ends training with SIGTERM and SIGKILL at random moments, continues it, and compares every loss.
+
+    python benchmarks/preemption.py --count 50
+
+For each of 12 cases (1 and 2 processes, three data sources, DP and FSDP) one training runs undisturbed. Another one is
+ended by SIGTERM or SIGKILL at a random moment, in a random process or in all, and started again, over and over, and
+must reach the same losses. Printed are the number of starts that failed, batches that were lost, the largest difference
+of a loss, and the time from SIGTERM until the step is saved and the program leaves, also as a ratio to the longest step
+and the longest save of the same run.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from keras_dist.multihost.launcher import launch
+
+SOURCES, STRATEGIES = ("arrays", "PyDataset", "generator"), ("DP", "FSDP")
+EPOCHS, BATCHES, BATCH = 5, 16, 12
+STEP = 0.02  # seconds that a step takes at least
+WINDOW = 3.0  # seconds of training in which a signal comes
+
+
+def train(directory: str, source: str, strategy: str, number: int, who: str, moment: float) -> None:
+    """Trains a model, as the program that is launched; sends itself a signal if it is meant."""
+    import keras
+    import numpy as np
+
+    import keras_dist as kd
+
+    kd.initialize()
+    keras.utils.set_random_seed(1)
+    kd.set_distribution(kd.DataParallel() if strategy == "DP" else kd.FullyShardedDataParallel(min_shard_bytes=0))
+    x = np.sin(np.arange(BATCHES * BATCH * 4, dtype="float32").reshape(-1, 4))
+    y = x.sum(1, keepdims=True)
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return BATCHES
+
+        def __getitem__(self, index):
+            rows = slice(index * BATCH, (index + 1) * BATCH)
+            return x[rows], y[rows]
+
+    def generate():
+        for index in itertools.count():
+            yield Rows()[index % BATCHES]
+
+    class Steps(keras.callbacks.Callback):
+        epoch, begun, longest = 0, 0.0, 0.0
+
+        def on_train_begin(self, logs=None):
+            if number and who in (str(kd.process_id()), "all"):
+                threading.Timer(moment, self.send).start()
+
+        def send(self):
+            Path(directory, f"signal-{kd.process_id()}").write_text(str(time.time()))
+            os.kill(os.getpid(), number)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.begun = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(STEP)
+            if batch or self.epoch:  # the first one compiles
+                self.longest = max(self.longest, time.perf_counter() - self.begun)
+            if kd.process_id() == 0:
+                with open(os.path.join(directory, "losses"), "a") as file:
+                    file.write(json.dumps([f"{self.epoch} {batch}", float(logs["loss"])]) + "\n")
+
+    class TimedCheckpoint(kd.TrainingCheckpoint):
+        longest = 0.0
+
+        def _save(self, *arguments):
+            before = self.waiting_time
+            super()._save(*arguments)
+            self.longest = max(self.longest, self.waiting_time - before)
+
+    layers = [keras.layers.Dense(256, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    data = {
+        "arrays": {"x": x, "y": y, "batch_size": BATCH},
+        "PyDataset": {"x": Rows(workers=2)},
+        "generator": {"x": generate(), "steps_per_epoch": BATCHES, "shuffle": False},
+    }[source]
+    steps, checkpoint = Steps(), TimedCheckpoint(os.path.join(directory, "checkpoints"), save_freq=7)
+    try:
+        model.fit(**data, epochs=EPOCHS, callbacks=[checkpoint, steps], verbose=0, validation_data=(x, y))
+    except SystemExit:
+        times = [time.time(), steps.longest, checkpoint.longest]
+        Path(directory, f"stopped-{kd.process_id()}").write_text(json.dumps(times))
+        raise
+    Path(directory, "done").touch()
+    os._exit(0) if kd.num_processes() == 1 else None  # a timer may be left
+
+
+def run(directory: Path, processes: int, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
+    """Starts the program, and returns its output of errors if it did not end as it had to."""
+    lines: list[str] = []
+    call = [sys.executable, __file__, "train", str(directory), source, strategy, str(int(number)), who, str(moment)]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
+    outcome = launch(
+        call,
+        processes,
+        devices_per_process=2,
+        show=lambda rank, stream, line: lines.append(line),
+        environment=os.environ | cache | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        grace=2,
+    )
+    is_expected = outcome.status == 0 or number == signal.SIGKILL
+    return None if is_expected else "\n".join(lines)
+
+
+def losses_in(directory: Path) -> list[tuple[str, float]]:
+    file = directory / "losses"
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+class Results:
+    """What happened in all runs."""
+
+    def __init__(self):
+        self.sent = {signal.SIGTERM: 0, signal.SIGKILL: 0}
+        self.failures: list[str] = []
+        self.missing, self.difference = 0, 0.0
+        self.waits: list[tuple[float, float]] = []  # from SIGTERM to leaving, and the longest step and save, in seconds
+
+    def end_at_random(self, directory: Path, case: tuple, count: int) -> None:
+        """Trains until the end, with interruptions."""
+        while not (directory / "done").exists() and not self.failures:
+            number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
+            who = random.choice([*map(str, range(case[0])), "all"])
+            for file in [*directory.glob("signal-*"), *directory.glob("stopped-*")]:
+                file.unlink()
+            failure = run(directory, *case, number, who, random.uniform(0, WINDOW))
+            self.failures += filter(None, [failure])
+            signals = [float(file.read_text()) for file in directory.glob("signal-*")]
+            if not signals:
+                continue
+            self.sent[number] += 1
+            stopped = [json.loads(file.read_text()) for file in directory.glob("stopped-*")]
+            if stopped:
+                left, step, save = (max(values) for values in zip(*stopped, strict=True))
+                self.waits.append((left - min(signals), step + save))
+            print(*case, signal.Signals(number).name, who, len(losses_in(directory)), flush=True)
+
+    def compare(self, found: list[tuple[str, float]], expected: dict[str, float]) -> None:
+        self.missing += len(expected.keys() - dict(found).keys())
+        differences = (abs(loss - expected[key]) / abs(expected[key]) for key, loss in found)
+        self.difference = max(self.difference, *differences)
+
+    def print(self) -> None:
+        print(f"sent: {self.sent[signal.SIGTERM]} SIGTERM, {self.sent[signal.SIGKILL]} SIGKILL")
+        print(f"starts that failed: {len(self.failures)}", *self.failures, sep="\n")
+        print(f"batches without a loss: {self.missing}; largest relative difference of a loss: {self.difference:.1e}")
+        seconds, ratios = [wait for wait, _ in self.waits], [wait / limit for wait, limit in self.waits]
+        print(f"from SIGTERM to leaving: {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (most)")
+        print(f"over longest step + longest save: {statistics.median(ratios):.2f} (median), {max(ratios):.2f} (most)")
+
+
+def main(count: int, seed: int) -> None:
+    """Runs all cases until each signal was sent `count` times, and prints the results."""
+    random.seed(seed)
+    results, expected = Results(), {}
+    with tempfile.TemporaryDirectory() as root:
+        for number, case in enumerate(itertools.cycle(itertools.product((1, 2), SOURCES, STRATEGIES))):
+            if results.failures or min(results.sent.values()) >= count:
+                break
+            if case not in expected:
+                (undisturbed := Path(root, f"undisturbed {number}")).mkdir()
+                results.failures += filter(None, [run(undisturbed, *case)])
+                expected[case] = dict(losses_in(undisturbed))
+            (directory := Path(root, str(number))).mkdir()
+            results.end_at_random(directory, case, count)
+            results.compare(losses_in(directory), expected[case])
+    results.print()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:
+        directory, source, strategy, number, who, moment = sys.argv[2:]
+        train(directory, source, strategy, int(number), who, float(moment))
+    else:
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--count", type=int, default=50, help="how often each signal is sent")
+        parser.add_argument("--seed", type=int, default=0)
+        options = parser.parse_args()
+        main(options.count, options.seed)

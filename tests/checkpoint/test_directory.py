@@ -1,0 +1,104 @@
+"""Directories in which nothing can be saved are named before the first step, and never cost a complete checkpoint."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import keras_dist as kd
+from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
+
+X = np.ones((64, 4), "float32")
+
+
+def train(directory, *callbacks, epochs=2, **arguments):
+    with kd.DataParallel().scope():
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        checkpoint = kd.TrainingCheckpoint(str(directory), save_freq=2)
+        arguments = {"batch_size": 8, "verbose": 0, **arguments}
+        return model.fit(X, X[:, :1], epochs=epochs, callbacks=[checkpoint, *callbacks], **arguments).epoch
+
+
+class Steps(keras.callbacks.Callback):
+    """Counts steps, and calls a function after some."""
+
+    def __init__(self, after=0, function=lambda: None):
+        super().__init__()
+        self.after, self.function, self.count = after, function, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.count += 1
+        if self.count == self.after:
+            self.function()
+
+
+def test_a_directory_that_cannot_be_written_is_named_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = Steps()
+    with pytest.raises(ValueError, match=f"{tmp_path}/file/checkpoints is not writable"):
+        train(tmp_path / "file" / "checkpoints", steps)
+    assert steps.count == 0
+
+
+def test_a_directory_that_is_too_small_is_named_before_the_first_step(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=70_000))
+    assert why_not_writable(str(tmp_path), 70_000) is None
+    with pytest.raises(ValueError, match=r"68.4 KiB of free space, but a checkpoint of this model takes 70.3 KiB"):
+        train(tmp_path)  # three values for each of 6,001 weights
+
+
+def test_a_directory_of_a_running_job_is_named_and_free_when_it_has_ended(tmp_path):
+    code = f"""
+from keras_dist.checkpoint.directory import DirectoryLock
+lock = DirectoryLock({str(tmp_path)!r})
+print(lock.problem, flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "None\n"
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} is used by another job that is running: process {process.pid} on"
+    ):
+        train(tmp_path)
+    process.kill()
+    process.wait()
+    assert train(tmp_path) == [0, 1]
+    lock = DirectoryLock(str(tmp_path))  # released by fit
+    assert lock.problem is None
+    lock.release()
+
+
+def test_a_full_disk_costs_no_complete_checkpoint(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill = Steps(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1])))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=f"could not be written to {tmp_path}: .*File too large"):
+            train(tmp_path, fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    complete = max(int(name) for name in os.listdir(tmp_path) if name.isdecimal())
+    assert complete in (2, 4)  # the one after four batches may have been written in the background
+    steps = Steps()
+    assert train(tmp_path, steps) == [0, 1]
+    assert steps.count == 16 - complete
+
+
+def test_a_position_in_epochs_of_other_batches_is_an_error(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+    train(tmp_path, Stop())
+    with pytest.raises(ValueError, match="after 3 of 8 batches of an epoch, but an epoch of this fit has 4"):
+        train(tmp_path, batch_size=16)
+    assert train(tmp_path) == [0, 1]
