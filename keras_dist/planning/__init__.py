@@ -7,9 +7,10 @@
   `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `search_space.py`: those
   for a model; `closed_forms.py`: what is known of them before compilation; `estimates.py`: what is expected;
   `search.py`: which to compile; `compilation_cache.py`: what compilations found, on disk.
-* `target_names.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
+* `target_names.py`, `cloud_machines.py`, `compile_target.py`: `target("v5e:4x4")`, devices to compile for.
 * `hardware.py`: the hardware that targets can name; `hardware_figures.py`: memory, compute and bandwidths of one chip;
-  `known_hardware.py`: these figures with their sources; `compiler_options.py`: options of XLA that others recommend.
+  `known_tpus.py`, `known_gpus.py`: these figures with their sources; `compiler_options.py`: options of XLA that others
+  recommend.
 * `abstract_step.py`: the step of a model, with shapes in place of arrays; `lowering.py`: what a compiler gets of it.
 * `target_platform.py`: what the model is told about its platform while it is traced.
 * `compilation.py`: what the compiled step holds, computes and sends; `extrapolation.py`: that of a deeper model.

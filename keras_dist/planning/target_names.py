@@ -30,7 +30,7 @@ def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
         return hardware[generation], _slice_shape(name, hardware[generation], count)
     if machine := gpus_of_machine(name):
         chip, count = machine
-        return hardware[chip], (1, count)
+        return hardware[chip], (1, count) if count > 8 else (count,)
     match = re.fullmatch(r"([\w.-]+):([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", name)
     if match is None:
         advice = _suggestion(name) or f"Write hardware and shape: {EXAMPLES}."

@@ -92,15 +92,27 @@ def target_of_an_unusable_plugin():
         return kd.target("h100:8")
 
 
-def many_gpus():
+def many_gpus(name="h100:16"):
     devices = types.SimpleNamespace(devices=kd.mock_gpus(1, 16))
     with (
         mock.patch("importlib.util.find_spec", return_value="found"),
         mock.patch.object(compile_target.topologies, "get_topology_desc", return_value=devices),
     ):
         compile_target._compile_only_target.cache_clear()
-        kd.target("h100:16")
+        kd.target(name)
         compile_target._compile_only_target.cache_clear()
+
+
+def target_of_an_old_gpu():
+    error = jax.errors.JaxRuntimeError("UNIMPLEMENTED: /usr/local/bin/ptxas ptxas too old.")
+    devices = types.SimpleNamespace(devices=jax.devices()[:2])
+    compile_target._compile_only_target.cache_clear()
+    with (
+        mock.patch("importlib.util.find_spec", return_value="found"),
+        mock.patch.object(compile_target.topologies, "get_topology_desc", return_value=devices),
+        mock.patch.object(compile_target.jax, "jit", side_effect=error),
+    ):
+        return kd.target("v100:2")
 
 
 def hardware(**changes):
@@ -258,6 +270,7 @@ CASES = {
     "slices that are not an integer": lambda: kd.target("v5e:2x2", slices=2.0),
     "three sizes of GPUs": lambda: target_refused_by_the_compiler("h100:2x2x2", None),
     "more than 8 GPUs in a host": many_gpus,
+    "GPUs that NVLink joins in pairs": lambda: many_gpus("a100-pcie:4"),
     "more CPU devices than JAX has started with": lambda: kd.target("cpu:9"),
     "a shape of CPU devices": lambda: kd.target("cpu:2x4"),
     "no compiler for TPUs": lambda: target_without_compilers("v5e:2x4"),
@@ -269,6 +282,7 @@ CASES = {
         "v5e:2x2", jax.errors.JaxRuntimeError("ABORTED: accessing libtpu multi-process lockfile")
     ),
     "a CUDA plugin that JAX cannot use": target_of_an_unusable_plugin,
+    "a GPU that CUDA 13 does not know": target_of_an_old_gpu,
     "a mesh of two targets": mesh_of_two_targets,
     "a mesh of irregular slices": mesh_of_irregular_slices,
     # The compiler

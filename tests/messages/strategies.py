@@ -155,6 +155,7 @@ CASES = {
     "an exchange without sequences": lambda: kd.DataParallel(sequence_exchange="all_to_all"),
     "a fused attention kernel that CPUs do not have": lambda: attention(flash_attention=True),
     "a fused attention kernel for another dtype": lambda: attention("tpu", "float16", flash_attention=True),
+    "attention by XLA on GPUs before Ampere": lambda: attention("gpu", "bfloat16"),
     "attention by XLA on TPUs, for its dtype": lambda: attention("tpu", "float16"),
     "attention by XLA on TPUs, for its bias": lambda: attention("tpu", bias=jax.numpy.ones((1, 4, 256, 256))),
     "attention by XLA on TPUs, for its mask": lambda: attention(

@@ -117,7 +117,7 @@ def test_names_of_another_form_are_refused(name):
 
 
 def test_unknown_hardware_lists_the_known():
-    with pytest.raises(ValueError, match=r"'v9' in target 'v9:2x2'. Use one of v2, .*b200, cpu"):
+    with pytest.raises(ValueError, match=r"'v9' in target 'v9:2x2'. Use one of v2, .*b200, .*cpu"):
         target("v9:2x2")
 
 
@@ -196,6 +196,46 @@ class TestCompilers:
             target("h100:16")
         target("h100:1x16")
         assert [call["topology"] for call in compilers.calls] == ["1x1x16", "1x1x16"]
+        with pytest.warns(UserWarning, match=r"'l4:9' .*PCIe"):
+            target("l4:9")
+
+    def test_nvlink_joins_the_gpus_of_a_rack(self, compilers):
+        target("gb200:72")
+        with pytest.warns(UserWarning, match=r"'gb200:144' .*'gb200:2x72'"):
+            target("gb200:144")
+
+    def test_bridges_join_pairs_only(self, compilers):
+        target("h100-nvl:2")
+        target("a100-pcie:4x2")
+        with pytest.warns(UserWarning, match=r"'a100-pcie:4' .*pairs"):
+            target("Standard_NC96ads_A100_v4")
+
+    @pytest.mark.parametrize(
+        ("name", "capability", "threads", "links"),
+        [
+            ("t4", "major: 7 minor: 5 }", 1024, 0),
+            ("a100-40gb", "major: 8 minor: 0 }", 2048, 12),
+            ("l4", "major: 8 minor: 9 }", 1536, 0),
+            ("h100", "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }", 2048, 18),
+            ("rtx-pro-6000", "major: 12 minor: 0 feature_extension: ACCELERATED_FEATURES }", 1536, 0),
+        ],
+    )
+    def test_description_of_a_gpu_follows_its_generation(self, name, capability, threads, links, compilers):
+        target(f"{name}:2")
+        text = " ".join(compilers.calls[0]["target_config"].split())
+        assert f"cuda_compute_capability {{ {capability}" in text
+        assert f"threads_per_core_limit: {threads} " in text
+        assert f"active_links: {links} " in text
+
+    def test_assemblers_that_are_too_new_are_named(self, compilers, monkeypatch):
+        def refused(*_, **__):
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: /usr/bin/ptxas ptxas too old.")
+
+        monkeypatch.setattr(module.jax, "jit", refused)
+        monkeypatch.setattr(module.jax.sharding, "SingleDeviceSharding", lambda device: None)
+        target("t4:2")
+        with pytest.raises(ValueError, match=r"'v100:2': XLA uses /usr/bin/ptxas.* 7\.0 .*nvidia-cuda-nvcc-cu12"):
+            target("v100:2")
 
     def test_registered_tpus_are_compiled_for_like_their_device_kind(self, compilers, registered):
         slow = registered("v5e-slow", "v5e", network_bytes_per_second=1e9)
@@ -337,7 +377,15 @@ class TestLibtpu:
 class TestCuda:
     @pytest.mark.parametrize(
         ("name", "devices", "hosts"),
-        [("h100:8", 8, 1), ("h100:2x8", 16, 2), ("a100:8", 8, 1), ("h200:8", 8, 1), ("b200:8", 8, 1), ("h100:1", 1, 1)],
+        [
+            ("h100:2x8", 16, 2),
+            ("h100:1", 1, 1),
+            *(
+                (f"{name}:2", 2, 1)
+                for name, entry in hardware.items()
+                if entry.platform == "gpu" and entry.compiler_target.compute_capability >= (7, 5)
+            ),
+        ],
     )
     def test_every_gpu_is_available(self, name, devices, hosts):
         made = target(name)
@@ -359,13 +407,24 @@ class TestCuda:
         less = registered("h100", "h100", replace=True, memory_bytes=2**30)
         assert hardware.of_device(target("h100:8")[0]) is less
 
-    @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+    # One of each compute capability, in CUDA's order: 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 10.3, 12.0.
+    @pytest.mark.parametrize("name", ["t4", "a100", "a10g", "l4", "h100", "b200", "b300", "rtx-pro-6000"])
     def test_a_program_compiles(self, name):
         mesh = jax.sharding.Mesh(list(target(f"{name}:8")), ("data",))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
         x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16", sharding=sharding)
         compiled = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile()
         assert "all-reduce" in compiled.as_text()
+
+    @pytest.mark.parametrize("name", ["p100:1", "v100:1"])
+    def test_old_gpus_need_the_assembler_of_cuda_12(self, name):
+        try:
+            device = target(name)[0]
+        except ValueError as error:
+            assert "ptxas knows compute capability" in str(error)  # noqa: PT017 (which CUDA is installed decides)
+            return
+        x = jax.ShapeDtypeStruct((64, 64), "float16", sharding=jax.sharding.SingleDeviceSharding(device))
+        assert "matmul" in jax.jit(lambda x: x @ x).lower(x).compile().as_text()
 
     @pytest.mark.parametrize("before", ["", "jax.devices(); "], ids=["first", "after JAX started"])
     def test_cuda_itself_is_not_needed(self, before):

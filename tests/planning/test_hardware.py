@@ -39,7 +39,7 @@ def test_every_figure_of_built_in_hardware_has_a_public_source(name):
         if getattr(entry, figure):
             source = entry.sources[figure]
             assert "{" not in source
-            assert "http" in source or source.startswith(("libtpu", "PyTorch"))
+            assert "http" in source or source.startswith(("libtpu", "PyTorch", "llama.cpp"))
 
 
 def test_devices_that_are_two_to_a_chip_have_half_of_it():
@@ -54,6 +54,26 @@ def test_float32_runs_as_jax_multiplies_by_default():
     assert hardware["v5p"].flops_per_second["float32"] == hardware["v5p"].flops_per_second["bfloat16"] == 459e12
     assert hardware["h100"].flops_per_second["float32"] == hardware["h100"].flops_per_second["bfloat16"] / 2
     assert all(set(entry.flops_per_second) <= set(DTYPES) for entry in hardware.values())
+
+
+@pytest.mark.parametrize("name", [name for name, entry in hardware.items() if entry.platform == "gpu"])
+def test_peaks_of_gpus_follow_their_generation(name):
+    """Tensor cores multiply float16 since Volta, float32 (as TF32) and bfloat16 since Ampere, float8 since Ada."""
+    entry = hardware[name]
+    peaks, capability = entry.flops_per_second, entry.compiler_target.compute_capability
+    is_tensor_core = {dtype: peaks[dtype] > 6 * peaks["float32"] for dtype in ("bfloat16", "float16")}
+    if capability < (8, 0):
+        assert is_tensor_core == {"bfloat16": False, "float16": capability >= (7, 0)}
+        assert peaks["bfloat16"] == peaks["float32"]
+    else:
+        assert peaks["float16"] == peaks["bfloat16"] == pytest.approx(2 * peaks["float32"], rel=0.02)
+    assert ("float8" in peaks) == (capability >= (8, 9))
+
+
+def test_pcie_joins_gpus_without_nvlinks():
+    assert (hardware["t4"].links, hardware["t4"].link_bytes_per_second) == (0, 16e9)
+    assert hardware["v100"].links * hardware["v100"].link_bytes_per_second == 300e9 / 2
+    assert hardware["gh200"].link_bytes_per_second is None
 
 
 def test_nothing_is_known_of_a_cpu():
@@ -93,7 +113,7 @@ def test_figures_must_be_finite_positive_numbers(figure, value):
         own(**{figure: value})
 
 
-@pytest.mark.parametrize("peaks", [{"bfloat16": 0}, {"float16": 1e12}, {"int8": math.nan}])
+@pytest.mark.parametrize("peaks", [{"bfloat16": 0}, {"float64": 1e12}, {"int8": math.nan}])
 def test_peaks_must_be_positive_numbers_for_known_dtypes(peaks):
     with pytest.raises(ValueError, match=re.escape(f"flops_per_second={peaks!r}")):
         own(flops_per_second=peaks)
@@ -168,7 +188,8 @@ class TestRegistry:
         v5e = next(line for line in lines if line.startswith("v5e"))
         assert "15.75 GiB" in v5e
         assert "4 x 50 GB/s" in v5e
-        assert lines[-1].split() == ["cpu"] + ["-"] * 8
+        assert " PCIe 16 GB/s " in next(line for line in lines if line.startswith("t4"))
+        assert lines[-1].split() == ["cpu"] + ["-"] * 9
         assert all(line == line.rstrip() for line in lines)
 
     def test_notebooks_show_a_table_of_escaped_text(self, registry):
@@ -189,8 +210,9 @@ class TestDevices:
 
     def test_gpus_are_identified_by_their_full_device_kind(self):
         assert hardware.of_device(gpu("NVIDIA H100 80GB HBM3")) is hardware["h100"]
-        assert hardware.of_device(gpu("NVIDIA H100 PCIe")) is None
-        assert hardware.of_device(gpu("NVIDIA A100-SXM4-40GB")) is None
+        assert hardware.of_device(gpu("NVIDIA H100 PCIe")) is hardware["h100-pcie"]
+        assert hardware.of_device(gpu("NVIDIA A100-SXM4-40GB")) is hardware["a100-40gb"]
+        assert hardware.of_device(gpu("NVIDIA H100")) is None
         assert hardware.of_device(SimpleNamespace(platform="cpu", device_kind="NVIDIA H100 80GB HBM3")) is None
         assert hardware.of_device(kd.mock_gpus(1, 1)[0]) is None
 

@@ -175,6 +175,36 @@ def test_keras_hub_task_that_compiles_itself(target):
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:.*computes attention by XLA")
+@pytest.mark.parametrize(
+    ("policy", "target", "kernel", "dtype"),
+    [
+        ("mixed_bfloat16", "h100:2", "cuDNN", "bfloat16"),
+        ("mixed_bfloat16", "GPU T4 x2", "XLA", "float32"),
+        ("mixed_float16", "GPU T4 x2", "XLA", "float16"),
+        ("mixed_bfloat16", "l4:2", "cuDNN", "bfloat16"),
+        ("mixed_bfloat16", "b300:2", "cuDNN", "bfloat16"),
+    ],
+)
+def test_kernels_and_peaks_follow_the_generation(policy, target, kernel, dtype):
+    """Also where another target of the same process computes the same attention by cuDNN."""
+
+    def build():
+        inputs = keras.Input((128, 128))
+        model = keras.Model(inputs, layers.MultiHeadAttention(2, 64)(inputs, inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    keras.config.set_dtype_policy(policy)
+    devices = kd.target(target)
+    planned = kd.plan(build, kd.DataParallel(kd.create_device_mesh("data:2", devices=devices)), 16)
+    assert [each.implementation for each in planned.attention] == [kernel]
+    assert planned.flops / planned.roofline.compute_seconds == pytest.approx(devices.hardware.flops_per_second[dtype])
+    assert planned.roofline.link == ("NVLink" if devices.hardware.links else "PCIe")
+    assert planned.roofline.forecast.seconds > planned.roofline.seconds
+
+
+@needs_cuda
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 def test_step_without_tile_sizes_is_compiled_without_triton():
     """The XLA of JAX 0.10 finds none for a product of this ViT, of 197 tokens, without a GPU; that of JAX 0.12 does."""

@@ -64,6 +64,9 @@ class TestParts:
         [
             ("h100", "f32", "float32"),
             ("h100", "f16", "bfloat16"),
+            ("t4", "f16", "float16"),
+            ("t4", "bf16", "float32"),
+            ("v5e", "f16", "bfloat16"),
             ("h100", "f8e4m3fn", "float8"),
             ("h100", "f8e5m2", "float8"),
             ("h100", "f4e2m1fn", "float8"),
@@ -378,6 +381,13 @@ def test_links_are_named_by_the_platform(entry, devices, link, network):
     assert bounds.bound in (network, None)
     unknown = Roofline.unknown(devices.flat[0].platform)
     assert (unknown.link, unknown.network, unknown.seconds) == (link, network, None)
+
+
+def test_gpus_without_nvlinks_send_over_pcie():
+    devices = np.array(kd.mock_gpus(1, 2))
+    bounds = bounds_of(hardware["t4"], devices, collective("all-reduce", [(0, 1)]))
+    assert bounds.link == "PCIe"
+    assert bounds.ici_seconds == pytest.approx(collective("all-reduce", [(0, 1)]).wire_bytes / 16e9)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")

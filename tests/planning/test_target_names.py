@@ -4,11 +4,13 @@ import re
 
 import pytest
 
+from keras_dist.planning.cloud_machines import _MACHINES
+from keras_dist.planning.hardware import hardware
 from keras_dist.planning.target_names import parse_target_name
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "shape"),
+    ("name", "chip", "shape"),
     [
         ("v5e:4x4", "v5e", (4, 4)),
         ("v5p:2x2x2", "v5p", (2, 2, 2)),
@@ -16,9 +18,9 @@ from keras_dist.planning.target_names import parse_target_name
         ("cpu:8", "cpu", (8,)),
     ],
 )
-def test_hardware_and_shape(name, hardware, shape):
+def test_hardware_and_shape(name, chip, shape):
     entry, found = parse_target_name(name)
-    assert (entry.name, found) == (hardware, shape)
+    assert (entry.name, found) == (chip, shape)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_number_of_chips_stands_for_the_usual_slice(name, shape):
 
 # Source: https://cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, "Configurations": accelerator type and topology.
 @pytest.mark.parametrize(
-    ("name", "hardware", "shape"),
+    ("name", "chip", "shape"),
     [
         ("v2-8", "v2", (2, 2)),
         ("v3-32", "v3", (4, 4)),
@@ -56,11 +58,32 @@ def test_number_of_chips_stands_for_the_usual_slice(name, shape):
         ("a4-highgpu-8g", "b200", (8,)),
         ("p5.48xlarge", "h100", (8,)),
         ("p5en.48xlarge", "h200", (8,)),
+        ("tpu7x-8", "tpu7x", (2, 2, 1)),
+        ("TPU v5e-8", "v5e", (2, 4)),
+        ("v5e-1 TPU", "v5e", (1, 1)),
+        ("GPU T4 x2", "t4", (2,)),
+        ("GPU P100", "p100", (1,)),
+        ("a2-highgpu-2g", "a100-40gb", (2,)),
+        ("a2-megagpu-16g", "a100-40gb", (1, 16)),
+        ("g2-standard-96", "l4", (8,)),
+        ("g4-standard-192", "rtx-pro-6000", (4,)),
+        ("a4x-highgpu-4g", "gb200", (4,)),
+        ("p3dn.24xlarge", "v100-32gb", (8,)),
+        ("p4d.24xlarge", "a100-40gb", (8,)),
+        ("g4dn.xlarge", "t4", (1,)),
+        ("g5.12xlarge", "a10g", (4,)),
+        ("g6.48xlarge", "l4", (8,)),
+        ("g6e.2xlarge", "l40s", (1,)),
+        ("p6-b300.48xlarge", "b300", (8,)),
+        ("Standard_NC64as_T4_v3", "t4", (4,)),
+        ("Standard_NC96ads_A100_v4", "a100-pcie", (4,)),
+        ("Standard_NC80adis_H100_v5", "h100-nvl", (2,)),
+        ("Standard_ND96isr_H100_v5", "h100", (8,)),
     ],
 )
-def test_names_of_cloud_slices_and_machines(name, hardware, shape):
+def test_names_of_cloud_slices_and_machines(name, chip, shape):
     entry, found = parse_target_name(name)
-    assert (entry.name, found) == (hardware, shape)
+    assert (entry.name, found) == (chip, shape)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +92,9 @@ def test_names_of_cloud_slices_and_machines(name, hardware, shape):
         ("H100:8", "h100:8"),
         ("H100x8", "h100:8"),
         ("8xH100", "h100:8"),
+        ("2 x T4", "t4:2"),
+        ("a100-80gb:4", "a100:4"),
+        ("A100-40GB", "a100-40gb:8"),
         ("nvidia-h100", "h100:8"),
         ("h10:2x8", "h100:2x8"),
         ("TPU v4", "v4:2x2x2"),
@@ -81,6 +107,18 @@ def test_near_misses_have_a_suggestion_that_is_a_target(name, suggested):
     with pytest.raises(ValueError, match=re.escape(f"{name!r}. Did you mean {suggested!r}?")):
         parse_target_name(name)
     parse_target_name(suggested)
+
+
+@pytest.mark.parametrize(
+    "name", ["g5.3xlarge", "a3-megagpu-4g", "g5.12xlarge:2", "Standard_ND96isr_H100", "p3.16xlarge "]
+)
+def test_names_that_no_machine_has_are_refused(name):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
+        parse_target_name(name)
+
+
+def test_every_machine_has_known_hardware():
+    assert {chip for _, chip, _ in _MACHINES} <= set(hardware)
 
 
 def test_numbers_of_chips_without_a_usual_slice_are_refused():

@@ -16,9 +16,12 @@ from jax._src.lib import gpu_rnn  # pyright: ignore[reportPrivateImportUsage]
 
 import keras_dist as kd
 from keras_dist.planning.target_platform import answering_as
+from keras_dist.strategies.attention_kernels import why_not_cudnn
+from keras_dist.strategies.attention_mask import AttentionMask
 
 TPUS = kd.mock_tpus("v5e:4x4")
 H100S = [dataclasses.replace(gpu, device_kind="NVIDIA H100 80GB HBM3") for gpu in kd.mock_gpus(2, 4)]
+A100S = [dataclasses.replace(gpu, device_kind="NVIDIA A100-SXM4-40GB") for gpu in kd.mock_gpus(2, 4)]
 T4S = [dataclasses.replace(gpu, device_kind="Tesla T4") for gpu in kd.mock_gpus(1, 2)]
 ON = {"v5e": TPUS, "h100": H100S, "t4": T4S, "here": jax.devices("cpu")}
 
@@ -59,7 +62,7 @@ def argmax_for_cpu():
     return "signbit" in str(jax.make_jaxpr(lambda x: keras.ops.argmax(x))(jnp.zeros(3)))
 
 
-# Each question, and the answers on `v5e`, `h100`, `t4` and here. T4 is not registered, so its capability is unknown.
+# Each question, and the answers on `v5e`, `h100`, `t4` and here.
 QUESTIONS = {
     "jax.devices": (lambda: jax.devices()[0].platform, "tpu", "gpu", "gpu", "cpu"),
     "jax.devices of its platform": (lambda: jax.devices(jax.default_backend()) == jax.devices(), *4 * [True]),
@@ -73,7 +76,7 @@ QUESTIONS = {
     "jax.local_device_count of the CPU": (lambda: jax.local_device_count("cpu"), *4 * [8]),
     "jax.default_backend": (lambda: jax.default_backend(), "tpu", "gpu", "gpu", "cpu"),
     "device kind": (lambda: jax.devices()[0].device_kind, "TPU v5 lite", H100S[0].device_kind, "Tesla T4", "cpu"),
-    "cuDNN's version": (cudnn_version, None, 91000, None, None),
+    "cuDNN's version": (cudnn_version, None, 91000, 91000, None),
     "Ampere or later": (
         lambda: fused_attention_stablehlo.check_compute_capability("8.0"),
         *(False, True, False, False),
@@ -122,6 +125,44 @@ def test_answers_to_keras_hub_are_those_of_the_target(question, platform):
         found = ask()
     found = sorted(set(found)) if isinstance(found, list) else found
     assert found == dict(zip(ON, HUB_QUESTIONS[question], strict=True))[platform]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cudnn", "is_ampere", "is_hopper"),
+    [
+        ("Tesla P100-PCIE-16GB", 91000, False, False),
+        ("NVIDIA L4", 91000, True, False),
+        ("NVIDIA GH200 480GB", 91000, True, True),
+        ("NVIDIA B300", 91100, True, False),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 91000, True, False),
+        ("a GPU that is not registered", None, False, False),
+    ],
+)
+def test_answers_follow_the_generation(kind, cudnn, is_ampere, is_hopper):
+    with answering_as([dataclasses.replace(T4S[0], device_kind=kind)]):
+        assert cudnn_version() == cudnn
+        assert fused_attention_stablehlo.check_compute_capability("8.0") is is_ampere
+        assert fused_attention_stablehlo.is_cuda_compute_capability_equal("9.0") is is_hopper
+
+
+def test_cudnn_computes_attention_where_it_can():
+    """The same call, for one target after the other: also what JAX keeps of the first must not answer for the second."""
+    tensor = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+    reasons = []
+    for devices in (H100S, T4S, H100S):
+        with answering_as(devices):
+            reasons.append(why_not_cudnn(tensor, tensor, tensor, None, AttentionMask()))
+    assert reasons[0] is reasons[2] is None
+    assert "8.0" in reasons[1]
+
+
+@pytest.mark.parametrize(("devices", "head_size"), [(H100S, 256), (A100S, 128)])
+def test_the_largest_head_of_cudnn_follows_the_generation(devices, head_size):
+    with answering_as(devices):
+        for size in (head_size, 2 * head_size):
+            tensor = jax.ShapeDtypeStruct((2, 128, 4, size), "bfloat16")
+            reason = why_not_cudnn(tensor, tensor, tensor, None, AttentionMask())
+            assert (reason is None) == (size == head_size)
 
 
 def test_processes_of_the_target():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from keras_dist.strategies.attention_kernels import xla_attention, xla_attention_in_blocks
 from keras_dist.strategies.attention_mask import AttentionMask
@@ -51,6 +52,25 @@ def test_blocks_give_the_numbers_of_attention_at_once(bias_queries):
     found, expected = (output_and_gradients(compute, "float32", *arguments) for compute in both())
     for each, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(each, right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize(("dtype", "needed"), [("bfloat16", "8.0"), ("float16", "7.0")])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_gpus_without_units_for_a_dtype_multiply_in_float32(dtype, needed, soft_cap, monkeypatch):
+    arguments = [each.astype(dtype) for each in operands(64)]
+    wide = [each.astype("float32") for each in arguments]
+
+    def compute(query, key, value):
+        return xla_attention(query, key, value, None, None, scale=0.25, soft_cap=soft_cap)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: capability < needed)
+    traced = jax.make_jaxpr(compute)(*arguments)
+    products = [each for each in traced.jaxpr.eqns if each.primitive.name == "dot_general"]
+    assert all(str(each.invars[0].aval.dtype) == "float32" for each in products)
+    output = compute(*arguments)
+    assert output.dtype == dtype
+    np.testing.assert_array_equal(output, compute(*wide).astype(dtype))
 
 
 def test_gradients_in_half_precision_are_as_good_as_those_of_attention_at_once():
