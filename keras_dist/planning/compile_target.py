@@ -137,8 +137,8 @@ def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -
     gpus = shape[-1]
     if entry.links and re.search("PCIe|NVL$", entry.device_kind) and gpus > _ON_A_BRIDGE:
         warnings.warn(
-            f"Target {name!r} has {gpus} GPUs on a host, but NVLink joins this GPU in pairs only. The plan takes all "
-            f"of them for joined, so what it says of collectives among more than {_ON_A_BRIDGE} GPUs is too fast.",
+            f"Target {name!r} has {gpus} GPUs on a host, but NVLink joins these GPUs in pairs only. A plan counts "
+            f"NVLink between all of them, so its times for collectives among more than {_ON_A_BRIDGE} are too short.",
             stacklevel=3,
         )
         return

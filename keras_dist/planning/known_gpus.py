@@ -39,7 +39,7 @@ _H200 = _SHEET.format("H200 Tensor Core GPU", "h200")
 _GH200 = _SHEET.format("GH200 Grace Hopper Superchip", "grace-hopper-superchip")
 _RTX_PRO = _SHEET.format("RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-blackwell-server-edition")
 _RTX_BLACKWELL = (
-    "NVIDIA, 'RTX Blackwell PRO GPU Architecture' whitepaper, of the Workstation Edition, which has a higher clock, "
+    "NVIDIA, 'RTX Blackwell PRO GPU Architecture' whitepaper, of the Workstation Edition, whose clock is faster, "
     "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
     "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
 )

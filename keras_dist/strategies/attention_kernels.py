@@ -272,9 +272,10 @@ def xla_attention(
     capability = _CAPABILITY_FOR.get(str(query.dtype))
     if capability is not None and jax.default_backend() == "gpu" and not _has_capability(capability):
         # JAX asks for products of this dtype, which XLA refuses. In other layers, XLA multiplies in float32 instead.
-        wide = (tensor.astype(jnp.float32) for tensor in (query, key, value))
-        output = xla_attention(*wide, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
-        return output.astype(query.dtype)
+        dtype = query.dtype
+        query, key, value = (tensor.astype(jnp.float32) for tensor in (query, key, value))
+        output = xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+        return output.astype(dtype)
     if soft_cap is None:
         head_size = value.shape[-1]
         query, key, value = (pad_dim(tensor, -1, max(query.shape[-1], head_size)) for tensor in (query, key, value))

@@ -182,7 +182,6 @@ def test_keras_hub_task_that_compiles_itself(target):
         ("mixed_bfloat16", "h100:2", "cuDNN", "bfloat16"),
         ("mixed_bfloat16", "GPU T4 x2", "XLA", "float32"),
         ("mixed_float16", "GPU T4 x2", "XLA", "float16"),
-        ("mixed_bfloat16", "l4:2", "cuDNN", "bfloat16"),
         ("mixed_bfloat16", "b300:2", "cuDNN", "bfloat16"),
     ],
 )

@@ -146,7 +146,7 @@ def test_answers_follow_the_generation(kind, cudnn, is_ampere, is_hopper):
 
 
 def test_cudnn_computes_attention_where_it_can():
-    """The same call, for one target after the other: also what JAX keeps of the first must not answer for the second."""
+    """The same call, for one target after the other: what was found for the first must not answer for the second."""
     tensor = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
     reasons = []
     for devices in (H100S, T4S, H100S):
