@@ -308,8 +308,7 @@ def _require_assembler(name: str, gpu: GpuCompilerTarget, device: Device) -> Non
         found = re.search(r"\S*/ptxas", str(error))
         raise ValueError(
             f"Cannot compile for target {name!r}: XLA uses {found[0] if found else 'ptxas'}, but CUDA's ptxas knows "
-            f"compute capability {capability} up to CUDA 12 only. Run: pip install nvidia-cuda-nvcc-cu12, and put its "
-            "folder nvidia/cuda_nvcc/bin first in PATH."
+            f"compute capability {capability} up to CUDA 12 only. Run: pip install nvidia-cuda-nvcc-cu12."
         ) from error
 
 
