@@ -173,10 +173,11 @@ def _parser() -> argparse.ArgumentParser:
 
     launch = commands.add_parser(
         "launch",
-        help="run a program as several processes on this machine, for development",
-        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] [--all-output] "
-        "(script.py | -m module) [argument ...]",
-        epilog="In the program, keras_dist.initialize() without arguments joins the processes.",
+        help="run a program as several processes on this machine",
+        usage="%(prog)s [-h] -n PROCESSES [--devices-per-process N] [--all-output] [--elastic [--min-processes N]] "
+        "[--stop-grace SECONDS] (script.py | -m module) [argument ...]",
+        epilog="In the program, keras_dist.initialize() without arguments joins the processes. SIGTERM and SIGUSR1 are "
+        "passed on to them, for keras_dist.TrainingCheckpoint.",
     )
     launch.add_argument("-n", "--processes", type=int, required=True, help="number of processes")
     launch.add_argument(
@@ -189,6 +190,22 @@ def _parser() -> argparse.ArgumentParser:
         "--all-output",
         action="store_true",
         help="print standard output of all processes (default: of process 0; standard error is always printed)",
+    )
+    launch.add_argument(
+        "--elastic",
+        action="store_true",
+        help="if a process dies, start all but one again, which continue from their newest checkpoint; on SIGUSR2, "
+        "start all of them",
+    )
+    launch.add_argument(
+        "--min-processes", type=int, metavar="N", help="with --elastic: the fewest that are started (default: 1)"
+    )
+    launch.add_argument(
+        "--stop-grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time for processes to save and end after SIGTERM or SIGUSR1 (default: 30)",
     )
     launch.add_argument("-m", dest="module", action="store_true", help="the program is the name of a module")
     launch.add_argument("program", help="Python script or module")

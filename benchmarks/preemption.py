@@ -121,7 +121,7 @@ def run(directory: Path, processes: int, source: str, strategy: str, number: int
         grace=2,
     )
     is_expected = outcome.status == 0 or number == signal.SIGKILL
-    return None if is_expected else "\n".join(lines)
+    return None if is_expected else "\n".join([str(outcome), *lines])
 
 
 def losses_in(directory: Path) -> list[tuple[str, float]]:

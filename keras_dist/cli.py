@@ -31,6 +31,7 @@ from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
 from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
+from keras_dist.multihost.elastic import launch_elastic
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
 from keras_dist.planning.choice import NothingFitsError, trials_data, trials_section
 
@@ -207,8 +208,16 @@ def _launch(options: argparse.Namespace) -> int:
     program = ["-m", options.program] if options.module else [options.program]
     command = [sys.executable, *program, *options.arguments]
     show = print_all_processes if options.all_output else print_first_process
+    counts = options.processes, options.devices_per_process
+    stop_grace = options.stop_grace
     try:
-        outcome = launch(command, options.processes, options.devices_per_process, show=show)
+        if not options.elastic and options.min_processes is not None:
+            raise ValueError(f"--min-processes {options.min_processes} needs --elastic. Add it.")
+        if options.elastic:
+            least = options.min_processes or 1
+            outcome = launch_elastic(command, *counts, min_processes=least, show=show, stop_grace=stop_grace)
+        else:
+            outcome = launch(command, *counts, show=show, stop_grace=stop_grace)
     except ValueError as error:
         print(f"keras-dist: error: {error}", file=sys.stderr)
         return 2

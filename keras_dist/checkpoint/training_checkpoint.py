@@ -22,6 +22,7 @@ from keras_dist.checkpoint.preemption import Preemption, valid_signals
 from keras_dist.data import input_pipeline
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
+from keras_dist.multihost.elastic import STATUS_VARIABLE
 
 # SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -62,7 +63,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             at which saving started is written.
         signals: numbers of the signals that end training as described above, while `fit` runs in the main thread; `()`
             for none. What handled them before handles them again after `fit`.
-        exit_status: the status with which a preempted program ends. Choose what makes the scheduler start it again.
+        exit_status: the status with which a preempted program ends. Choose what makes the scheduler start it again. By
+            default that of the environment variable `KERAS_DISTRIBUTION_STOPPED_STATUS`, which `keras-dist launch
+            --elastic` sets, or 0.
 
     Attributes:
         waiting_time: seconds for which training has stood still for checkpoints since `fit` started: while the state
@@ -103,13 +106,15 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         max_to_keep: int | None = 1,
         save_on_background: bool = True,
         signals: Sequence[int] = _SIGNALS,
-        exit_status: int = 0,
+        exit_status: int | None = None,
     ):
         super().__init__()
         if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} is less than 1. Pass None to keep all checkpoints.")
+        if exit_status is None:
+            exit_status = int(os.environ.get(STATUS_VARIABLE, "0"))
         if not isinstance(exit_status, int) or not 0 <= exit_status <= 255:
             raise ValueError(f"exit_status={exit_status!r} is not an exit status from 0 to 255.")
         self.directory = str(directory)
@@ -244,6 +249,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         assert self._preemption is not None
         self._preemption.ignore_signals()
         self._close()
+        messaging.exchange("end of TrainingCheckpoint", None)  # a scheduler may kill the rest when one process has left
         input_pipeline.close_all()
         if messaging.process_index() == 0:
             received = self._preemption.signal

@@ -6,5 +6,6 @@
 * `stop_agreement.py`: all processes stop at the same point, soon after one is asked to.
 * `program_comparison.py`: compares the traced steps of all processes.
 * `failure_watch.py`: detects that another process failed, and ends this one.
-* `launcher.py`: starts several processes on this machine, for development.
+* `launcher.py`: starts several processes on this machine.
+* `elastic.py`: starts them again with fewer when one dies, and with all of them when asked.
 """

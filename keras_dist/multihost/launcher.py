@@ -18,6 +18,8 @@ from typing import IO, NamedTuple
 FOLLOWER_STATUS = 70  # exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
 _GRACE = 15.0  # seconds that the others have to end by themselves after one failed
 _TERMINATION_GRACE = 5.0  # seconds from SIGTERM, which XLA catches and survives, to SIGKILL
+STOP_GRACE = 30.0  # seconds that processes have to save and end after the launcher received one of:
+_FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _printing = threading.Lock()
 
@@ -45,11 +47,12 @@ def launch(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
     grace: float = _GRACE,
+    stop_grace: float = STOP_GRACE,
 ) -> Outcome:
     """Runs a command as several processes that `keras_dist.initialize()` joins, and waits until they end.
 
-    If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT,
-    SIGTERM and SIGHUP stop all.
+    If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT and
+    SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has time to save and end.
 
     Args:
         command: program and arguments, the same for each process.
@@ -60,6 +63,7 @@ def launch(
         environment: environment variables to start from; by default those of this process.
         timeout: seconds after which all are stopped; by default there is no limit.
         grace: seconds that the others have to end by themselves after one failed.
+        stop_grace: seconds that all have to end by themselves after SIGTERM or SIGUSR1.
 
     Returns:
         How the processes ended.
@@ -87,7 +91,7 @@ def launch(
             for rank in range(processes):
                 environment = common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}
                 group.append(_Process(rank, command, environment, show, ends))
-            status, failed = _wait(group, ends, timeout, grace)
+            status, failed = _wait(group, ends, timeout, grace, stop_grace)
         finally:
             _stop(group)
     return Outcome(status, failed, [process.wait() for process in group])
@@ -173,29 +177,36 @@ def print_first_process(process: int, stream: str, line: str) -> None:
 
 
 def _wait(
-    group: list[_Process], ends: "queue.SimpleQueue[int]", timeout: float | None, grace: float
+    group: list[_Process], ends: "queue.SimpleQueue[int]", timeout: float | None, grace: float, stop_grace: float
 ) -> tuple[int, int | None]:
-    """Waits until all have ended, or until `grace` after the first failure. Returns `Outcome.status` and `.failed`."""
+    """Waits until all have ended, or have had the time for it. Returns `Outcome.status` and `.failed`."""
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: list[tuple[int, int]] = []
-    running = len(group)
+    running, is_stopping = len(group), False
     while running:
         try:
             end = ends.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        if end < 0:  # a signal to the launcher
+        if -end in _FORWARDED:
+            for process in group:
+                process.send_signal(-end)  # not to its child processes, which may read its data
+            if not is_stopping:
+                is_stopping, deadline = True, time.monotonic() + stop_grace
+            continue
+        if end < 0:  # another signal to the launcher
             return 128 - end, None
         running -= 1
         status = group[end].wait()
         if status:
             failed.append((status if status > 0 else 128 - status, end))
-            if len(failed) == 1:
+            if len(failed) == 1 and not is_stopping:
                 soon = time.monotonic() + grace
                 deadline = soon if deadline is None else min(deadline, soon)
     if not failed:
         return (124, None) if running else (0, None)  # 124 as in timeout(1)
-    return next(((status, rank) for status, rank in failed if status != FOLLOWER_STATUS), failed[0])
+    status, rank = next((each for each in failed if each[0] != FOLLOWER_STATUS), failed[0])
+    return status, None if is_stopping else rank
 
 
 def _stop(group: list[_Process]) -> None:
@@ -217,7 +228,7 @@ def _signals(ends: "queue.SimpleQueue[int]") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGHUP, *_FORWARDED)
     before = [signal.signal(number, lambda number, frame: ends.put(-number)) for number in numbers]
     try:
         yield

@@ -1,9 +1,13 @@
 """Training of several processes, of which one is asked to stop."""
 
+import collections
+import json
 import os
 import signal
+import sys
 import time
 
+import jax
 import keras
 import numpy as np
 
@@ -66,22 +70,27 @@ DISTRIBUTIONS = {
 }
 
 
-def train(directory, source="arrays", strategy="FSDP", events=None, **arguments):
-    """Trains a new model; returns the losses after each batch, and whether training was stopped."""
+def fit(directory, events, source="arrays", strategy="FSDP", **arguments):
+    """Trains a new model."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(7)
-    events, stopped = events or Events(), False
     with DISTRIBUTIONS[strategy]().scope():
         layers = [keras.layers.Dense(32, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((4,)), *layers])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         checkpoint = kd.TrainingCheckpoint(directory, **{"save_freq": 4, **arguments})
         validation = {"validation_data": (X, Y), "validation_batch_size": 16}
-        try:
-            model.fit(**data(source), **validation, epochs=EPOCHS, verbose=0, callbacks=[checkpoint, events])
-        except SystemExit:
-            stopped = True
-    return events.losses, stopped
+        model.fit(**data(source), **validation, epochs=EPOCHS, verbose=0, callbacks=[checkpoint, events])
+
+
+def train(directory, *moment, **arguments):
+    """Trains a new model; returns the losses after each batch, and whether training was stopped."""
+    events = Events(*moment)
+    try:
+        fit(directory, events, **arguments)
+    except SystemExit:
+        return events.losses, True
+    return events.losses, False
 
 
 def stop_and_continue(directory, moments):
@@ -90,7 +99,7 @@ def stop_and_continue(directory, moments):
     found = []
     for number, moment in enumerate(moments):
         name = os.path.join(directory, str(number))
-        losses, stopped = train(name, events=Events(*moment))
+        losses, stopped = train(name, *moment)
         assert stopped, moment
         rest, stopped = train(name)
         assert not stopped, moment
@@ -106,3 +115,32 @@ def stop_and_exit(directory, process):
     checkpoint = kd.TrainingCheckpoint(directory, save_freq=1000, exit_status=75)
     callbacks = [checkpoint, Events(process, "batch", 3)]
     model.fit(X, Y, batch_size=BATCH, epochs=1000, verbose=0, callbacks=callbacks)
+
+
+class Disturbed(keras.callbacks.Callback):
+    """Appends losses to a file. With three processes one is killed, with two the launcher is asked for three again."""
+
+    def __init__(self, directory):
+        super().__init__()
+        self.file, self.epoch = os.path.join(directory, "losses.txt"), 0
+        self.events = collections.Counter()
+        jax.monitoring.register_event_listener(lambda event, **_: self.events.update([event.rpartition("/")[2]]))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        step, processes, process = 6 * self.epoch + batch, kd.num_processes(), kd.process_id()
+        if process == 0:
+            compiled = self.events["compile_requests_use_cache"] - self.events["cache_hits"]
+            with open(self.file, "a") as file:
+                file.write(json.dumps([processes, step, float(logs["loss"]), compiled]) + "\n")
+        if (processes, process, step) == (3, 1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (processes, process, step) == (2, 0, 9):
+            os.kill(os.getppid(), signal.SIGUSR2)
+
+
+if __name__ == "__main__":
+    kd.initialize()
+    fit(os.path.join(sys.argv[1], "checkpoints"), Disturbed(sys.argv[1]), save_freq=2)

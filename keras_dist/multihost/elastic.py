@@ -1,0 +1,120 @@
+"""Starts a program again with fewer processes when one dies, and with all of them when asked.
+
+Uses neither JAX nor Keras. The processes that are left cannot continue by themselves: a collective that waits for a
+dead process cannot be cancelled on CPUs and TPUs. So all are started again, and continue from their newest checkpoint.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from keras_dist.multihost import launcher
+from keras_dist.multihost.launcher import FOLLOWER_STATUS, Outcome
+
+STOPPED_STATUS = 75  # of a program that was asked to stop, and can continue: EX_TEMPFAIL of sysexits.h
+STATUS_VARIABLE = "KERAS_DISTRIBUTION_STOPPED_STATUS"  # the exit status of `TrainingCheckpoint` after a signal
+_GRACE = 5.0  # seconds that the others have to end: they have saved, or wait for the dead process
+
+
+def launch_elastic(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None = None,
+    *,
+    min_processes: int = 1,
+    show: Callable[[int, str, str], None] | None = None,
+    environment: Mapping[str, str] | None = None,
+    stop_grace: float = launcher.STOP_GRACE,
+) -> Outcome:
+    """Runs a command as `launch` does. If a process dies, starts all but one again; on SIGUSR2, all of them.
+
+    A process counts as dead if a signal ended it, or if `kd.TrainingCheckpoint` stopped training for a signal that was
+    not sent to the launcher. Other failures are errors of the program, which would fail again, and end it.
+
+    The processes share a cache of compiled programs for as long as the launcher runs, if the environment names none.
+
+    Args:
+        command: program and arguments. It resumes by itself, for example with `kd.TrainingCheckpoint`.
+        processes: number of processes at first, and after SIGUSR2.
+        devices_per_process: as for `launch`.
+        min_processes: with fewer processes the command is not started again.
+        show: as for `launch`.
+        environment: as for `launch`.
+        stop_grace: as for `launch`; also for the processes that are started again after SIGUSR2.
+
+    Returns:
+        How the processes of the last start ended.
+
+    Raises:
+        ValueError: `processes`, `devices_per_process` or `min_processes` is out of range.
+    """
+    if not 1 <= min_processes <= processes:
+        raise ValueError(f"min_processes={min_processes} is not between 1 and processes={processes}.")
+    environment = dict(os.environ if environment is None else environment)
+    environment.setdefault(STATUS_VARIABLE, str(STOPPED_STATUS))
+    count = processes
+    with _compiled_programs(environment), _requests_for_all() as requested:
+        while True:
+            outcome = launcher.launch(
+                command,
+                count,
+                devices_per_process,
+                show=show,
+                environment=environment,
+                grace=_GRACE,
+                stop_grace=stop_grace,
+            )
+            if outcome.status == 0:
+                return outcome
+            if requested.is_set():
+                requested.clear()
+                count, reason = processes, "Asked by SIGUSR2"
+            elif outcome.failed is None or not _has_died(outcome) or count == min_processes:
+                return outcome
+            else:
+                count -= 1
+                reason = f"Process {outcome.failed} ended with status {outcome.statuses[outcome.failed]}"
+            noun = "process" if count == 1 else "processes"
+            print(f"keras-dist: {reason}. Starting again with {count} {noun}.", file=sys.stderr, flush=True)
+
+
+def _has_died(outcome: Outcome) -> bool:
+    assert outcome.failed is not None
+    status = outcome.statuses[outcome.failed]
+    return status < 0 or status in (STOPPED_STATUS, FOLLOWER_STATUS)
+
+
+@contextlib.contextmanager
+def _compiled_programs(environment: dict[str, str]) -> Iterator[None]:
+    """Gives the processes a folder for compiled programs, so that a start compiles only what is new to it."""
+    if "JAX_COMPILATION_CACHE_DIR" in environment:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="keras-dist-compiled-") as folder:
+        environment["JAX_COMPILATION_CACHE_DIR"] = folder
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+@contextlib.contextmanager
+def _requests_for_all() -> Iterator[threading.Event]:
+    """Lets SIGUSR2 set an event, and stop the running processes as SIGTERM does."""
+    requested = threading.Event()
+
+    def request(number, frame):
+        requested.set()
+        if callable(signal.getsignal(signal.SIGTERM)):  # processes run
+            signal.raise_signal(signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield requested
+        return
+    before = signal.signal(signal.SIGUSR2, request)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGUSR2, before)
