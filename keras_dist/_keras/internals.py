@@ -5,7 +5,9 @@ Only `_keras` and `_patches` use private names, so a new version of Keras needs 
 
 import collections
 import contextlib
+import copy
 import functools
+import inspect
 import os
 import random
 import sys
@@ -383,6 +385,41 @@ def set_global_seed(state: list[int] | None) -> None:
     if state is not None:
         generator: Any = _global_seed_generator()
         generator.state.assign(np.array(state, generator.state.dtype))
+
+
+# Since Keras 3.16, data adapters count the epochs that they have finished, and shuffle by that number. Older ones shuffle
+# by the global random generators of Python and NumPy.
+ADAPTERS_COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
+
+
+def finished_epochs(adapter) -> int:
+    """Returns how many epochs a data adapter has finished; 0 where adapters do not count them."""
+    return getattr(adapter, "_epoch", 0)
+
+
+def set_finished_epochs(adapter, epochs: int) -> None:
+    """Makes a data adapter shuffle as after so many epochs, where adapters count them."""
+    if hasattr(adapter, "_epoch"):
+        adapter._epoch = epochs
+
+
+def adapter_after(adapter, epochs: int) -> Any:
+    """Returns a data adapter of the same data and workers that shuffles as after so many epochs."""
+    if finished_epochs(adapter) != epochs:
+        adapter = copy.copy(adapter)
+        set_finished_epochs(adapter, epochs)
+    return adapter
+
+
+def shuffle_batches(order: list[int], adapter) -> None:
+    """Shuffles the order of the batches of a PyDataset as its adapter does."""
+    generator = random.Random(finished_epochs(adapter)) if ADAPTERS_COUNT_EPOCHS else random
+    generator.shuffle(order)
+
+
+def start_workers(enqueuer) -> None:
+    """Starts the workers of a PyDataset that is not shuffled."""
+    enqueuer.start(**({"epoch": 0} if ADAPTERS_COUNT_EPOCHS else {}))
 
 
 def set_initial_epoch(model, epoch: int | None) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
-from keras_dist._keras.internals import data_adapters, trainer
+from keras_dist._keras.internals import (
+    ADAPTERS_COUNT_EPOCHS,
+    data_adapters,
+    finished_epochs,
+    set_finished_epochs,
+    trainer,
+)
 from keras_dist._keras.training_state import NOTHING_LEFT
 from keras_dist._patches.resumable_iterator import ResumableIterator, no_batches_error
 from keras_dist.data import position
@@ -109,6 +115,8 @@ class EpochIterator(trainer.JAXEpochIterator):
 
     def _enumerate_from(self, start: int, data_position: DataPosition | None):
         """Does what Keras's `_enumerate_iterator` does, from a batch on."""
+        if data_position is not None:
+            set_finished_epochs(self.data_adapter, data_position.epochs_now)
         self.data_adapter.on_epoch_begin()
         size, limit = self.steps_per_execution, self.steps_per_epoch or self._num_batches
         if self._current_iterator is None or self.steps_per_epoch is None or data_position is not None:
@@ -140,10 +148,14 @@ class EpochIterator(trainer.JAXEpochIterator):
         pipeline = self._pipeline
         if pipeline is None:
             return 0, None
+        batches, found = 0, None
         if self._is_in_epoch:
-            return self._start + pipeline.delivered - self._delivered_before, pipeline.position
-        continues = self.steps_per_epoch is not None and self._current_iterator is pipeline
-        return 0, pipeline.position if continues else None
+            batches, found = self._start + pipeline.delivered - self._delivered_before, pipeline.position
+        elif self.steps_per_epoch is not None and self._current_iterator is pipeline:
+            found = pipeline.position
+        elif ADAPTERS_COUNT_EPOCHS:
+            found = DataPosition.at_beginning()
+        return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
 
 
 def announce_step(step: str) -> None:

@@ -4,12 +4,20 @@ import collections
 import itertools
 import json
 import queue
-import random
 from collections.abc import Iterator
 from typing import Any
 
 from keras_dist._keras.active_distribution import INSTALLED
-from keras_dist._keras.internals import array_slicing, data_adapter_utils, data_adapters, py_dataset_adapter
+from keras_dist._keras.internals import (
+    adapter_after,
+    array_slicing,
+    data_adapter_utils,
+    data_adapters,
+    finished_epochs,
+    py_dataset_adapter,
+    shuffle_batches,
+    start_workers,
+)
 from keras_dist.data.position import DataPosition, RandomState
 
 
@@ -27,6 +35,7 @@ class ResumableIterator:
         self._adapter, self._resumed_from = adapter, position
         self._batches = start if position is None else position.batches
         self._began = None if position is None else position.began
+        self._epochs_began = finished_epochs(adapter) if position is None else position.epochs_began
         self._must_have_batches = must_have_batches
         self._iterator: Any = None  # over the batches, once the first is requested
 
@@ -53,19 +62,21 @@ class ResumableIterator:
             source = None if self._resumed_from is None else self._resumed_from.source
         elif isinstance(self._adapter, data_adapters.GrainDatasetAdapter):
             source = _encode(self._iterator.get_state())
-        return DataPosition(self._batches, began, RandomState.capture(), source)
+        epochs = self._epochs_began, finished_epochs(self._adapter)
+        return DataPosition(self._batches, began, RandomState.capture(), source, *epochs)
 
     def _begin(self) -> Any:
         adapter, position, start = self._adapter, self._resumed_from, self._batches
         if start == 0 and (position is None or position.source is None):
             self._began = _random_state_before_workers(adapter) or RandomState.capture()
+            self._epochs_began = finished_epochs(adapter)
             return iter(adapter.get_jax_iterator())
         if _has_workers(adapter):
             _stop(adapter.enqueuer)  # it has already drawn the order and read batches
         if position is not None:
             position.began.restore()
         self._began = RandomState.capture()
-        iterator = _skip_to(adapter, start, None if position is None else position.source)
+        iterator = _skip_to(adapter_after(adapter, self._epochs_began), start, None if position is None else position.source)
         if position is not None:
             position.now.restore()
         return iterator
@@ -128,7 +139,7 @@ def _dataset_batches(adapter: Any, start: int) -> Iterator:
     if dataset.num_batches is not None:
         order = list(range(dataset.num_batches))
         if adapter.shuffle:
-            random.shuffle(order)
+            shuffle_batches(order, adapter)
         indices = order[start:]
         if adapter.enqueuer is not None and indices:
             return _batches_of_workers(adapter.enqueuer, _Remainder(dataset, indices))
@@ -139,7 +150,7 @@ def _batches_of_workers(enqueuer: Any, remainder: _Remainder) -> Iterator:
     dataset, shuffle = enqueuer.py_dataset, enqueuer.shuffle
     enqueuer.py_dataset, enqueuer.shuffle = remainder, False
     try:
-        enqueuer.start()
+        start_workers(enqueuer)
         yield from itertools.islice(enqueuer.get(), len(remainder))
     finally:
         _stop(enqueuer)

@@ -1,7 +1,8 @@
 """Where training is in its data, so that it can resume in the middle of an epoch.
 
 A pass through the data starts with each epoch or, with `steps_per_epoch`, spans several epochs. Shuffling draws from
-the global random generators when a pass starts, so their states are part of the position.
+the global random generators when a pass starts, so their states are part of the position. Since Keras 3.16 it draws from
+generators that are seeded with the number of finished epochs, so that number is part of it too.
 """
 
 import random
@@ -44,6 +45,13 @@ class DataPosition(NamedTuple):
     began: RandomState  # before the pass started
     now: RandomState  # after the last batch was read
     source: str | None  # state of a Grain iterator as JSON text
+    epochs_began: int = 0  # that Keras's data adapter had finished when the pass started
+    epochs_now: int = 0  # that it has finished now
+
+    @classmethod
+    def at_beginning(cls) -> "DataPosition":
+        """Returns the position of a pass that starts now."""
+        return cls(0, RandomState.capture(), RandomState.capture(), None)
 
     def as_json(self) -> dict:
         return self._asdict() | {"began": self.began.as_json(), "now": self.now.as_json()}
@@ -51,7 +59,7 @@ class DataPosition(NamedTuple):
     @classmethod
     def from_json(cls, values: dict) -> "DataPosition":
         began, now = RandomState.from_json(values["began"]), RandomState.from_json(values["now"])
-        return cls(values["batches"], began, now, values["source"])
+        return cls(**values | {"began": began, "now": now})
 
 
 _resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)
@@ -80,8 +88,8 @@ def is_tracked(iterator: Any) -> bool:
 def current_position() -> tuple[int, DataPosition | None]:
     """Returns the tracked iterator's position in this thread: batches delivered in its epoch, and position in the data.
 
-    After the end of an epoch these are 0, and None unless the next epoch continues the same pass through the data. They
-    are 0 and None if no iterator is tracked.
+    After the end of an epoch the number is 0, and the position is None or that of a new pass, unless the next epoch
+    continues the same pass through the data. They are 0 and None if no iterator is tracked.
     """
     iterator = _tracked_iterator.get()()
     return (0, None) if iterator is None else iterator.position()
