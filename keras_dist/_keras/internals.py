@@ -38,6 +38,15 @@ import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
+
+def unsupported_keras(problem: object) -> str:
+    """Returns the text of an error about a Keras that has not what this package calls or replaces."""
+    return (
+        f"keras_dist does not support Keras {keras.__version__}: {problem}. Install a release of Keras that keras_dist's "
+        "docs/keras_versions.md lists, or a newer keras_dist."
+    )
+
+
 try:
     from keras.src.backend.common import global_state, variables
     from keras.src.backend.common import standardize_dtype as standardize_dtype
@@ -72,18 +81,23 @@ try:
     from keras.src.utils import rng_utils
     from keras.src.utils.jax_utils import is_in_jax_tracing_scope as is_in_jax_tracing_scope
     from keras.src.utils.naming import to_snake_case
-except ImportError as error:
-    raise ImportError(
-        f"keras_dist does not support Keras {keras.__version__}: {error}. Install a Keras version that keras_dist's "
-        "pyproject.toml allows, or a newer keras_dist."
-    ) from error
 
-KerasDistribution = distribution_lib.Distribution
-KerasOptimizer = base_optimizer.BaseOptimizer
-KerasVariable = variables.Variable
-JaxVariable = jax_core.JaxVariable
-DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
-GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
+    KerasDistribution = distribution_lib.Distribution
+    KerasOptimizer = base_optimizer.BaseOptimizer
+    KerasVariable = variables.Variable
+    JaxVariable = jax_core.JaxVariable
+    DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
+    GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
+    # What the installed Keras has, where releases differ. Since 3.16, data adapters count the epochs that they have
+    # finished, and shuffle by that number; older ones shuffle by the global random generators of Python and NumPy.
+    # Later (keras#23527) they can stack the batches of one execution, for a compiled loop over them.
+    ADAPTERS_COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
+    ADAPTERS_STACK_BATCHES = "super_batch" in inspect.signature(
+        data_adapters.ArrayDataAdapter.get_jax_iterator
+    ).parameters
+except (ImportError, AttributeError) as error:
+    raise ImportError(unsupported_keras(error)) from error
+
 STEPS = ("train", "test", "predict")
 
 
@@ -385,11 +399,6 @@ def set_global_seed(state: list[int] | None) -> None:
     if state is not None:
         generator: Any = _global_seed_generator()
         generator.state.assign(np.array(state, generator.state.dtype))
-
-
-# Since Keras 3.16, data adapters count the epochs that they have finished, and shuffle by that number. Older ones shuffle
-# by the global random generators of Python and NumPy.
-ADAPTERS_COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
 
 
 def finished_epochs(adapter) -> int:

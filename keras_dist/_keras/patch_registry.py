@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import keras
+from keras_dist._keras.internals import unsupported_keras
 
 _lock = threading.RLock()
 _INHERITED = object()  # in the place of an original that the owner does not define itself
@@ -80,9 +80,7 @@ class Patch:
         if found != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(
-                f"keras_dist does not support Keras {keras.__version__}: {self.target} {problem}. Without "
-                f"keras_dist's patch: {self.reason}. Install a Keras version that keras_dist's pyproject.toml "
-                "allows, or a newer keras_dist."
+                unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}")
             )
 
 

@@ -24,6 +24,7 @@
 import importlib
 
 from keras_dist._keras.active_distribution import ALWAYS
+from keras_dist._keras.internals import unsupported_keras
 
 _TOPICS = (
     *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution"),
@@ -34,7 +35,15 @@ _TOPICS = (
 
 
 def register() -> None:
-    """Declares all patches, and installs the one that is always active; a distribution installs the others."""
+    """Declares all patches, and installs the one that is always active; a distribution installs the others.
+
+    Raises:
+        ImportError: Keras lacks the class or module of a function that is replaced.
+        ValueError: Keras lacks the function that is always replaced, or it takes other parameters.
+    """
     for topic in _TOPICS:
-        importlib.import_module(f"{__name__}.{topic}")
+        try:
+            importlib.import_module(f"{__name__}.{topic}")
+        except (ImportError, AttributeError) as error:
+            raise ImportError(unsupported_keras(error)) from error
     ALWAYS.install()

@@ -163,6 +163,15 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """The number of shards of a global batch: the product of the sizes of the batch axes."""
         return self._placer.num_batch_shards
 
+    @property
+    def num_data_shards(self) -> int:
+        """The number of shards of a dataset that processes read: that of processes, or of batch shards if fewer.
+
+        `data_shard_id` is the index of the shard of this process. Both count as Keras does, which assumes that devices
+        are in the order of processes and that the batch axes come first in the mesh. Keras has the former since 3.16.
+        """
+        return min(self.num_model_replicas, self.num_processes)
+
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         """Returns the layout of a batch: dim 0 over the batch axes, dim 1 over the sequence axes.
 

@@ -1,5 +1,6 @@
 """Keras's own tests of its distribution API pass on keras_dist, in a process of their own."""
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -14,21 +15,24 @@ EXCLUDED = {
     "LayoutMapTest.test_add": "asserts that LayoutMap rejects a list of axes, which its docstring in Keras allows",
 }
 
-FILES = {
-    "distribution/distribution_lib_test.py": 39,
-    "backend/jax/distribution_lib_test.py": 17,
-    "backend/jax/trainer_test.py": 8,
-    "initializers/initializer_test.py": 2,
-    "callbacks/orbax_checkpoint_test.py": 22,
-}
+FILES = (
+    "backend/jax/distribution_lib_test.py",
+    "backend/jax/trainer_test.py",
+    "initializers/initializer_test.py",
+    "callbacks/orbax_checkpoint_test.py",
+)
+SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in FILES]
 
 
-SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in list(FILES)[1:]]
+def defined_tests(path):
+    """Returns how many tests a file of Keras defines; a parametrized one runs several times."""
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    return sum(node.name.startswith("test_") for each in classes for node in each.body if hasattr(node, "name"))
 
 
-@pytest.mark.parametrize("file", [next(iter(FILES)), *SLOW])
+@pytest.mark.parametrize("file", ["distribution/distribution_lib_test.py", *SLOW])
 def test_all_tests_of_keras_but_the_excluded_pass(file, tmp_path):
-    """Every test of the file passes or is excluded, and at least as many ran as Keras 3.15.1 has."""
+    """Every test of the file runs, and passes or is excluded."""
     pytest.importorskip("tensorflow", reason="Keras's tests import tensorflow: pip install 'keras-dist[test]'")
     path = pathlib.Path(keras.__file__).parent / "src" / file
     if not path.exists():
@@ -55,4 +59,4 @@ def test_all_tests_of_keras_but_the_excluded_pass(file, tmp_path):
     skipped = {name for name, case in names.items() if case.find("skipped") is not None}
     assert failed == set(EXCLUDED) & set(names), run.stdout[-8000:]
     assert not skipped
-    assert len(cases) >= FILES[file], run.stdout + run.stderr
+    assert len(cases) >= defined_tests(path) > 0, run.stdout + run.stderr
