@@ -42,8 +42,8 @@ import numpy as np  # noqa: E402
 def unsupported_keras(problem: object) -> str:
     """Returns the text of an error about a Keras that has not what this package calls or replaces."""
     return (
-        f"keras_dist does not support Keras {keras.__version__}: {problem}. Install a release of Keras that keras_dist's "
-        "docs/keras_versions.md lists, or a newer keras_dist."
+        f"keras_dist does not support Keras {keras.__version__}: {problem}. Install a release of Keras that "
+        "keras_dist's docs/keras_versions.md lists, or a newer keras_dist."
     )
 
 

@@ -164,9 +164,9 @@ class EpochIterator(trainer.JAXEpochIterator):
 def _require_single_batches(steps_per_execution: int) -> None:
     if steps_per_execution > 1 and ADAPTERS_STACK_BATCHES:
         raise ValueError(
-            f"keras_dist does not support steps_per_execution={steps_per_execution} with Keras {keras.__version__}: its "
-            "steps loop over stacked batches (get_jax_iterator takes 'super_batch'), but keras_dist passes single ones. "
-            "Compile the model with steps_per_execution=1, or install a newer keras_dist."
+            f"keras_dist does not support steps_per_execution={steps_per_execution} with Keras {keras.__version__}: "
+            "its steps loop over stacked batches (get_jax_iterator takes 'super_batch'), but keras_dist passes single "
+            "ones. Compile the model with steps_per_execution=1, or install a newer keras_dist."
         )
 
 

@@ -76,7 +76,8 @@ class ResumableIterator:
         if position is not None:
             position.began.restore()
         self._began = RandomState.capture()
-        iterator = _skip_to(adapter_after(adapter, self._epochs_began), start, None if position is None else position.source)
+        adapter = adapter_after(adapter, self._epochs_began)
+        iterator = _skip_to(adapter, start, None if position is None else position.source)
         if position is not None:
             position.now.restore()
         return iterator

@@ -1,8 +1,8 @@
 """Where training is in its data, so that it can resume in the middle of an epoch.
 
 A pass through the data starts with each epoch or, with `steps_per_epoch`, spans several epochs. Shuffling draws from
-the global random generators when a pass starts, so their states are part of the position. Since Keras 3.16 it draws from
-generators that are seeded with the number of finished epochs, so that number is part of it too.
+the global random generators when a pass starts, so their states are part of the position. Since Keras 3.16 it draws
+from generators that are seeded with the number of finished epochs, so that number is part of it too.
 """
 
 import random
@@ -59,7 +59,8 @@ class DataPosition(NamedTuple):
     @classmethod
     def from_json(cls, values: dict) -> "DataPosition":
         began, now = RandomState.from_json(values["began"]), RandomState.from_json(values["now"])
-        return cls(**values | {"began": began, "now": now})
+        epochs = values.get("epochs_began", 0), values.get("epochs_now", 0)  # older checkpoints have none
+        return cls(values["batches"], began, now, values["source"], *epochs)
 
 
 _resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)

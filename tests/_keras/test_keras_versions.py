@@ -1,4 +1,4 @@
-"""Releases of Keras differ: the same names and numbers on all of them, and one error on those that are not supported."""
+"""Releases of Keras differ: the same names and numbers on all of them, one error on those that are not supported."""
 
 import json
 from unittest import mock

@@ -125,7 +125,7 @@ def over_both_axes(api):
 
 
 def test_a_batch_over_two_axes():
-    with pytest.raises(ValueError, match="Invalid axis names for Layout|is not in list"):
+    with pytest.raises(ValueError, match=r"Invalid axis names for Layout|is not in list"):
         run(KERAS, fit, distribution=over_both_axes)
     check_as_on_one_device(fit, distribution=over_both_axes)
     assert over_both_axes(kd).get_data_layout(X.shape).backend_layout.shard_shape(X.shape) == (ROWS // DEVICES, 4)
