@@ -92,9 +92,9 @@ try:
     # finished, and shuffle by that number; older ones shuffle by the global random generators of Python and NumPy.
     # Later (keras#23527) they can stack the batches of one execution, for a compiled loop over them.
     ADAPTERS_COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
-    ADAPTERS_STACK_BATCHES = "super_batch" in inspect.signature(
-        data_adapters.ArrayDataAdapter.get_jax_iterator
-    ).parameters
+    ADAPTERS_STACK_BATCHES = (
+        "super_batch" in inspect.signature(data_adapters.ArrayDataAdapter.get_jax_iterator).parameters
+    )
 except (ImportError, AttributeError) as error:
     raise ImportError(unsupported_keras(error)) from error
 

@@ -79,9 +79,7 @@ class Patch:
         found = None if function is None else _parameters_of(function)
         if found != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
-            raise ValueError(
-                unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}")
-            )
+            raise ValueError(unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}"))
 
 
 @functools.cache  # patches are installed by each `with distribution.scope()`
