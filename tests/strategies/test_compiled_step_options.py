@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 LENGTH = 128
+FEW, MANY = 3, 6  # blocks; tests that need these models share their plans, which take most of the time
 
 
 class ByHand(keras.Layer):
@@ -112,7 +113,7 @@ def test_gradients_are_reduced_in_float32(target):
 
 def test_microbatches_hold_the_activations_of_one_part(target):
     undivided, plan = (
-        planned(target, "FSDP", rows=2048, blocks=4, width=256, **options)
+        planned(target, "FSDP", rows=2048, blocks=2, width=256, **options)
         for options in ({}, {"microbatches": 4, "reduce_gradients": "microbatch"})
     )
     assert plan.memory.temporaries <= 0.3 * undivided.memory.temporaries
@@ -121,8 +122,8 @@ def test_microbatches_hold_the_activations_of_one_part(target):
 
 
 def test_rematerialization_of_blocks_is_that_written_by_hand(target):
-    by_hand = planned(target, "FSDP", rows=1024, blocks=3, width=256, by_hand=True)
-    plan = planned(target, "FSDP", rows=1024, blocks=3, width=256, remat="full")
+    by_hand = planned(target, "FSDP", 1024, FEW, 256, by_hand=True)
+    plan = planned(target, "FSDP", 1024, FEW, 256, remat="full")
     assert plan.memory.temporaries <= 1.05 * by_hand.memory.temporaries
     assert plan.flops <= 1.05 * by_hand.flops
     assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
@@ -146,14 +147,14 @@ OFFLOADED = {"remat": "dots", "offload": "activations"}
 @pytest.mark.parametrize("options", [{"remat": "full"}, OFFLOADED], ids=["computed again", "offloaded"])
 def test_each_block_adds_about_what_it_passes_on(target, options):
     """Not what is computed again in it, or fetched: a product of four times the width."""
-    few, many = (planned(target, "FSDP", 1024, blocks, 256, **options) for blocks in (3, 6))
+    few, many = (planned(target, "FSDP", 1024, blocks, 256, **options) for blocks in (FEW, MANY))
     passed_on = 1024 // 8 * LENGTH * 256 * 2
-    assert many.memory.temporaries - few.memory.temporaries <= 3 * 4 * passed_on
+    assert many.memory.temporaries - few.memory.temporaries <= (MANY - FEW) * 4 * passed_on
 
 
 def test_activations_are_in_host_memory(target):
     """The product of each block that "dots" keeps is copied to the host and back."""
-    plan = planned(target, "FSDP", 1024, 6, 256, **OFFLOADED)
+    plan = planned(target, "FSDP", 1024, MANY, 256, **OFFLOADED)
     kept = 1024 // 8 * LENGTH * 1024 * 2
-    assert 2 * 6 * kept <= plan.host_traffic <= 1.02 * 2 * 6 * kept
-    assert plan.flops < planned(target, "FSDP", 1024, 6, 256, remat="full").flops
+    assert 2 * MANY * kept <= plan.host_traffic <= 1.02 * 2 * MANY * kept
+    assert plan.flops < planned(target, "FSDP", 1024, MANY, 256, remat="full").flops
