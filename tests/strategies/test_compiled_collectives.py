@@ -17,7 +17,7 @@ import keras_dist as kd
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 4, 512, 512, 4096
 ITEM = 2  # bytes of an element in the dtype of compute
-BLOCKS = 2
+BLOCKS = 2  # of the models whose bytes grow with activations: those of weights need one
 
 pytestmark = [
     pytest.mark.compiler,
@@ -26,10 +26,10 @@ pytestmark = [
 ]
 
 
-def gpt(vocabulary=VOCABULARY):
+def gpt(vocabulary=VOCABULARY, blocks=1):
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(vocabulary, WIDTH, name="embedding")(tokens)
-    for number in range(BLOCKS):
+    for number in range(blocks):
         y = layers.LayerNormalization(name=f"block{number}_norm1")(x)
         y = layers.MultiHeadAttention(8, WIDTH // 8, name=f"block{number}_attention")(y, y, use_causal_mask=True)
         x = layers.Add(name=f"block{number}_add1")([x, y])
@@ -41,6 +41,10 @@ def gpt(vocabulary=VOCABULARY):
     model = keras.Model(tokens, layers.Dense(vocabulary, name="head")(x), name="gpt")
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
+
+
+def deep_gpt():
+    return gpt(blocks=BLOCKS)
 
 
 def planned(distribution, build=gpt):
@@ -120,8 +124,8 @@ def activation_bytes(plan):
 
 
 def test_tensor_parallel(target):
-    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "data:1,model:8"))
-    plan = planned(kd.ModelParallel(layout_map=rules))
+    rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "data:1,model:8"))
+    plan = planned(kd.ModelParallel(layout_map=rules), deep_gpt)
     # Four all-reduces per block, one of the gradient from the head, and an all-gather of the embedded tokens.
     floor = 7 / 8 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
     loss = 3 * 2 * 7 / 8 * 4 * ROWS * LENGTH
@@ -131,8 +135,8 @@ def test_tensor_parallel(target):
 
 
 def test_tensor_and_sequence_parallel(target):
-    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "data:1,model:8"), sequence_parallel=True)
-    plan = planned(kd.ModelParallel(layout_map=rules))
+    rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "data:1,model:8"), sequence_parallel=True)
+    plan = planned(kd.ModelParallel(layout_map=rules), deep_gpt)
     floor = 7 / 8 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 2 / 8)
     loss = 3 * 2 * 7 / 8 * 4 * ROWS * LENGTH
     assert floor * 0.999 <= plan.wire_bytes <= 1.02 * floor + loss + small_bytes(plan)
@@ -142,8 +146,8 @@ def test_tensor_and_sequence_parallel(target):
 
 
 def test_fully_sharded_and_tensor_parallel(target):
-    rules = kd.tensor_parallel_layout_map(gpt, mesh(target, "fsdp:4,model:2"))
-    plan = planned(kd.FullyShardedDataParallel(layout_map=rules))
+    rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "fsdp:4,model:2"))
+    plan = planned(kd.FullyShardedDataParallel(layout_map=rules), deep_gpt)
     large = elements(plan, large=True)
     floor = 2 * 3 / 4 * large / 2 * ITEM + 1 / 2 * activation_bytes(plan) * (2 * (4 * BLOCKS + 1) + 1)
     loss = 3 * 2 * 1 / 2 * 4 * ROWS * LENGTH
