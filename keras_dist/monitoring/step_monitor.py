@@ -25,15 +25,15 @@ class StepMonitor(keras.callbacks.Callback):
     progress bar and the history; and they are printed in one line per `log_every` steps. Pass it first in the list of
     callbacks. It needs no distribution, and works with any data source, loss and optimizer.
 
-    | in the logs | what it is |
-    |---|---|
-    | `step_time_ms` | median step time; `step_time_p95_ms` and `step_time_std_ms` are p95 and standard deviation |
-    | `samples_per_second`, `tokens_per_second` | rows and tokens of the global batch per second of steps |
-    | `mfu` | model FLOP utilization: fraction of the peak of all devices |
-    | `peak_memory_gib` | most memory in use on a device of this process since it started |
-    | `data_wait` | share of the time of steps in which devices waited for data |
-    | `goodput` | share of the time since `fit` began in which steps trained |
-    | `step_time_vs_forecast` | median step time over the forecast of `plan` |
+    In the logs are:
+
+    - `step_time_ms`: median step time; `step_time_p95_ms` and `step_time_std_ms` are p95 and standard deviation.
+    - `samples_per_second`, `tokens_per_second`: rows and tokens of the global batch per second of steps.
+    - `mfu`: model FLOP utilization, a fraction of the peak of all devices.
+    - `peak_memory_gib`: most memory in use on a device of this process since it started.
+    - `data_wait`: share of the time of steps in which devices waited for data.
+    - `goodput`: share of the time since `fit` began in which steps trained.
+    - `step_time_vs_forecast`: median step time over the forecast of `plan`.
 
     Logs of an epoch have the figures of its steps. What is not available is missing in logs, and n/a in lines: MFU
     on devices whose peak is unknown (CPUs), memory on devices that do not count it (CPUs), tokens unless an input has

@@ -1,0 +1,28 @@
+"""How autodoc reads docstrings: code is between single backticks, and what users neither call nor override is left out."""
+
+import re
+
+from keras_dist._keras.distribution_hooks import DistributionHooks
+
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
+CALLED_BY_USERS = {"distribute_batch"}
+
+
+def mark_code(app, what, name, obj, options, lines: list[str]) -> None:
+    """Doubles single backticks, as reStructuredText has them, outside of examples: `x`s becomes ``x``\\\\ s."""
+    text = "\n".join(lines)
+    blocks = re.split(r"(^ *>>> .*?(?:\n *(?:\n|\Z)|\Z))", text, flags=re.M | re.S)
+    blocks[::2] = [CODE.sub(lambda code: f"``{code[1]}``" + (rf"\ {code[2]}" if code[2] else ""), b) for b in blocks[::2]]
+    lines[:] = "".join(blocks).split("\n")
+
+
+def skip(app, what, name, member, skipped, options) -> bool | None:
+    """Skips what patches ask of distributions, and the methods by which Keras calls callbacks."""
+    is_hook = hasattr(DistributionHooks, name) and name not in CALLED_BY_USERS
+    return True if is_hook or name.startswith("on_") else None
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", mark_code)
+    app.connect("autodoc-skip-member", skip)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,100 @@
+"""Makes pages of the guides: `guides/*.py` are scripts in jupytext's percent format, and become notebooks.
+
+Sphinx executes the notebooks. They are the files that readers download, so each begins with a cell that installs the
+package, which is not executed here. Guides that start their own script again cannot be notebooks: their pages show the
+script, and what it prints.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jupytext
+import nbformat
+
+ROOT = pathlib.Path(__file__).parents[2]
+GUIDES = ROOT / "guides"
+PAGES = ROOT / "docs" / "guides"
+
+INSTALL = """\
+# In Colab and Kaggle only: upload the wheel first (see "Run a guide elsewhere"). On GPUs: "guides,cuda12", on TPUs: "guides,tpu".
+EXTRAS = "guides"
+!pip install -q "$(find /kaggle/input . -name 'keras_dist-*.whl' 2>/dev/null | head -n 1)[{EXTRAS}]"
+"""
+
+
+def is_script(source: str) -> bool:
+    """Returns whether a guide starts its own file, which a notebook does not have."""
+    return "__file__" in source
+
+
+def as_notebook(source: str) -> nbformat.NotebookNode:
+    """Returns a guide as a notebook whose second cell installs the package."""
+    notebook = jupytext.reads(source, fmt="py:percent")
+    install = nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["skip-execution", "hide-cell"]})
+    notebook.cells.insert(1, install)
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"  # the same at each build, so that outputs of an earlier one are used
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return notebook
+
+
+def as_page(name: str, source: str, output: str) -> str:
+    """Returns a page with a script and what it prints."""
+    title, _, text = source.removeprefix('"""').partition('"""')[0].partition("\n")
+    return f"""# {title.rstrip(".")}
+{text.partition("Run: ")[0]}
+This guide is a script and not a notebook, because it starts its own file as other processes, and kills some of them.
+Download [{name}.py](../../guides/{name}.py), and run `python {name}.py`. In Colab and Kaggle, upload it, and run
+`!python {name}.py` in a cell.
+
+## What it prints
+
+```text
+{output.rstrip()}
+```
+
+## The script
+
+```python
+{source.rstrip()}
+```
+"""
+
+
+def output_of(name: str) -> str:
+    """Runs a guide and returns what it prints, with its errors where it fails."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, GUIDES / f"{name}.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"guides/{name}.py failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def write_pages(app) -> None:
+    PAGES.mkdir(exist_ok=True)
+    for guide in sorted(GUIDES.glob("*.py")):
+        source = guide.read_text()
+        if not is_script(source):
+            nbformat.write(as_notebook(source), PAGES / f"{guide.stem}.ipynb")
+        elif app.config.nb_execution_mode != "off":
+            (PAGES / f"{guide.stem}.md").write_text(as_page(guide.stem, source, output_of(guide.stem)))
+
+
+def link_pages(app, name: str, source: list[str]) -> None:
+    """Lets links to guides in the repository lead to their pages."""
+
+    def page(match: re.Match) -> str:
+        suffix = "md" if is_script((GUIDES / f"{match[1]}.py").read_text()) else "ipynb"
+        return f"](guides/{match[1]}.{suffix})"
+
+    source[0] = re.sub(r"\]\(\.\./guides/(\w+)\.py\)", page, source[0])
+
+
+def setup(app):
+    app.connect("builder-inited", write_pages)
+    app.connect("source-read", link_pages)
+    return {"parallel_read_safe": True}
