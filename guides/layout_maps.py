@@ -20,10 +20,10 @@ import keras_dist as kd
 
 kd.simulate_devices(8)  # before anything else starts JAX
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import PartitionSpec  # noqa: E402
-from keras import layers  # noqa: E402
+import keras
+import numpy as np
+from jax.sharding import PartitionSpec
+from keras import layers
 
 MESH = kd.create_device_mesh("data:2,model:4")
 COLUMNS, ROWS = (None, "model"), ("model", None)  # for a kernel of shape (inputs, outputs)

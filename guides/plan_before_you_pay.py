@@ -1,33 +1,57 @@
-"""Plan a GPT of 1.4 billion parameters for three clusters with three distributions: what fits, and what bounds time.
+# %% [markdown]
+# # Plan before you pay: what fits, and what bounds the time of a step
+#
+# A GPT of 1.4 billion parameters is planned with three distributions. No hardware is attached and no weight is
+# allocated: the real train step is compiled for each cluster, and the compiled program is read. Each plan compiles
+# models of 2 and 4 blocks and extrapolates to 24.
+#
+# As a script, it takes targets: `python plan_before_you_pay.py v5e:4x4 h100:8`. By default it plans for the hardware
+# whose compiler is installed (`pip install "keras-dist[tpu]" "keras-dist[cuda12]"`). Without any, eight CPU devices are
+# simulated; their memory and traffic are known, but no times.
 
-No hardware is attached and no weight is allocated: the real train step is compiled for each cluster, and the compiled
-program is read. Each plan compiles models of 2 and 4 blocks and extrapolates to 24. Clusters whose compiler is not
-installed are skipped. Without any compiler, eight CPU devices are simulated; their memory and traffic are known, but
-no times.
-
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/plan_before_you_pay.py [target ...]
-"""
-
-import importlib.util
+# %%
 import os
-import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import builtins
+import importlib.util
+import sys
 
 import keras_dist as kd
 
 kd.simulate_devices(8)
 
-import keras  # noqa: E402
-from keras import layers  # noqa: E402
+import keras
+from keras import layers
 
 DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
 ROWS = 64  # sequences in a global batch
+TARGETS = [argument for argument in sys.argv[1:] if ":" in argument]  # none in a notebook
+if not TARGETS and importlib.util.find_spec("libtpu"):
+    TARGETS.append("v5e:4x4")
+elif not TARGETS and importlib.util.find_spec("jax_cuda12_plugin"):
+    TARGETS.append("h100:8")
+
+show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
+
+# %% [markdown]
+# ## The hardware that is known
+
+# %%
+show(kd.hardware)
 
 
+# %% [markdown]
+# ## The model
+#
+# Nothing in it refers to a distribution.
+
+
+# %%
 def build(depth: int) -> keras.Model:
-    """Returns a compiled GPT with `depth` blocks. Nothing in it refers to a distribution."""
+    """Returns a compiled GPT with `depth` blocks."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens)
@@ -44,6 +68,11 @@ def build(depth: int) -> keras.Model:
     return model
 
 
+# %% [markdown]
+# ## Three distributions
+
+
+# %%
 def data_parallel(devices) -> kd.Distribution:
     """DP: every device holds all weights and processes its shard of the batch."""
     return kd.DataParallel(kd.create_device_mesh({"data": len(devices)}, devices=devices))
@@ -60,21 +89,26 @@ def tensor_parallel(devices) -> kd.Distribution:
     return kd.ModelParallel(layout_map=kd.tensor_parallel_layout_map(lambda: build(depth=2), mesh))
 
 
-def main():
-    targets = sys.argv[1:]
-    if not targets and importlib.util.find_spec("libtpu"):
-        targets += ["v5e:4x4", "v5p:2x2x2"]
-    if not sys.argv[1:] and importlib.util.find_spec("jax_cuda12_plugin"):
-        targets += ["h100:8"]
-    print(kd.hardware)
-    plans = {}
-    for name in targets or ["cpu:8"]:
-        for letters, layout in (("DP", data_parallel), ("FSDP", fully_sharded), ("TP", tensor_parallel)):
-            plans[f"{name} {letters}"] = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH)
-            print(f"{name} {letters}\n{plans[f'{name} {letters}'].picture()}")
-    print(next(iter(plans.values())))
-    print(kd.compare(**plans))
+# %% [markdown]
+# ## Their plans
+#
+# The picture of a plan shows what takes the memory of a device.
 
+# %%
+plans = {}
+for name in TARGETS or ["cpu:8"]:
+    for letters, layout in (("DP", data_parallel), ("FSDP", fully_sharded), ("TP", tensor_parallel)):
+        plans[f"{name} {letters}"] = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH)
+        print(f"{name} {letters}\n{plans[f'{name} {letters}'].picture()}")
 
-if __name__ == "__main__":
-    main()
+# %% [markdown]
+# The full report of the first one:
+
+# %%
+show(next(iter(plans.values())))
+
+# %% [markdown]
+# ## Which one?
+
+# %%
+show(kd.compare(**plans))

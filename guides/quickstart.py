@@ -1,11 +1,10 @@
-"""Trains on handwritten digits three times: on one device, under data parallelism, and under model parallelism.
+# %% [markdown]
+# # Quick start: one model on one device, under data and under model parallelism
+#
+# A model is trained on handwritten digits three times. The three trainings have the same losses. scikit-learn's 1,797
+# images are not divisible by any mesh of 2 to 8 devices. With a single device, eight CPU devices are simulated.
 
-The three trainings have the same losses. scikit-learn's 1,797 images are not divisible by any mesh of 2 to 8 devices.
-With a single device, eight CPU devices are simulated.
-
-Run: python guides/quickstart.py
-"""
-
+# %%
 import os
 import subprocess
 import sys
@@ -18,23 +17,25 @@ count = subprocess.check_output([sys.executable, "-c", "import jax; print(jax.de
 if int(count) == 1:
     kd.simulate_devices(8)  # before anything else starts JAX
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402
-from sklearn.model_selection import train_test_split  # noqa: E402
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 EPOCHS, BATCH = 20, 64
+digits = load_digits()
+train_images, test_images, train_digits, test_digits = train_test_split(
+    digits.data.astype("float32") / 16, digits.target, test_size=0.2, random_state=42, stratify=digits.target
+)
 
 
-def load_data():
-    """Returns training and test images, float32 in [0, 1] of shape (rows, 64), and their digits."""
-    digits = load_digits()
-    images = digits.data.astype("float32") / 16
-    return train_test_split(images, digits.target, test_size=0.2, random_state=42, stratify=digits.target)
+# %% [markdown]
+# ## The model does not depend on a distribution
 
 
+# %%
 def build() -> keras.Model:
-    """Returns a compiled model, which does not depend on a distribution."""
+    """Returns a compiled model."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -53,36 +54,7 @@ def build() -> keras.Model:
     return model
 
 
-def data_parallel() -> kd.Distribution:
-    """Replicates all weights, and shards each batch over all devices."""
-    return kd.DataParallel()
-
-
-def model_parallel() -> kd.Distribution:
-    """Shards each batch over two groups of devices, and two layers over the devices of a group."""
-    groups = 2 if kd.get_device_count() % 2 == 0 else 1
-    mesh = kd.DeviceMesh((groups, kd.get_device_count() // groups), ["data", "model"])
-    layout_map = kd.LayoutMap(mesh)
-    layout_map["up/kernel"] = (None, "model")
-    layout_map["up/bias"] = ("model",)
-    layout_map["down/kernel"] = ("model", None)
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
-
-
-def train(distribution, data) -> tuple[list[float], float]:
-    """Trains under a distribution (None: one device) and returns the loss of each epoch and the test accuracy."""
-    train_images, test_images, train_digits, test_digits = data
-    kd.set_distribution(distribution)
-    model = build()
-    if distribution is not None:
-        show(distribution.device_mesh, model)
-    history = model.fit(train_images, train_digits, batch_size=BATCH, epochs=EPOCHS)
-    _, accuracy = model.evaluate(test_images, test_digits, verbose=0)
-    kd.set_distribution(None)
-    return history.history["loss"], accuracy
-
-
-def show(mesh: kd.DeviceMesh, model: keras.Model) -> None:
+def show_layouts(mesh: kd.DeviceMesh, model: keras.Model) -> None:
     """Prints the mesh and the shape of each variable on one device."""
     axes = " x ".join(f"{name}:{size}" for name, size in mesh.axis_sizes.items())
     print(f"mesh {axes}: {mesh.devices.tolist()}")
@@ -93,21 +65,54 @@ def show(mesh: kd.DeviceMesh, model: keras.Model) -> None:
         print(f"{variable.path:34} {shape!s:>12} {sharding.shard_shape(shape)!s:>12}  {layout}")
 
 
-def main() -> None:
-    """Trains three times and compares the losses."""
-    data = load_data()
-    print("--- one device")
-    losses, accuracy = train(None, data)
-    for make in (data_parallel, model_parallel):
-        distribution = make()
-        print(f"\n--- {type(distribution).__name__}")
-        sharded_losses, sharded_accuracy = train(distribution, data)
-        difference = np.max(np.abs(np.array(sharded_losses) / np.array(losses) - 1))
-        print(f"test accuracy {sharded_accuracy:.1%} (one device: {accuracy:.1%})")
-        print(f"largest relative difference from the losses on one device over {EPOCHS} epochs: {difference:.1e}")
-        if difference > 1e-5 or sharded_accuracy < 0.97:
-            sys.exit("the losses differ by more than 1e-5, or the accuracy is below 97%")
+def train(distribution) -> tuple[list[float], float]:
+    """Trains under a distribution (None: one device) and returns the loss of each epoch and the test accuracy."""
+    kd.set_distribution(distribution)
+    model = build()
+    if distribution is not None:
+        show_layouts(distribution.device_mesh, model)
+    history = model.fit(train_images, train_digits, batch_size=BATCH, epochs=EPOCHS, verbose=2)
+    _, accuracy = model.evaluate(test_images, test_digits, verbose=0)
+    kd.set_distribution(None)
+    return history.history["loss"], accuracy
 
 
-if __name__ == "__main__":
-    main()
+def compare(distribution) -> None:
+    """Trains under a distribution, and compares the losses with those of one device."""
+    print(f"\n--- {type(distribution).__name__}")
+    sharded_losses, sharded_accuracy = train(distribution)
+    difference = np.max(np.abs(np.array(sharded_losses) / np.array(losses) - 1))
+    print(f"test accuracy {sharded_accuracy:.1%} (one device: {accuracy:.1%})")
+    print(f"largest relative difference from the losses on one device over {EPOCHS} epochs: {difference:.1e}")
+    assert difference < 1e-5, "the losses differ by more than 1e-5"
+    assert sharded_accuracy > 0.97, "the accuracy is below 97%"
+
+
+# %% [markdown]
+# ## One device
+
+# %%
+print("--- one device")
+losses, accuracy = train(None)
+
+# %% [markdown]
+# ## Data parallelism
+#
+# All weights are replicated, and each batch is sharded over all devices.
+
+# %%
+compare(kd.DataParallel())
+
+# %% [markdown]
+# ## Model parallelism
+#
+# Each batch is sharded over two groups of devices, and two layers over the devices of a group.
+
+# %%
+groups = 2 if kd.get_device_count() % 2 == 0 else 1
+mesh = kd.DeviceMesh((groups, kd.get_device_count() // groups), ["data", "model"])
+layout_map = kd.LayoutMap(mesh)
+layout_map["up/kernel"] = (None, "model")
+layout_map["up/bias"] = ("model",)
+layout_map["down/kernel"] = ("model", None)
+compare(kd.ModelParallel(layout_map=layout_map, batch_dim_name="data"))

@@ -22,10 +22,10 @@ import keras_dist as kd
 
 kd.simulate_devices(8)
 
-import jax  # noqa: E402
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-from keras import layers  # noqa: E402
+import jax
+import keras
+import numpy as np
+from keras import layers
 
 LENGTH = 64
 
