@@ -1,20 +1,20 @@
-"""Layout maps: how to write rules, how to check them, and what to do about each message.
+# %% [markdown]
+# # Layout maps: how to write rules, how to check them, and what to do about each message
+#
+# For readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices are simulated,
+# so the guide runs anywhere. Its last part lists the messages about layout maps with their fixes: search this page for
+# the text of your message. Each message is produced by an actual mistake, and each fix is tried.
 
-For readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices are simulated,
-so the guide runs anywhere. Its last part lists the messages about layout maps with their fixes: search this file for
-the text of your message. Each message is produced by an actual mistake, and each fix is tried.
-
-Run: python guides/layout_maps.py
-"""
-
+# %%
 import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import builtins
 import pickle
-import sys
 import textwrap
 import warnings
 from functools import partial
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dist as kd
 
@@ -28,7 +28,16 @@ from keras import layers
 MESH = kd.create_device_mesh("data:2,model:4")
 COLUMNS, ROWS = (None, "model"), ("model", None)  # for a kernel of shape (inputs, outputs)
 
+show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
 
+
+# %% [markdown]
+# ## The model
+#
+# Nothing in it refers to a distribution.
+
+
+# %%
 def transformer() -> keras.Model:
     """Returns a compiled language model with two blocks. Nothing in it refers to a distribution."""
     tokens = keras.Input((32,), dtype="int32")
@@ -45,23 +54,18 @@ def transformer() -> keras.Model:
     return model
 
 
-def perceptron(*units: int, use_bias: bool = False, dropout: float = 0.0, lora_rank: int = 0) -> keras.Model:
-    """Returns a model of dense layers named dense_0, dense_1, ..., the first one with LoRA if `lora_rank` is set."""
-    x = y = keras.Input((64,))
-    for number, size in enumerate(units or (64, 64)):
-        y = layers.Dense(size, use_bias=use_bias, name=f"dense_{number}")(y)
-    model = keras.Model(x, layers.Dropout(dropout)(y) if dropout else y, name="perceptron")
-    if lora_rank:
-        model.get_layer("dense_0").enable_lora(lora_rank)
-    return model
+# %% [markdown]
+# ## A first map
+#
+# The rules shard the weights over axis "model"; axis "data" shards the batch.
+#
+# A key is a regex that must match the entire path of a variable, or the path itself, which takes precedence. The axes
+# have one entry per dim: the mesh axis that shards it, or `None`.
 
 
+# %%
 def first_map() -> kd.LayoutMap:
-    """Returns rules that shard the weights over axis "model"; axis "data" shards the batch.
-
-    A key is a regex that must match the entire path of a variable, or the path itself, which takes precedence. The
-    axes have one entry per dim: the mesh axis that shards it, or None.
-    """
+    """Returns rules for the transformer."""
     layout_map = kd.LayoutMap(MESH)
     layout_map["embedding/embeddings"] = (None, "model")
     layout_map["block[0-9]+_attention/(query|key|value)/kernel"] = (None, "model", None)  # width, heads, head size
@@ -76,115 +80,181 @@ def first_map() -> kd.LayoutMap:
     return layout_map
 
 
-def writing_rules() -> None:
-    print("--- 1. a first map: paths, and the rule for each of them")
-    # The third path is that of a Sequential: rules need no model name that Keras generates.
-    for path in ("block1_up/kernel", "block1_norm1/gamma", "sequential_3/head/kernel", "block0_up/input"):
-        rule = first_map().rule(path)
-        print(f"{path:25}", "no rule, replicated" if rule is None else f"{rule.pattern} {rule.layout.axes}")
+# %% [markdown]
+# Which rule is for which path? The third path is that of a `Sequential`: rules need no model name that Keras
+# generates.
+
+# %%
+for path in ("block1_up/kernel", "block1_norm1/gamma", "sequential_3/head/kernel", "block0_up/input"):
+    rule = first_map().rule(path)
+    print(f"{path:25}", "no rule, replicated" if rule is None else f"{rule.pattern} {rule.layout.axes}")
+
+# %% [markdown]
+# ## Read the table of `kd.explain`
+#
+# It shows the layout of each variable and the reason for it, before the model is created. Variables whose paths differ
+# only in numbers share a row, with their count. Below the shape is the shape of the shard on one device; the last
+# column has the bytes on one device.
+
+# %%
+coverage = kd.explain(transformer, kd.ModelParallel(layout_map=first_map(), batch_dim_name="data"))
+show(coverage)
+print("findings:", coverage.findings)  # assert in a test that there are none
+first = coverage.to_dict()["variables"][0]  # plain data, for files and custom checks
+print("to_dict:", {name: first[name] for name in ("path", "shape", "axes", "shard_shape", "bytes", "rule")})
 
 
-def reading_the_table() -> None:
-    """Shows the layout of each variable and the reason for it, before the model is created.
+# %% [markdown]
+# ## Warnings before the first step
+#
+# A typo is reported before the first step: in `compile`, or when the model is built.
 
-    Variables whose paths differ only in numbers share a row, with their count. Below the shape is the shape of the
-    shard on one device; the last column has the bytes on one device.
-    """
-    print("\n--- 2. print(kd.explain(build, distribution))")
-    coverage = kd.explain(transformer, kd.ModelParallel(layout_map=first_map(), batch_dim_name="data"))
-    print(coverage)
-    print("findings:", coverage.findings)  # assert in a test that there are none
-    first = coverage.to_dict()["variables"][0]  # plain data, for files and custom checks
-    print("to_dict:", {name: first[name] for name in ("path", "shape", "axes", "shard_shape", "bytes", "rule")})
+# %%
+layout_map = first_map()
+layout_map["block[0-9]+_donw/kernel"] = layout_map.pop("block[0-9]+_down/kernel")
+keras.utils.set_random_seed(0)
+tokens = np.random.default_rng(0).integers(0, 256, (8, 33))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", kd.LayoutMapWarning)
+    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
+        loss = transformer().train_on_batch(tokens[:, :-1], tokens[:, 1:])
+print(*(f"{each.category.__name__}: {each.message}" for each in caught), f"loss: {loss:.2f}", sep="\n")
+
+# %% [markdown]
+# `warnings.simplefilter("ignore", kd.LayoutMapWarning)` silences it, `strict=True` makes it an error.
+
+# %%
+try:
+    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", strict=True).scope():
+        transformer()
+except ValueError as error:
+    print("strict=True:", type(error).__name__, str(error).splitlines()[1])
 
 
-def warnings_before_the_first_step() -> None:
-    """A typo is reported before the first step: in `compile`, or when the model is built."""
-    print("\n--- 3. a typo, and a step under it")
-    layout_map = first_map()
-    layout_map["block[0-9]+_donw/kernel"] = layout_map.pop("block[0-9]+_down/kernel")
-    keras.utils.set_random_seed(0)
-    tokens = np.random.default_rng(0).integers(0, 256, (8, 33))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", kd.LayoutMapWarning)
-        with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
-            loss = transformer().train_on_batch(tokens[:, :-1], tokens[:, 1:])
-    print(*(f"{each.category.__name__}: {each.message}" for each in caught), f"loss: {loss:.2f}", sep="\n")
+# %% [markdown]
+# A rule of only `None` says that a weight is replicated intentionally:
 
-    # warnings.simplefilter("ignore", kd.LayoutMapWarning) silences it, strict=True makes it an error.
+
+# %%
+def messages_for(build, rules) -> list[str]:
+    """Returns the messages about rules: the error of creating the model under them, if any, and those of `explain`."""
+    keras.utils.clear_session(free_memory=False)  # names as in a new process
+    layout_map = kd.LayoutMap.from_rules(rules, MESH) if isinstance(rules, list) else kd.LayoutMap(MESH)
+    layout_map.update({} if isinstance(rules, list) else rules)
+    distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    found = [finding.message for finding in kd.explain(build, distribution).findings]
     try:
-        with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", strict=True).scope():
-            transformer()
+        with distribution.scope():
+            build()
     except ValueError as error:
-        print("strict=True:", type(error).__name__, str(error).splitlines()[1])
-    del layout_map["block[0-9]+_donw/kernel"]
-    layout_map["block[0-9]+_down/kernel"] = (None, None)  # a rule of only None: replicated intentionally
-    print("findings with a rule of only None:", messages_for(transformer, layout_map))
+        return [str(error), *found]
+    return found
 
 
-def ordered_rules() -> None:
-    print("\n--- 4. ordered rules, merging, source and pickle")
-    # In t5x and EasyLM the first rule found anywhere in a path wins; here a rule must match the entire path.
-    partition_rules = [("attention/(query|key|value)/kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())]
-    ordered = kd.LayoutMap.from_rules([(f".*(?:{pattern}).*", axes) for pattern, axes in partition_rules], MESH)
-    for path in ("block0_attention/query/kernel", "head/kernel"):
-        print(f"{path:30}", ordered[path].axes)
+# %%
+del layout_map["block[0-9]+_donw/kernel"]
+layout_map["block[0-9]+_down/kernel"] = (None, None)
+print("findings with a rule of only None:", messages_for(transformer, layout_map))
 
-    attention, dense = kd.LayoutMap(MESH), kd.LayoutMap(None)  # the merged map has the mesh of the first
-    attention[".*(query|key|value)/kernel"] = (None, "model", None)
-    dense[".*_up/kernel"] = (None, "model")
-    both = attention | dense
-    print(source := both.to_source('kd.create_device_mesh("data:2,model:4")'), end="")
-    exec(source, namespace := {})
-    print("equal from source and from pickle:", namespace["layout_map"] == both == pickle.loads(pickle.dumps(both)))
+# %% [markdown]
+# ## Ordered rules, merging, source and pickle
+#
+# In t5x and EasyLM the first rule found anywhere in a path wins; here a rule must match the entire path.
+
+# %%
+partition_rules = [("attention/(query|key|value)/kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())]
+ordered = kd.LayoutMap.from_rules([(f".*(?:{pattern}).*", axes) for pattern, axes in partition_rules], MESH)
+for path in ("block0_attention/query/kernel", "head/kernel"):
+    print(f"{path:30}", ordered[path].axes)
+
+# %%
+attention, dense = kd.LayoutMap(MESH), kd.LayoutMap(None)  # the merged map has the mesh of the first
+attention[".*(query|key|value)/kernel"] = (None, "model", None)
+dense[".*_up/kernel"] = (None, "model")
+both = attention | dense
+print(source := both.to_source('kd.create_device_mesh("data:2,model:4")'), end="")
+exec(source, namespace := {})
+print("equal from source and from pickle:", namespace["layout_map"] == both == pickle.loads(pickle.dumps(both)))
 
 
+# %% [markdown]
+# ## Derived rules
+#
+# `kd.tensor_parallel_layout_map` derives rules from what the model computes, whatever its names. FSDP shards further,
+# over another axis.
+
+
+# %%
 def print_rows(coverage: kd.Coverage, *ends: str) -> None:
     for v in coverage.variables:
         if v.path.endswith(ends):
             print(f"{v.path:37} {v.shape!s:>9} {v.axes!s:17} shard {v.shard_shape!s:>9}, {v.why}")
 
 
-def derived_rules() -> None:
-    """Rules derived from what the model computes, whatever its names; FSDP shards further, over another axis."""
-    print("\n--- 5. kd.tensor_parallel_layout_map, and FullyShardedDataParallel on top")
-    layout_map = kd.tensor_parallel_layout_map(transformer, kd.create_device_mesh("fsdp:2,model:4"))
-    print(layout_map.to_source(), end="")
-    del layout_map["embedding/embeddings"]  # a rule is replaced by deleting it and adding another
-    layout_map["embedding/embeddings"] = (None, "model")
-    # By default weights of at most 64 KiB stay replicated.
-    distribution = kd.FullyShardedDataParallel(layout_map=layout_map, min_shard_bytes=1024)
-    print_rows(kd.explain(transformer, distribution), "embeddings", "block0_up/kernel", "block0_up/bias")
+# %%
+layout_map = kd.tensor_parallel_layout_map(transformer, kd.create_device_mesh("fsdp:2,model:4"))
+print(layout_map.to_source(), end="")
+del layout_map["embedding/embeddings"]  # a rule is replaced by deleting it and adding another
+layout_map["embedding/embeddings"] = (None, "model")
+# By default weights of at most 64 KiB stay replicated.
+distribution = kd.FullyShardedDataParallel(layout_map=layout_map, min_shard_bytes=1024)
+print_rows(kd.explain(transformer, distribution), "embeddings", "block0_up/kernel", "block0_up/bias")
 
 
-def derived_weights() -> None:
-    print(
-        "\n--- 6. LoRA factors, quantization scales and optimizer state need no rules: they have their weight's layout"
-    )
-    layout_map = kd.LayoutMap(MESH)
-    layout_map["dense_[01]/kernel"] = (None, "model")
-    with (distribution := kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")).scope():
-        model = perceptron(lora_rank=4)
-        model.get_layer("dense_1").quantize("int8")
-        model.compile("adam", "mse")
-        model.optimizer.build(model.trainable_variables)
-    print_rows(kd.explain(model, distribution), "kernel", "lora_kernel_a", "lora_kernel_b", "scale", "momentum")
+# %% [markdown]
+# ## LoRA factors, quantization scales and optimizer state
+#
+# They need no rules: they have their weight's layout.
 
 
-def pictures() -> None:
-    print("\n--- 7. kd.visualize: which device holds which shard")
-    layout_map = first_map()
-    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
-        model = transformer()
-        print(kd.visualize(model.get_layer("head").kernel))
-        del layout_map["head/kernel"]
-        layout_map["head/kernel"] = ("model", "data")
-        kd.redistribute(model)  # moves an existing model
-        print(kd.visualize(model.get_layer("head").kernel))
-    mesh = kd.create_device_mesh("data:2,model:4", devices=kd.mock_tpus("v5e:2x4"))  # not attached
-    print(kd.visualize((4096, 32, 128), kd.TensorLayout((None, "model", None), mesh)))
+# %%
+def perceptron(*units: int, use_bias: bool = False, dropout: float = 0.0, lora_rank: int = 0) -> keras.Model:
+    """Returns a model of dense layers named dense_0, dense_1, ..., the first one with LoRA if `lora_rank` is set."""
+    x = y = keras.Input((64,))
+    for number, size in enumerate(units or (64, 64)):
+        y = layers.Dense(size, use_bias=use_bias, name=f"dense_{number}")(y)
+    model = keras.Model(x, layers.Dropout(dropout)(y) if dropout else y, name="perceptron")
+    if lora_rank:
+        model.get_layer("dense_0").enable_lora(lora_rank)
+    return model
 
 
+# %%
+layout_map = kd.LayoutMap(MESH)
+layout_map["dense_[01]/kernel"] = (None, "model")
+with (distribution := kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")).scope():
+    model = perceptron(lora_rank=4)
+    model.get_layer("dense_1").quantize("int8")
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+print_rows(kd.explain(model, distribution), "kernel", "lora_kernel_a", "lora_kernel_b", "scale", "momentum")
+
+# %% [markdown]
+# ## Which device holds which shard
+
+# %%
+layout_map = first_map()
+with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
+    model = transformer()
+    show(kd.visualize(model.get_layer("head").kernel))
+    del layout_map["head/kernel"]
+    layout_map["head/kernel"] = ("model", "data")
+    kd.redistribute(model)  # moves an existing model
+    show(kd.visualize(model.get_layer("head").kernel))
+
+# %% [markdown]
+# The hardware need not be attached:
+
+# %%
+mesh = kd.create_device_mesh("data:2,model:4", devices=kd.mock_tpus("v5e:2x4"))
+show(kd.visualize((4096, 32, 128), kd.TensorLayout((None, "model", None), mesh)))
+
+
+# %% [markdown]
+# ## Messages, and what to do
+
+
+# %%
 def tied() -> keras.Model:
     """Returns a model that uses its embedding as its head, too (tied weights)."""
     tokens = keras.Input((32,), dtype="int32")
@@ -255,41 +325,14 @@ MESSAGES = [
     ),
 ]
 
-
-def messages_for(build, rules) -> list[str]:
-    """Returns the messages about rules: the error of creating the model under them, if any, and those of `explain`."""
-    keras.utils.clear_session(free_memory=False)  # names as in a new process
-    layout_map = kd.LayoutMap.from_rules(rules, MESH) if isinstance(rules, list) else kd.LayoutMap(MESH)
-    layout_map.update({} if isinstance(rules, list) else rules)
-    distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
-    found = [finding.message for finding in kd.explain(build, distribution).findings]
-    try:
-        with distribution.scope():
-            build()
-    except ValueError as error:
-        return [str(error), *found]
-    return found
-
-
-def messages() -> None:
-    print("\n--- 8. messages, and what to do")
-    for words, (build, rules), better, advice in MESSAGES:
-        found = messages_for(build, rules)
-        if not any(words in message for message in found) or messages_for(build, better):
-            sys.exit(f"Expected {words!r}, got {found}. Or {better} does not fix it: {messages_for(build, better)}")
-        for message in found:
-            print()
-            for line in message.splitlines():
-                print(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
-        print(textwrap.fill(f"What to do: {advice} Here: {better}", 120, initial_indent="  ", subsequent_indent="  "))
-
-
-if __name__ == "__main__":
-    writing_rules()
-    reading_the_table()
-    warnings_before_the_first_step()
-    ordered_rules()
-    derived_rules()
-    derived_weights()
-    pictures()
-    messages()
+# %%
+print("--- messages, and what to do")
+for words, (build, rules), better, advice in MESSAGES:
+    found = messages_for(build, rules)
+    assert any(words in message for message in found), f"expected {words!r}, got {found}"
+    assert not messages_for(build, better), f"{better} does not fix it"
+    for message in found:
+        print()
+        for line in message.splitlines():
+            print(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False))
+    print(textwrap.fill(f"What to do: {advice} Here: {better}", 120, initial_indent="  ", subsequent_indent="  "))

@@ -64,9 +64,9 @@ print(kd.create_device_mesh("data:4", devices=4))
 #
 # For each axis, the longest link on its rings: in JAX's order of devices, and in that of `create_device_mesh`.
 #
-# JAX's `mesh_utils` assigns chips to axes, beginning with the innermost, so that axes share as few links as possible. An
-# outer axis can then have a longer link than in JAX's order (`data:32`). `create_device_mesh` makes each axis run around
-# its chips in a ring of short links.
+# JAX's `mesh_utils` assigns chips to axes, beginning with the innermost, so that axes share as few links as possible.
+# An outer axis can then have a longer link than in JAX's order (`data:32`). `create_device_mesh` makes each axis run
+# around its chips in a ring of short links.
 
 # %%
 CLUSTERS = [  # its name, its devices in JAX's order, and the axes of a mesh

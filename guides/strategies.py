@@ -1,22 +1,25 @@
-"""One transformer under eight strategies: equal losses, and the memory and traffic of each.
+# %% [markdown]
+# # One transformer under eight strategies: equal losses, and the memory and traffic of each
+#
+# First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
+# once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy
+# for hardware that is not attached.
+#
+# As a script, it takes targets: `python strategies.py v5e:2x4 h100:8`. By default that is eight TPU v5e chips or eight
+# H100s, if their compiler is installed (`pip install "keras-dist[tpu]" "keras-dist[cuda12]"`), otherwise the simulated
+# devices (XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters).
 
-First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
-once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy for
-hardware that is not attached. By default that is eight H100s and eight TPU v5e chips, if their compilers are installed,
-otherwise the simulated devices (XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters).
+# %%
+import os
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python guides/strategies.py [target ...]
-"""
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
 import importlib.util
 import inspect
 import json
-import os
 import sys
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras_dist as kd
 
@@ -28,10 +31,22 @@ import numpy as np
 from keras import layers
 
 LENGTH = 64
+TARGETS = [argument for argument in sys.argv[1:] if ":" in argument]  # none in a notebook
+if not TARGETS and importlib.util.find_spec("libtpu"):
+    TARGETS.append("v5e:2x4")
+elif not TARGETS and importlib.util.find_spec("jax_cuda12_plugin"):
+    TARGETS.append("h100:8")
 
 
+# %% [markdown]
+# ## The model
+#
+# Nothing in it depends on a distribution.
+
+
+# %%
 def transformer(blocks: int, width: int, length: int = LENGTH, vocabulary: int = 256) -> keras.Model:
-    """Returns a compiled language model. Nothing in it depends on a distribution."""
+    """Returns a compiled language model."""
     tokens = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width, name="embedding")(tokens)
     for number in range(blocks):
@@ -47,6 +62,11 @@ def transformer(blocks: int, width: int, length: int = LENGTH, vocabulary: int =
     return model
 
 
+# %% [markdown]
+# ## The strategies
+
+
+# %%
 def strategies(build, devices=None) -> dict:
     """Returns for each strategy a function that creates its distribution, on all devices or on those passed."""
 
@@ -76,6 +96,11 @@ def strategies(build, devices=None) -> dict:
     }
 
 
+# %% [markdown]
+# ## Equal losses
+
+
+# %%
 def python_source(rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns sequences of bytes from the standard library, and for each byte the next one."""
     text = np.frombuffer(inspect.getsource(json).encode() + inspect.getsource(inspect).encode(), np.uint8)
@@ -93,6 +118,29 @@ def losses(distribution) -> list[float]:
     return history
 
 
+# %%
+expected = losses(None)
+print("losses of three epochs on one device:", *(f"{loss:.4f}" for loss in expected))
+for name, make in strategies(functools.partial(transformer, 2, 64)).items():
+    under = losses(make())
+    difference = max(abs(one - other) / one for one, other in zip(expected, under, strict=True))
+    print(f"{name:10} {' '.join(f'{loss:.4f}' for loss in under)}  relative difference {difference:.0e}")
+
+# %% [markdown]
+# The tensor parallel rules, derived from what the model computes:
+
+# %%
+mesh = kd.create_device_mesh("data:1,model:8")
+print(kd.tensor_parallel_layout_map(functools.partial(transformer, 2, 64), mesh).to_source())
+
+
+# %% [markdown]
+# ## Memory and traffic
+#
+# Of one device, in a train step of a larger transformer, under each strategy.
+
+
+# %%
 def table(target: str) -> None:
     """Prints memory and traffic per device of a larger transformer's train step, under each strategy."""
     on_cpu = target.startswith("cpu")
@@ -112,25 +160,7 @@ def table(target: str) -> None:
         print(f"{name:10} {figures[0]:>9} {figures[1]:>11} {figures[2]:>9}  {collectives}")
 
 
-def main():
-    expected = losses(None)
-    print("losses of three epochs on one device:", *(f"{loss:.4f}" for loss in expected))
-    for name, make in strategies(functools.partial(transformer, 2, 64)).items():
-        under = losses(make())
-        difference = max(abs(one - other) / one for one, other in zip(expected, under, strict=True))
-        print(f"{name:10} {' '.join(f'{loss:.4f}' for loss in under)}  relative difference {difference:.0e}")
-    print("\nThe tensor parallel rules, derived from what the model computes:")
-    mesh = kd.create_device_mesh("data:1,model:8")
-    print(kd.tensor_parallel_layout_map(functools.partial(transformer, 2, 64), mesh).to_source())
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    targets = sys.argv[1:]
-    if not targets and importlib.util.find_spec("jax_cuda12_plugin"):
-        targets.append("h100:8")
-    if not sys.argv[1:] and importlib.util.find_spec("libtpu"):
-        targets.append("v5e:2x4")
-    for target in targets or ["cpu:8"]:
-        table(target)
-
-
-if __name__ == "__main__":
-    main()
+# %%
+keras.config.set_dtype_policy("mixed_bfloat16")
+for target in TARGETS or ["cpu:8"]:
+    table(target)

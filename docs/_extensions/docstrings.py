@@ -1,4 +1,4 @@
-"""How autodoc reads docstrings: code is between single backticks, and what users neither call nor override is left out."""
+"""How autodoc reads docstrings: code is between single backticks, and what patches and Keras call is left out."""
 
 import re
 
@@ -12,7 +12,9 @@ def mark_code(app, what, name, obj, options, lines: list[str]) -> None:
     """Doubles single backticks, as reStructuredText has them, outside of examples: `x`s becomes ``x``\\\\ s."""
     text = "\n".join(lines)
     blocks = re.split(r"(^ *>>> .*?(?:\n *(?:\n|\Z)|\Z))", text, flags=re.M | re.S)
-    blocks[::2] = [CODE.sub(lambda code: f"``{code[1]}``" + (rf"\ {code[2]}" if code[2] else ""), b) for b in blocks[::2]]
+    blocks[::2] = [
+        CODE.sub(lambda code: f"``{code[1]}``" + (rf"\ {code[2]}" if code[2] else ""), b) for b in blocks[::2]
+    ]
     lines[:] = "".join(blocks).split("\n")
 
 
