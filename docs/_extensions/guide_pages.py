@@ -19,7 +19,7 @@ GUIDES = ROOT / "guides"
 PAGES = ROOT / "docs" / "guides"
 
 INSTALL = """\
-# In Colab and Kaggle only: upload the wheel first (see "Run a guide elsewhere"). On GPUs: "guides,cuda12", on TPUs: "guides,tpu".
+# Only in Colab and Kaggle, after the wheel is uploaded. EXTRAS for GPUs: "guides,cuda12"; for TPUs: "guides,tpu".
 EXTRAS = "guides"
 !pip install -q "$(find /kaggle/input . -name 'keras_dist-*.whl' 2>/dev/null | head -n 1)[{EXTRAS}]"
 """
@@ -47,7 +47,7 @@ def as_page(name: str, source: str, output: str) -> str:
     return f"""# {title.rstrip(".")}
 {text.partition("Run: ")[0]}
 This guide is a script and not a notebook, because it starts its own file as other processes, and kills some of them.
-Download [{name}.py](../../guides/{name}.py), and run `python {name}.py`. In Colab and Kaggle, upload it, and run
+Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In Colab and Kaggle, upload it, and run
 `!python {name}.py` in a cell.
 
 ## What it prints
@@ -80,8 +80,12 @@ def write_pages(app) -> None:
         source = guide.read_text()
         if not is_script(source):
             nbformat.write(as_notebook(source), PAGES / f"{guide.stem}.ipynb")
-        elif app.config.nb_execution_mode != "off":
-            (PAGES / f"{guide.stem}.md").write_text(as_page(guide.stem, source, output_of(guide.stem)))
+            continue
+        page = PAGES / f"{guide.stem}.md"
+        if app.config.nb_execution_mode == "off":
+            page.write_text(as_page(guide.stem, source, "(not executed)"))
+        elif not page.exists() or source.rstrip() not in page.read_text():  # outputs are kept, as those of notebooks
+            page.write_text(as_page(guide.stem, source, output_of(guide.stem)))
 
 
 def link_pages(app, name: str, source: list[str]) -> None:
