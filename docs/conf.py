@@ -18,7 +18,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "myst_nb",
-    # "guide_pages",
+    "guide_pages",
 ]
 exclude_patterns = ["_build", "_extensions"]
 
