@@ -5,9 +5,9 @@
 # allocated: the real train step is compiled for each cluster, and the compiled program is read. Each plan compiles
 # models of 2 and 4 blocks and extrapolates to 24.
 #
-# As a script, it takes targets: `python plan_before_you_pay.py v5e:4x4 h100:8`. By default it plans for the hardware
-# whose compiler is installed (`pip install "keras-dist[tpu]" "keras-dist[cuda12]"`). Without any, eight CPU devices are
-# simulated; their memory and traffic are known, but no times.
+# As a script, it plans for the hardware that you name: `python plan_before_you_pay.py v5e:4x4 h100:8` (with the extras
+# `tpu` and `cuda12`). By default that is 16 chips of TPU v5e, if the extra `tpu` is installed. Without it, eight CPU
+# devices are simulated; their memory and traffic are known, but no times.
 
 # %%
 import os
@@ -28,11 +28,9 @@ from keras import layers
 
 DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
 ROWS = 64  # sequences in a global batch
-TARGETS = [argument for argument in sys.argv[1:] if ":" in argument]  # none in a notebook
-if not TARGETS and importlib.util.find_spec("libtpu"):
-    TARGETS.append("v5e:4x4")
-elif not TARGETS and importlib.util.find_spec("jax_cuda12_plugin"):
-    TARGETS.append("h100:8")
+TARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
+if not TARGETS:
+    TARGETS = ["v5e:4x4" if importlib.util.find_spec("libtpu") else "cpu:8"]
 
 show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
 
@@ -96,7 +94,7 @@ def tensor_parallel(devices) -> kd.Distribution:
 
 # %%
 plans = {}
-for name in TARGETS or ["cpu:8"]:
+for name in TARGETS:
     for letters, layout in (("DP", data_parallel), ("FSDP", fully_sharded), ("TP", tensor_parallel)):
         plans[f"{name} {letters}"] = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH)
         print(f"{name} {letters}\n{plans[f'{name} {letters}'].picture()}")

@@ -2,12 +2,11 @@
 # # One transformer under eight strategies: equal losses, and the memory and traffic of each
 #
 # First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
-# once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy
-# for hardware that is not attached.
+# once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy.
 #
-# As a script, it takes targets: `python strategies.py v5e:2x4 h100:8`. By default that is eight TPU v5e chips or eight
-# H100s, if their compiler is installed (`pip install "keras-dist[tpu]" "keras-dist[cuda12]"`), otherwise the simulated
-# devices (XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters).
+# As a script, it plans for the hardware that you name, which need not be attached: `python strategies.py v5e:2x4 h100:8`
+# (with the extras `tpu` and `cuda12`). By default it plans for the simulated devices. XLA:CPU sends float32 for bfloat16,
+# and all-reduces in place of reduce-scatters.
 
 # %%
 import os
@@ -16,7 +15,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an acceler
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import functools
-import importlib.util
 import inspect
 import json
 import sys
@@ -31,15 +29,8 @@ import numpy as np
 from keras import layers
 
 LENGTH = 64
-TARGETS = [argument for argument in sys.argv[1:] if ":" in argument]  # none in a notebook
-if not TARGETS and importlib.util.find_spec("libtpu"):
-    TARGETS.append("v5e:2x4")
-elif not TARGETS and importlib.util.find_spec("jax_cuda12_plugin"):
-    TARGETS.append("h100:8")
-
-
-# %% [markdown]
-# ## The model
+TARGETS = [argument foTARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
+ The model
 #
 # Nothing in it depends on a distribution.
 
