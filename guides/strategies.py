@@ -4,9 +4,9 @@
 # First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
 # once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy.
 #
-# As a script, it plans for the hardware that you name, which need not be attached: `python strategies.py v5e:2x4 h100:8`
-# (with the extras `tpu` and `cuda12`). By default it plans for the simulated devices. XLA:CPU sends float32 for bfloat16,
-# and all-reduces in place of reduce-scatters.
+# As a script, it plans for the hardware that you name, which need not be attached:
+# `python strategies.py v5e:2x4 h100:8` (with the extras `tpu` and `cuda12`). By default it plans for the simulated
+# devices. XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters.
 
 # %%
 import os
@@ -29,8 +29,11 @@ import numpy as np
 from keras import layers
 
 LENGTH = 64
-TARGETS = [argument foTARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
- The model
+TARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
+
+
+# %% [markdown]
+# ## The model
 #
 # Nothing in it depends on a distribution.
 

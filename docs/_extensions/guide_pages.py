@@ -47,8 +47,8 @@ def as_page(name: str, source: str, output: str) -> str:
     return f"""# {title.rstrip(".")}
 {text.partition("Run: ")[0]}
 This guide is a script and not a notebook, because it starts its own file as other processes, and kills some of them.
-Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In Colab and Kaggle, upload it, and
-run `!python {name}.py` in a cell.
+Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In Colab and Kaggle, upload it,
+and run `!python {name}.py` in a cell.
 
 ## What it prints
 
