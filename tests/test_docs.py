@@ -1,16 +1,24 @@
-"""The files and functions that docs/architecture.md names exist."""
+"""What the documentation names exists, its examples run, and the site has everything.
+
+Sphinx checks the links of the site when it is built (`make -C docs html`, a stage of `.ci/run`).
+"""
 
 import ast
 import pathlib
 import re
 
+import keras
+import numpy as np
 import pytest
+from support.compilers import needs_cuda, needs_libtpu
 
 import keras_dist
+import keras_dist as kd
 
 ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PACKAGE = pathlib.Path(keras_dist.__file__).parent
-TEXT = (ROOT / "docs" / "architecture.md").read_text()
+TEXT = (DOCS / "architecture.md").read_text()
 REFERENCES = sorted(set(re.findall(r"`([\w/]+(?:\.py(?:: [\w.]+)?|/))`", TEXT)))
 
 
@@ -43,3 +51,87 @@ def test_every_room_is_in_the_picture_once():
     rooms = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     picture = TEXT.split("```")[1]
     assert rooms == set(re.findall(r"(?m)^ (\w+)/", picture))
+
+
+# The examples of a page run one after another, as a reader would type them. What they need besides:
+BUILD = """
+def build():
+    tokens = keras.Input((16,), dtype="int32")
+    x = keras.layers.Embedding(64, 32)(tokens)
+    x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)])
+    model = keras.Model(tokens, keras.layers.Dense(64)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+"""
+NEEDED = {
+    "context_parallelism": BUILD,
+    "monitoring": BUILD
+    + """
+distribution = kd.DataParallel()
+kd.set_distribution(distribution)
+model = build()
+
+
+class Data(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, batch):
+        return np.zeros((256, 16), "int32"), np.zeros((256, 16), "int32")
+
+
+data = Data()
+""",
+    "step_options": BUILD,
+    "strategies": "import keras_hub",
+}
+COMPILED = {"planning": needs_libtpu, "step_options": needs_cuda}  # for hardware that is not attached
+FENCE = re.compile(r"(?:<!-- not run: ([^\n]*) -->\n)?^```python\n(.*?)^```", re.M | re.S)
+PAGES = {page.stem: FENCE.findall(page.read_text()) for page in DOCS.glob("*.md")}
+
+
+def runs(name):
+    marks = [pytest.mark.compiler, COMPILED[name]] if name in COMPILED else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [runs(name) for name, examples in sorted(PAGES.items()) if examples])
+def test_the_examples_of_a_page_run(name, tmp_path, monkeypatch):
+    if name == "strategies":
+        pytest.importorskip("keras_hub")
+    if name == "checkpoints":
+        pytest.importorskip("orbax.checkpoint")
+    monkeypatch.chdir(tmp_path)
+    namespace = {"keras": keras, "kd": kd, "np": np}
+    exec(NEEDED.get(name, ""), namespace)
+    for reason, example in PAGES[name]:
+        if not reason:
+            exec(compile(example.replace("/tmp/", f"{tmp_path}/"), f"docs/{name}.md", "exec"), namespace)
+
+
+def test_examples_that_do_not_run_say_why():
+    skipped = [reason for examples in PAGES.values() for reason, _ in examples if reason]
+    assert 0 < len(skipped) < 6
+    for test in re.findall(r"tests/[\w/.*]+", " ".join(skipped)):
+        assert any(ROOT.glob(test)), test
+
+
+def test_the_reference_has_every_public_name_once():
+    documented = re.findall(
+        r"^\.\. auto(?:class|data|exception|function):: keras_dist\.(\w+)$",
+        "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")),
+        re.M,
+    )
+    assert sorted(documented) == sorted(keras_dist.__all__)
+
+
+def test_every_page_and_guide_is_in_the_table_of_contents():
+    pages = [*DOCS.glob("*.md"), *(DOCS / "api").glob("*.md")]
+    listed = set()
+    for page in pages:
+        for tree in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.S):
+            listed |= {(page.parent / line).relative_to(DOCS) for line in tree.splitlines() if line[:1].isalpha()}
+    documents = {
+        page.relative_to(DOCS).with_suffix("") for page in pages if page.stem != "index" or page.parent != DOCS
+    }
+    assert listed == documents | {pathlib.Path("guides", guide.stem) for guide in (ROOT / "guides").glob("*.py")}
