@@ -19,7 +19,12 @@ kd.simulate_devices(8)  # before anything else starts JAX
 import keras
 from sklearn.datasets import load_digits
 
-show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
+
+def show(mesh: kd.DeviceMesh) -> None:
+    """Displays the table of a mesh in a notebook, and prints it elsewhere."""
+    display = getattr(builtins, "display", None)
+    print(mesh.picture()) if display is None else display(mesh)
+
 
 # %% [markdown]
 # ## On a laptop
