@@ -41,6 +41,7 @@ nb_execution_mode = "cache"
 nb_execution_timeout = 180  # seconds for a cell
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_output_stderr = "remove"
 
 html_theme = "sphinx_book_theme"
 html_title = "keras_dist"

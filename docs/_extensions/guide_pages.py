@@ -5,6 +5,7 @@ package, which is not executed here. Guides that start their own script again ca
 script, and what it prints.
 """
 
+import hashlib
 import os
 import pathlib
 import re
@@ -64,14 +65,21 @@ and run `!python {name}.py` in a cell.
 """
 
 
-def output_of(name: str) -> str:
-    """Runs a guide and returns what it prints, without the lines of the library that connects processes."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, GUIDES / f"{name}.py"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"guides/{name}.py failed:\n{done.stdout}")
-    return "".join(line for line in done.stdout.splitlines(keepends=True) if "[Gloo]" not in line)
+def output_of(guide: pathlib.Path, folder: pathlib.Path) -> str:
+    """Returns what a guide prints, without the lines of the library that connects processes.
+
+    Runs it, unless the folder has the output of the same script from an earlier build.
+    """
+    kept = folder / "printed" / f"{guide.stem}-{hashlib.sha256(guide.read_bytes()).hexdigest()[:16]}.txt"
+    if not kept.exists():
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, guide]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{guide} failed:\n{done.stdout}")
+        kept.parent.mkdir(exist_ok=True, parents=True)
+        kept.write_text("".join(line for line in done.stdout.splitlines(keepends=True) if "[Gloo]" not in line))
+    return kept.read_text()
 
 
 def write_pages(app) -> None:
@@ -81,11 +89,8 @@ def write_pages(app) -> None:
         if not is_script(source):
             nbformat.write(as_notebook(source), PAGES / f"{guide.stem}.ipynb")
             continue
-        page = PAGES / f"{guide.stem}.md"
-        if app.config.nb_execution_mode == "off":
-            page.write_text(as_page(guide.stem, source, "(not executed)"))
-        elif not page.exists() or source.rstrip() not in page.read_text():  # outputs are kept, as those of notebooks
-            page.write_text(as_page(guide.stem, source, output_of(guide.stem)))
+        output = "(not executed)" if app.config.nb_execution_mode == "off" else output_of(guide, app.outdir.parent)
+        (PAGES / f"{guide.stem}.md").write_text(as_page(guide.stem, source, output))
 
 
 def link_pages(app, name: str, source: list[str]) -> None:
