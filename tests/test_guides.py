@@ -1,8 +1,8 @@
 """The guides run, and what they print is so.
 
-Each runs here as a script. CI has run them before, when it built the documentation, which fails if a guide does: it sets
-KERAS_DIST_EXECUTED_GUIDES to the folder of the documentation, so that they need not run a second time. For the oldest
-versions no documentation is built: there the fast guides run as scripts.
+Each runs here as a script. CI has run them before, when it built the documentation, which fails if a guide does: it
+sets KERAS_DIST_EXECUTED_GUIDES to the folder of the documentation, so that they need not run a second time. For the
+oldest versions no documentation is built: there the fast guides run as scripts.
 """
 
 import html
