@@ -22,7 +22,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_extensions"]
 
-# Pages are Markdown that GitHub shows, too: no directives in the text, and anchors of headings as GitHub makes them.
+# Pages are Markdown that GitHub shows, too, with anchors of headings as GitHub makes them.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 

@@ -38,7 +38,10 @@ def as_notebook(source: str) -> nbformat.NotebookNode:
     notebook.cells.insert(1, install)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # the same at each build, so that outputs of an earlier one are used
-    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+    }
     return notebook
 
 
