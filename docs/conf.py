@@ -52,5 +52,6 @@ html_theme_options = {
     "use_download_button": True,
     "use_fullscreen_button": False,
     "home_page_in_toc": True,
+    "navbar_persistent": [],  # the side bar has the search
 }
 copybutton_exclude = ".linenos, .gp, .go"
