@@ -82,7 +82,15 @@ class Data(keras.utils.PyDataset):
 
 data = Data()
 """,
-    "step_options": BUILD,
+    "step_options": """
+def build():
+    x = inputs = keras.Input((64,))
+    for _ in range(2):
+        x = keras.layers.Add()([x, keras.layers.Dense(64)(keras.layers.Dense(128, "gelu")(x))])
+    model = keras.Model(inputs, x)
+    model.compile("adam", "mse")
+    return model
+""",
     "strategies": "import keras_hub",
 }
 COMPILED = {"planning": needs_libtpu, "step_options": needs_cuda}  # for hardware that is not attached

@@ -35,9 +35,12 @@ def text_of_notebook(file: pathlib.Path) -> str:
     """Returns what the cells of an executed notebook printed, and the text of what they displayed."""
     texts = []
     for cell in json.loads(file.read_text())["cells"]:
+        text = ""
         for output in cell.get("outputs", []):
             displayed = "".join(output.get("data", {}).get("text/html", ""))
-            texts.append("".join(output.get("text", "")) + html.unescape(re.sub("<[^>]+>", " ", displayed)))
+            part = "".join(output.get("text", "")) + html.unescape(re.sub("<[^>]+>", " ", displayed))
+            text += "" if part in text else part  # MyST-NB merges streams, and keeps their parts
+        texts.append(text)
     return "\n".join(texts)
 
 
