@@ -94,12 +94,14 @@ def build():
     "strategies": "import keras_hub",
 }
 COMPILED = {"planning": needs_libtpu, "step_options": needs_cuda}  # for hardware that is not attached
+SLOW = {"checkpoints", "monitoring"}
 FENCE = re.compile(r"(?:<!-- not run: ([^\n]*) -->\n)?^```python\n(.*?)^```", re.M | re.S)
 PAGES = {page.stem: FENCE.findall(page.read_text()) for page in DOCS.glob("*.md")}
 
 
 def runs(name):
     marks = [pytest.mark.compiler, COMPILED[name]] if name in COMPILED else []
+    marks += [pytest.mark.slow] if name in SLOW else []
     return pytest.param(name, marks=marks)
 
 
