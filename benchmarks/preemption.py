@@ -6,7 +6,7 @@ For each of 12 cases (1 and 2 processes, three data sources, DP and FSDP) one tr
 ended by SIGTERM or SIGKILL at a random moment, in a random process or in all, and started again, over and over, and
 must reach the same losses. Printed are the number of starts that failed, batches that were lost, the largest difference
 of a loss, and the time from SIGTERM until the step is saved and the program leaves, also as a ratio to the longest step
-and the longest save of the same run.
+and the longest save of the undisturbed run, which writes its checkpoints in the foreground.
 """
 
 import argparse
@@ -59,8 +59,12 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
         epoch, begun, longest = 0, 0.0, 0.0
 
         def on_train_begin(self, logs=None):
+            self.timer = threading.Timer(moment, self.send)
             if number and who in (str(kd.process_id()), "all"):
-                threading.Timer(moment, self.send).start()
+                self.timer.start()
+
+        def on_train_end(self, logs=None):
+            self.timer.cancel()
 
         def send(self):
             Path(directory, f"signal-{kd.process_id()}").write_text(str(time.time()))
@@ -96,15 +100,15 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
         "PyDataset": {"x": Rows(workers=2)},
         "generator": {"x": generate(), "steps_per_epoch": BATCHES, "shuffle": False},
     }[source]
-    steps, checkpoint = Steps(), TimedCheckpoint(os.path.join(directory, "checkpoints"), save_freq=7)
+    # Without signals, checkpoints are not written in the background, which tells how long one takes.
+    steps = Steps()
+    checkpoint = TimedCheckpoint(os.path.join(directory, "checkpoints"), save_freq=7, save_on_background=number != 0)
     try:
-        model.fit(**data, epochs=EPOCHS, callbacks=[checkpoint, steps], verbose=0, validation_data=(x, y))
+        model.fit(**data, epochs=EPOCHS, callbacks=[steps, checkpoint], verbose=0, validation_data=(x, y))
     except SystemExit:
-        times = [time.time(), steps.longest, checkpoint.longest]
-        Path(directory, f"stopped-{kd.process_id()}").write_text(json.dumps(times))
+        Path(directory, f"stopped-{kd.process_id()}").write_text(str(time.time()))
         raise
-    Path(directory, "done").touch()
-    os._exit(0) if kd.num_processes() == 1 else None  # a timer may be left
+    Path(directory, "done").write_text(str(steps.longest + checkpoint.longest))
 
 
 def run(directory: Path, processes: int, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
@@ -136,9 +140,9 @@ class Results:
         self.sent = {signal.SIGTERM: 0, signal.SIGKILL: 0}
         self.failures: list[str] = []
         self.missing, self.difference = 0, 0.0
-        self.waits: list[tuple[float, float]] = []  # from SIGTERM to leaving, and the longest step and save, in seconds
+        self.waits: list[tuple[float, float]] = []  # seconds from SIGTERM to leaving, and those of a step and a save
 
-    def end_at_random(self, directory: Path, case: tuple, count: int) -> None:
+    def end_at_random(self, directory: Path, case: tuple, count: int, step_and_save: float) -> None:
         """Trains until the end, with interruptions."""
         while not (directory / "done").exists() and not self.failures:
             number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
@@ -151,10 +155,9 @@ class Results:
             if not signals:
                 continue
             self.sent[number] += 1
-            stopped = [json.loads(file.read_text()) for file in directory.glob("stopped-*")]
+            stopped = [float(file.read_text()) for file in directory.glob("stopped-*")]
             if stopped:
-                left, step, save = (max(values) for values in zip(*stopped, strict=True))
-                self.waits.append((left - min(signals), step + save))
+                self.waits.append((max(stopped) - min(signals), step_and_save))
             print(*case, signal.Signals(number).name, who, len(losses_in(directory)), flush=True)
 
     def compare(self, found: list[tuple[str, float]], expected: dict[str, float]) -> None:
@@ -182,10 +185,11 @@ def main(count: int, seed: int) -> None:
             if case not in expected:
                 (undisturbed := Path(root, f"undisturbed {number}")).mkdir()
                 results.failures += filter(None, [run(undisturbed, *case)])
-                expected[case] = dict(losses_in(undisturbed))
+                expected[case] = dict(losses_in(undisturbed)), float((undisturbed / "done").read_text())
+            losses, step_and_save = expected[case]
             (directory := Path(root, str(number))).mkdir()
-            results.end_at_random(directory, case, count)
-            results.compare(losses_in(directory), expected[case])
+            results.end_at_random(directory, case, count, step_and_save)
+            results.compare(losses_in(directory), losses)
     results.print()
 
 
