@@ -1,6 +1,7 @@
 """Saving and restoring training.
 
 * `training_checkpoint.py`: `TrainingCheckpoint`, the callback.
+* `checkpoint_files.py`: the checkpoints of a `fit` in a directory.
 * `preemption.py`: signals that announce the end of the program.
 * `directory.py`: whether a directory can be written, is large enough, and is free.
 * `restore.py`: restores the variables of a model from a checkpoint.

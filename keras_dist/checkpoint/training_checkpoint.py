@@ -1,23 +1,17 @@
 """`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
-import asyncio
-import contextlib
-import json
 import os
 import signal
 import sys
-import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
-import jax
 import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist.checkpoint import restore
-from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
+from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
 from keras_dist.data import input_pipeline
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
@@ -26,7 +20,6 @@ from keras_dist.multihost.elastic import STATUS_VARIABLE
 
 # SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-_PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
 
 
 class TrainingCheckpoint(keras.callbacks.Callback):
@@ -66,10 +59,6 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         exit_status: the status with which a preempted program ends. Choose what makes the scheduler start it again. By
             default that of the environment variable `KERAS_DISTRIBUTION_STOPPED_STATUS`, which `keras-dist launch
             --elastic` sets, or 0.
-
-    Attributes:
-        waiting_time: seconds for which training has stood still for checkpoints since `fit` started: while the state
-            was copied to the host, while the checkpoint before was not written yet, and at the end of training.
 
     Raises:
         ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
@@ -113,10 +102,12 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep={max_to_keep!r} is less than 1. Pass None to keep all checkpoints.")
-        if exit_status is None:
-            exit_status = int(os.environ.get(STATUS_VARIABLE, "0"))
-        if not isinstance(exit_status, int) or not 0 <= exit_status <= 255:
-            raise ValueError(f"exit_status={exit_status!r} is not an exit status from 0 to 255.")
+        name, status = "exit_status", exit_status
+        if status is None:
+            name, text = STATUS_VARIABLE, os.environ.get(STATUS_VARIABLE, "0")
+            status = int(text) if text.isdecimal() else text
+        if not isinstance(status, int) or not 0 <= status <= 255:
+            raise ValueError(f"{name}={status!r} is not an exit status from 0 to 255.")
         self.directory = str(directory)
         self.save_freq = save_freq
         self._interval = None if isinstance(save_freq, str) else save_freq  # batches
@@ -124,10 +115,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self.save_on_background = save_on_background
         restore.orbax()
         self.signals = valid_signals(signals)
-        self.exit_status = exit_status
-        self.waiting_time = 0.0
-        self._checkpointer: Any = None
-        self._lock: DirectoryLock | None = None
+        self.exit_status = status
+        self._files: CheckpointFiles | None = None
         self._preemption: Preemption | None = None
         self._is_stopping = False  # all processes stop here, and the state is saved
         self._epoch = self._batches = 0  # the current epoch, and the batches done in it
@@ -135,6 +124,15 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._progress: dict | None = None  # what was restored and is not used yet
         self._trained: _Place | None = None  # after the last batch, while an epoch is not at its end
         self._trained_metrics: list[tuple[Any, Any]] = []  # variables, and their values before validation
+
+    @property
+    def waiting_time(self) -> float:
+        """Seconds for which training has stood still for checkpoints since `fit` started.
+
+        While the state was copied to the host, while the checkpoint before was not written yet, and at the end of
+        training.
+        """
+        return 0.0 if self._files is None else self._files.waiting_time
 
     def on_train_begin(self, logs=None):
         """Restores the newest complete checkpoint, if there is one."""
@@ -144,20 +142,28 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, even with one "
                 "device."
             )
-        model: Any = self.model
         self._abandon()  # a fit that ended with an exception
         self._preemption = Preemption(self.signals)
+        try:
+            self._resume()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _resume(self) -> None:
+        model: Any = self.model
         self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
-        self._progress, self._trained, self._is_stopping, self.waiting_time = None, None, False, 0.0
-        step = self._open()
-        if step is None:
+        self._progress, self._trained, self._is_stopping = None, None, False
+        self._files = CheckpointFiles(self.directory, model, self.max_to_keep, self.save_on_background)
+        batches = self._files.newest
+        if batches is None:
             internals.set_initial_epoch(model, None)
             return
-        progress = self._read_progress(step)
-        restore.restore(model, str(self._checkpointer.directory / str(step)), with_metrics=True)
+        progress = self._files.progress(batches)
+        self._files.restore(batches, model)
         self._require_same_epochs(progress)
         internals.set_global_seed(progress["seed"])
-        self._saved_at, self._batches_before_epoch = step, step - progress["batches"]
+        self._saved_at, self._batches_before_epoch = batches, batches - progress["batches"]
         self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
         internals.set_initial_epoch(model, progress["epoch"])
 
@@ -256,7 +262,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             print(
                 f"\nkeras_dist: training stops, since {'another process' if received is None else 'this process'} "
                 f"received {'a signal' if received is None else received.name}. {self._saved_at} batches are saved in "
-                f"{self.directory}. Start the program again to continue.",
+                f"{self.directory}; training has waited {self.waiting_time:.2g} s for checkpoints. Start the program "
+                "again to continue.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -270,73 +277,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._close()
 
     def _close(self) -> None:
-        checkpointer, self._checkpointer = self._checkpointer, None
-        lock, self._lock = self._lock, None
-        try:
-            if checkpointer is not None:
-                with self._writing():
-                    checkpointer.close()
-        finally:
-            if lock is not None:
-                lock.release()
+        if self._files is not None:
+            self._files.close()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Adds to `waiting_time`, and explains errors of files, also of a checkpoint that was written before."""
-        begin = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise OSError(
-                f"A checkpoint could not be written to {self.directory}: {reason[:300]}. The complete ones before it "
-                "are not changed. Free some space or repair the file system, and start the program again to continue "
-                "from the newest."
-            ) from error
-        finally:
-            self.waiting_time += time.perf_counter() - begin
-
-    # ------------------------------------------------------------------------------------------------------- files
-
-    def _open(self) -> int | None:
-        """Opens the directory. Returns the number of batches before its newest complete checkpoint, if there is one."""
-        directory, problem = self.directory, None
-        if "://" not in directory:
-            directory = os.path.abspath(directory)
-            model: Any = self.model
-            arrays = jax.tree.leaves(restore.state_tree(model))
-            problem = why_not_writable(directory, sum(array.nbytes for array in arrays))
-            if problem is None and messaging.process_index() == 0:
-                self._lock = DirectoryLock(directory)
-                problem = self._lock.problem
-        for found in messaging.exchange("TrainingCheckpoint directory", problem):
-            if found is not None:
-                raise ValueError(found)
-        training = restore.orbax().training
-        keep = None if self.max_to_keep is None else training.preservation_policies.LatestN(self.max_to_keep)
-        self._checkpointer = training.Checkpointer(
-            directory,
-            preservation_policy=keep,
-            save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
-            cleanup_tmp_directories=True,
-        )
-        return self._newest_step()
-
-    def _newest_step(self) -> int | None:
-        """Returns the number of batches before the newest complete checkpoint, which all processes must agree on."""
-        latest = self._checkpointer.latest
-        step = None if latest is None else latest.step
-        steps = messaging.exchange("TrainingCheckpoint", step)
-        if any(other != step for other in steps):
-            found = ", ".join(
-                f"{'none' if other is None else f'the one after {other} batches'} on process {process}"
-                for process, other in enumerate(steps)
-            )
-            raise ValueError(
-                f"Processes find different newest checkpoints in {self.directory}: {found}. Choose a directory on a "
-                "file system that all hosts share."
-            )
-        return step
+    # ----------------------------------------------------------------------------------------------------- saving
 
     def _save(self, epoch: int, place: "_Place") -> None:
         """Saves, unless that was done at the same batch."""
@@ -351,13 +295,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             "random": place.random.as_json(),
             "seed": internals.global_seed(),
         }
-        model: Any = self.model
-        content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
-        with self._writing():
-            if self.save_on_background:
-                self._checkpointer.save_checkpointables_async(total, content)
-            else:
-                self._checkpointer.save_checkpointables(total, content)
+        assert self._files is not None
+        self._files.save(total, self.model, progress)
         self._saved_at = total
 
     def _batches_of_epoch(self) -> int | None:
@@ -374,25 +313,6 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 "another directory."
             )
 
-    def _read_progress(self, step: int) -> dict:
-        """Returns what this process saved or, if the number of processes has changed, what process 0 saved."""
-        folder = self._checkpointer.directory / str(step) / _PROGRESS
-        file = folder / _file_name()
-        if file.exists():
-            return json.loads(file.read_text())
-        (file,) = folder.glob("process_0-of-*.json")
-        progress = json.loads(file.read_text())
-        if progress["data"] is not None and progress["data"]["source"] is not None:
-            progress["data"]["source"] = None
-            before = file.name.removesuffix(".json").rpartition("-")[2]
-            warnings.warn(
-                f"{self.directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
-                "Grain iterators cannot be restored. The finished batches of this epoch are read again and dropped, "
-                f"and rows may come in another order. To restore the states, start {before} processes.",
-                stacklevel=2,
-            )
-        return progress
-
 
 class _Place(NamedTuple):
     """A place in the data of an epoch, and the random state there."""
@@ -404,25 +324,3 @@ class _Place(NamedTuple):
     @classmethod
     def now(cls) -> "_Place":
         return cls(*current_position(), RandomState.capture())
-
-
-class _ProcessFile:
-    """Lets Orbax write one file of each process into a checkpoint."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    async def save(self, directory):
-        async def write():
-            path = await directory.await_creation()
-            await asyncio.to_thread((path / _file_name()).write_text, self.text)
-
-        return write()
-
-    async def load(self, directory):
-        """Is not called: a process may read the file of another one."""
-        raise NotImplementedError
-
-
-def _file_name() -> str:
-    return f"process_{messaging.process_index()}-of-{messaging.process_count()}.json"

@@ -1,5 +1,6 @@
 """Texts of `keras_dist/checkpoint`."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,6 +14,7 @@ import keras
 import numpy as np
 
 import keras_dist as kd
+from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption
 from keras_dist.multihost import messaging
 
@@ -68,17 +70,19 @@ def different_directories():
 
 
 def another_number_of_processes():
-    checkpoint = kd.TrainingCheckpoint(new_directory())
-    folder = os.path.join(checkpoint.directory, "7", "progress")
+    directory = new_directory()
+    folder = os.path.join(directory, "7", "progress")
     os.makedirs(folder)
     with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:
         file.write('{"data": {"source": "grain"}}')
-    with kd.DataParallel().scope():
-        model = new_model(8, 1)
-        model.optimizer.build(model.trainable_variables)
-        checkpoint.set_model(model)
-        checkpoint._open()
-        checkpoint._read_progress(7)
+    with kd.DataParallel().scope(), contextlib.closing(CheckpointFiles(directory, optimizer_built(), 1, True)) as files:
+        files.progress(7)
+
+
+def optimizer_built():
+    model = new_model(8, 1)
+    model.optimizer.build(model.trainable_variables)
+    return model
 
 
 def in_another_thread():
@@ -117,9 +121,11 @@ def other_batches():
 
 
 def disk_is_full():
-    checkpoint = kd.TrainingCheckpoint("checkpoints")
-    with checkpoint._writing():
-        raise OSError(errno.ENOSPC, "No space left on device")
+    with kd.DataParallel().scope():
+        files = CheckpointFiles(new_directory(), optimizer_built(), 1, False)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch.object(files._checkpointer, "save_checkpointables", side_effect=full):
+            files.save(1, optimizer_built(), {})
 
 
 CASES = {

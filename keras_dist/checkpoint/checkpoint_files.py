@@ -1,0 +1,166 @@
+"""The checkpoints in a directory: what all processes together open, read, write and close. Orbax writes the files."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from keras_dist.checkpoint import restore
+from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
+from keras_dist.multihost import messaging
+
+_PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
+
+
+class CheckpointFiles:
+    """The checkpoints of one `fit`, by the number of batches before them.
+
+    Args:
+        directory: where they are; all processes share it.
+        model: what they are of; decides how much space one takes.
+        max_to_keep: number of newest checkpoints to keep, None for all.
+        on_background: whether `save` returns before all is written.
+
+    Attributes:
+        newest: the number of batches before the newest complete checkpoint, None if there is none.
+        waiting_time: seconds that `save` and `close` took.
+
+    Raises:
+        ValueError: the directory is not writable, too small or used by another job, or the processes do not find the
+            same checkpoints in it.
+    """
+
+    def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
+        self.waiting_time = 0.0
+        self._directory, self._on_background = directory, on_background
+        self._lock: DirectoryLock | None = None
+        self._checkpointer: Any = None
+        try:
+            if "://" not in directory:
+                directory = os.path.abspath(directory)
+                self._reserve(directory, model)
+            training = restore.orbax().training
+            keep = None if max_to_keep is None else training.preservation_policies.LatestN(max_to_keep)
+            self._checkpointer = training.Checkpointer(
+                directory,
+                preservation_policy=keep,
+                save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
+                cleanup_tmp_directories=True,
+            )
+            self.newest = self._find_newest()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, directory: str, model: Any) -> None:
+        size = sum(array.nbytes for array in jax.tree.leaves(restore.state_tree(model)))
+        problem = why_not_writable(directory, size)
+        if problem is None and messaging.process_index() == 0:
+            self._lock = DirectoryLock(directory)
+            problem = self._lock.problem
+        for found in messaging.exchange("TrainingCheckpoint directory", problem):
+            if found is not None:
+                raise ValueError(found)
+
+    def _find_newest(self) -> int | None:
+        latest = self._checkpointer.latest
+        step = None if latest is None else latest.step
+        steps = messaging.exchange("TrainingCheckpoint", step)
+        if any(other != step for other in steps):
+            found = ", ".join(
+                f"{'none' if other is None else f'the one after {other} batches'} on process {process}"
+                for process, other in enumerate(steps)
+            )
+            raise ValueError(
+                f"Processes find different newest checkpoints in {self._directory}: {found}. Choose a directory on a "
+                "file system that all hosts share."
+            )
+        return step
+
+    def restore(self, batches: int, model: Any) -> None:
+        """Assigns the values of a checkpoint to the variables of a model, as `restore.restore` does."""
+        restore.restore(model, str(self._checkpointer.directory / str(batches)), with_metrics=True)
+
+    def save(self, batches: int, model: Any, progress: dict) -> None:
+        """Saves all variables of a model, and what JSON can represent, for each process its own."""
+        content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
+        with self._writing():
+            if self._on_background:
+                self._checkpointer.save_checkpointables_async(batches, content)
+            else:
+                self._checkpointer.save_checkpointables(batches, content)
+
+    def close(self) -> None:
+        """Waits until everything is written, and lets other jobs use the directory. May be called again."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        lock, self._lock = self._lock, None
+        try:
+            if checkpointer is not None:
+                with self._writing():
+                    checkpointer.close()
+        finally:
+            if lock is not None:
+                lock.release()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Adds to `waiting_time`, and explains errors of files, also of a checkpoint that was written before."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise OSError(
+                f"A checkpoint could not be written to {self._directory}: {reason[:300]}. The complete ones before it "
+                "are not changed. Free some space or repair the file system, and start the program again to continue "
+                "from the newest."
+            ) from error
+        finally:
+            self.waiting_time += time.perf_counter() - begin
+
+    def progress(self, batches: int) -> dict:
+        """Returns what this process saved or, if the number of processes has changed, what process 0 saved."""
+        folder = self._checkpointer.directory / str(batches) / _PROGRESS
+        file = folder / _file_name()
+        if file.exists():
+            return json.loads(file.read_text())
+        (file,) = folder.glob("process_0-of-*.json")
+        progress = json.loads(file.read_text())
+        if progress["data"] is not None and progress["data"]["source"] is not None:
+            progress["data"]["source"] = None
+            before = file.name.removesuffix(".json").rpartition("-")[2]
+            warnings.warn(
+                f"{self._directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
+                "Grain iterators cannot be restored. The finished batches of this epoch are read again and dropped, "
+                f"and rows may come in another order. To restore the states, start {before} processes.",
+                stacklevel=2,
+            )
+        return progress
+
+
+class _ProcessFile:
+    """Lets Orbax write one file of each process into a checkpoint."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            await asyncio.to_thread((path / _file_name()).write_text, self.text)
+
+        return write()
+
+    async def load(self, directory):
+        """Is not called: a process may read the file of another one."""
+        raise NotImplementedError
+
+
+def _file_name() -> str:
+    return f"process_{messaging.process_index()}-of-{messaging.process_count()}.json"
