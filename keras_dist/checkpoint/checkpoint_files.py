@@ -115,6 +115,8 @@ class CheckpointFiles:
         try:
             yield
         except Exception as error:
+            if not _is_of_files(error):  # but of another process, for example
+                raise
             reason = " ".join(str(error).split())
             raise OSError(
                 f"A checkpoint could not be written to {self._directory}: {reason[:300]}. The complete ones before it "
@@ -142,6 +144,11 @@ class CheckpointFiles:
                 stacklevel=2,
             )
         return progress
+
+
+def _is_of_files(error: Exception) -> bool:
+    """Whether an error is from the file system: one of Python, or one of TensorStore, which is a ValueError."""
+    return (isinstance(error, OSError) and error.errno is not None) or "os_error_code" in str(error)
 
 
 class _ProcessFile:
