@@ -1,11 +1,10 @@
 """Makes CPUs compute attention as TPUs or GPUs do."""
 
 import jax
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import keras_dist as kd
-from keras_dist.strategies import attention
+from keras_dist.strategies import attention, attention_kernels
 
 KERNEL = {"tpu": "splash attention", "gpu": "cuDNN"}
 DEVICES = {"cpu": jax.devices("cpu"), "tpu": kd.mock_tpus("v5e:2x4"), "gpu": kd.mock_gpus(1, 8)}
@@ -18,7 +17,7 @@ def use_kernel_of(platform, monkeypatch):
     """
     monkeypatch.setattr(attention, "kernel_platform", lambda mesh: platform)
     monkeypatch.setattr(attention, "_warned", set())
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: platform == "gpu")
+    monkeypatch.setattr(attention_kernels, "_has_capability", lambda capability: platform == "gpu")
     make_kernel = splash_attention_kernel.SplashAttentionKernel
 
     def in_interpreter(*args, **kwargs):
