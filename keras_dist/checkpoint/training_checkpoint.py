@@ -118,6 +118,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self.exit_status = status
         self._files: CheckpointFiles | None = None
         self._preemption: Preemption | None = None
+        self._has_begun = False  # the first epoch of this fit
         self._is_stopping = False  # all processes stop here, and the state is saved
         self._epoch = self._batches = 0  # the current epoch, and the batches done in it
         self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
@@ -153,7 +154,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     def _resume(self) -> None:
         model: Any = self.model
         self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
-        self._progress, self._trained, self._is_stopping = None, None, False
+        self._progress, self._trained, self._is_stopping, self._has_begun = None, None, False, False
         self._files = CheckpointFiles(self.directory, model, self.max_to_keep, self.save_on_background)
         batches = self._files.newest
         if batches is None:
@@ -170,7 +171,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Starts an epoch, or resumes in the middle of one."""
         internals.set_initial_epoch(self.model, None)  # for the next fit; this one has begun
-        self._is_stopping = self._is_stopping or self._is_due()  # a signal before the first step
+        if not self._has_begun:  # later epochs begin where the one before has been saved, if it had to be
+            self._is_stopping, self._has_begun = self._is_due(), True
         self._exit_if_stopping()
         self._epoch, self._batches = epoch, 0
         progress, self._progress = self._progress, None

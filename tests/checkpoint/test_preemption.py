@@ -23,6 +23,7 @@ MOMENTS = {
     "at the last batch of an epoch": ("batch", 6),
     "in validation": ("test", 4),
     "at the end of validation": ("test", 6),
+    "between two epochs": ("end", 1),
     "at the end of training": ("end", 3),
 }
 
