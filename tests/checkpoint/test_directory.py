@@ -22,7 +22,7 @@ def train(directory, *callbacks, epochs=2, **arguments):
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
         model.compile("adam", "mse")
-        checkpoint = kd.TrainingCheckpoint(str(directory), save_freq=2)
+        checkpoint = kd.TrainingCheckpoint(str(directory), save_freq=2, save_on_background=False)
         arguments = {"batch_size": 8, "verbose": 0, **arguments}
         return model.fit(X, X[:, :1], epochs=epochs, callbacks=[checkpoint, *callbacks], **arguments).epoch
 
@@ -82,12 +82,12 @@ def test_a_full_disk_costs_no_complete_checkpoint(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fill = Steps(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1])))  # bytes of a file
     try:
-        with pytest.raises(OSError, match=f"could not be written to {tmp_path}: .*File too large"):
+        with pytest.raises(OSError, match=f"could not be written to {tmp_path}: "):
             train(tmp_path, fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     complete = max(int(name) for name in os.listdir(tmp_path) if name.isdecimal())
-    assert complete in (2, 4)  # the one after four batches may have been written in the background
+    assert complete == 4
     steps = Steps()
     assert train(tmp_path, steps) == [0, 1]
     assert steps.count == 16 - complete
