@@ -1,7 +1,6 @@
 """`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -17,9 +16,7 @@ from keras_dist.data import input_pipeline
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
 from keras_dist.multihost.elastic import STATUS_VARIABLE
-
-# SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+from keras_dist.multihost.launcher import STOP_SIGNALS
 
 
 class TrainingCheckpoint(keras.callbacks.Callback):
@@ -94,7 +91,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         save_freq: int | Literal["epoch"] = "epoch",
         max_to_keep: int | None = 1,
         save_on_background: bool = True,
-        signals: Sequence[int] = _SIGNALS,
+        signals: Sequence[int] = STOP_SIGNALS,
         exit_status: int | None = None,
     ):
         super().__init__()

@@ -18,8 +18,9 @@ from typing import IO, NamedTuple
 FOLLOWER_STATUS = 70  # exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
 _GRACE = 15.0  # seconds that the others have to end by themselves after one failed
 _TERMINATION_GRACE = 5.0  # seconds from SIGTERM, which XLA catches and survives, to SIGKILL
-STOP_GRACE = 30.0  # seconds that processes have to save and end after the launcher received one of:
-_FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+STOP_GRACE = 30.0  # seconds that processes have to save and end after the launcher received one of the next line
+# SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _printing = threading.Lock()
 
@@ -188,7 +189,7 @@ def _wait(
             end = ends.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        if -end in _FORWARDED:
+        if -end in STOP_SIGNALS:
             for process in group:
                 process.send_signal(-end)  # not to its child processes, which may read its data
             if not is_stopping:
@@ -228,7 +229,7 @@ def _signals(ends: "queue.SimpleQueue[int]") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGHUP, *_FORWARDED)
+    numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     before = [signal.signal(number, lambda number, frame: ends.put(-number)) for number in numbers]
     try:
         yield
