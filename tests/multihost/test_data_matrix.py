@@ -12,7 +12,10 @@ TOLERANCE = 1e-6  # relative to the largest value of an array, and absolute for 
 
 NEEDED = {"tf_data": "tensorflow", "grain_dataset": "grain", "torch_loader": "torch"}
 MISSING = {source for source, package in NEEDED.items() if importlib.util.find_spec(package) is None}
-AVAILABLE = tuple(source for source in process_matrix.SOURCES if source not in MISSING)
+
+# Every source where rows lie on devices of several processes in turn, and two under the other distributions.
+SOURCES = dict.fromkeys(process_matrix.DISTRIBUTIONS, ("numpy_arrays", "generator"))
+SOURCES["model_parallel_across"] = tuple(s for s in process_matrix.SOURCES if s not in {*MISSING, "torch_loader"})
 
 # Keras says so where it finds the end of a source without a length, on one device too.
 pytestmark = [pytest.mark.filterwarnings("ignore:Your input ran out of data"), pytest.mark.multiprocess]
@@ -59,23 +62,32 @@ def assert_same_on_all(expected, completed):
 
 def test_several_processes_give_the_numbers_of_one(tmp_path_factory):
     """In one test, since the numbers of one process, which both compare with, take long to compute."""
-    of_one = process_matrix.everything(AVAILABLE, str(tmp_path_factory.mktemp("one")))
+    of_one = process_matrix.everything(SOURCES, str(tmp_path_factory.mktemp("one")))
     for processes, sources in (
-        (2, AVAILABLE),
-        (4, ("generator",)),  # arrays are passed by cases that all sources share
+        (2, SOURCES),
+        (4, dict.fromkeys(SOURCES, ("generator",))),  # arrays are passed by cases that all sources share
     ):
         folder = str(tmp_path_factory.mktemp(f"{processes}"))
         completed = run_processes(
             process_matrix.everything, sources, folder, processes=processes, devices=8 // processes, timeout=900
         )
-        others = [f", {source}, " for source in AVAILABLE if source not in sources]
-        expected = {case: numbers for case, numbers in of_one.items() if not any(other in case for other in others)}
+        read = {*itertools.chain(*sources.values())}
+        left_out = [f", {source}, " for source in process_matrix.SOURCES if source not in read]
+        expected = {case: numbers for case, numbers in of_one.items() if not any(other in case for other in left_out)}
         assert all(process.result.keys() == expected.keys() for process in completed)
         assert_same_on_all(expected, completed)
         of_batch, of_a_row_each = completed[0].result["data_parallel, flops"]
         assert 0 < of_batch <= 1.1 * of_a_row_each
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"the sources of {sorted(MISSING)} need packages that are not installed")
+@pytest.mark.skipif("torch_loader" in MISSING, reason="needs PyTorch, the package 'torch'")
+def test_torch_loader_in_several_processes_gives_the_numbers_of_one():
+    """Alone, since PyTorch is in no extra: its usual build brings CUDA."""
+    case = "model_parallel_across", ("torch_loader",)
+    completed = run_processes(process_matrix.of_sources, *case, processes=2, devices=4)
+    assert_same_on_all(process_matrix.of_sources(*case), completed)
+
+
+@pytest.mark.skipif(bool(MISSING - {"torch_loader"}), reason=f"packages are not installed for {sorted(MISSING)}")
 def test_no_source_is_left_out():
-    assert set(AVAILABLE) == set(process_matrix.SOURCES)
+    assert {*SOURCES["model_parallel_across"], "torch_loader"} == set(process_matrix.SOURCES)

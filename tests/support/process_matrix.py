@@ -248,10 +248,9 @@ def accumulated_gradients(folder: str) -> dict[str, Any]:
     return results
 
 
-def under(name: str, sources: list[str], folder: str) -> dict[str, Any]:
-    """Returns all numbers under a distribution; the keys say what each is of."""
-    distribution = DISTRIBUTIONS[name]()
-    results: dict[str, Any] = {}
+def of_sources(name: str, sources: list[str]) -> dict[str, Any]:
+    """Returns the numbers of every source under a distribution, given whole batches and parts of them."""
+    distribution, results = DISTRIBUTIONS[name](), {}
     with distribution.scope():
         model = new_model()
         reset = Reset(model)
@@ -260,6 +259,17 @@ def under(name: str, sources: list[str], folder: str) -> dict[str, Any]:
             for source in sources:
                 reset()
                 results[f"{name}, {source}, {how}"] = every_method(model, SOURCES[source](Batches(is_whole)))
+    return results
+
+
+def of_methods(name: str, folder: str) -> dict[str, Any]:
+    """Returns the numbers under a distribution of what is not read from a source: single batches, saved models."""
+    distribution, results = DISTRIBUTIONS[name](), {}
+    with distribution.scope():
+        model = new_model()
+        reset = Reset(model)
+        for is_whole, how in ((True, "whole"), (False, "parts")):
+            distribution.auto_shard_dataset = is_whole
             results[f"{name}, single batches, {how}"] = single_batches(model, reset, is_whole)
         distribution.auto_shard_dataset = True
         results[f"{name}, saved and loaded"] = saved_and_loaded(model, reset, folder)
@@ -271,6 +281,9 @@ def under(name: str, sources: list[str], folder: str) -> dict[str, Any]:
     return results
 
 
-def everything(sources: list[str], folder: str) -> dict[str, Any]:
-    """Returns all numbers under all distributions, given whole batches and parts of them."""
-    return {case: numbers for name in DISTRIBUTIONS for case, numbers in under(name, sources, folder).items()}
+def everything(sources: dict[str, list[str]], folder: str) -> dict[str, Any]:
+    """Returns all numbers; the keys say what each is of. `sources` are those to read under each distribution."""
+    results = {}
+    for name in sources:
+        results |= of_sources(name, sources[name]) | of_methods(name, folder)
+    return results
