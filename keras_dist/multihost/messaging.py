@@ -101,11 +101,7 @@ def remove_posted(topic: str, number: int) -> None:
 def decide(topic: str, value: str) -> str:
     """Stores a value, unless another process has stored one, and returns the one that is stored."""
     key = f"{_PREFIX}/{topic}/decision"
-    try:
-        client().key_value_set(key, value)
-    except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):
-            raise
+    _store_first(key, value)
     return client().key_value_try_get(key)
 
 
@@ -118,6 +114,15 @@ def decision(topic: str, is_cancelled: Callable[[], bool]) -> str | None:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
     return None
+
+
+def _store_first(key: str, value: str) -> None:
+    """Stores a value, unless there is one."""
+    try:
+        client().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
 
 
 def _by_process(directory: str) -> dict[int, str]:
@@ -212,11 +217,7 @@ def report_failure(error: BaseException) -> None:
         return
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     message = f"Process {process_index()} ({_host_and_pid()}) failed: {text}"
-    try:
-        client().key_value_set(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
-    except jax.errors.JaxRuntimeError as problem:
-        if "ALREADY_EXISTS" not in str(problem):
-            raise
+    _store_first(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
 
 
 def reported_failure() -> tuple[int, str] | None:
