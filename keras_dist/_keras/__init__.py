@@ -1,6 +1,8 @@
 """Private names of Keras, how its functions are patched, and which distribution is active.
 
 * `internals.py`: small functions around Keras's private names.
+* `data_adapters.py`: those of data adapters.
+* `global_state.py`: automatic names, and the seeds and generators of random numbers.
 * `patch_registry.py`: declares, installs and removes patches of Keras's functions.
 * `distribution_hooks.py`: what patches ask of a distribution.
 * `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.

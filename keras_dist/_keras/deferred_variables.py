@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras.internals import drop_deferred_seed_generator, in_stateless_scope
+from keras_dist._keras.global_state import drop_deferred_seed_generator
+from keras_dist._keras.internals import in_stateless_scope
 from keras_dist._keras.patch_registry import PatchGroup
 from keras_dist._keras.thread_value import ThreadValue
 

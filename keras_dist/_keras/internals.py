@@ -3,13 +3,9 @@
 Only `_keras` and `_patches` use private names, so a new version of Keras needs changes in these two rooms only.
 """
 
-import collections
 import contextlib
-import copy
 import functools
-import inspect
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +32,6 @@ _require_jax_backend()
 
 import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
-import numpy as np  # noqa: E402
 
 
 def unsupported_keras(problem: object) -> str:
@@ -47,9 +42,19 @@ def unsupported_keras(problem: object) -> str:
     )
 
 
-try:
-    from keras.src.backend.common import global_state, variables
+@contextlib.contextmanager
+def missing_names_are_errors() -> Iterator[None]:
+    """Raises one error about the installed Keras for what a block imports or looks up and Keras does not have."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(unsupported_keras(error)) from error
+
+
+with missing_names_are_errors():
+    from keras.src.backend.common import global_state as global_state
     from keras.src.backend.common import standardize_dtype as standardize_dtype
+    from keras.src.backend.common import variables
     from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
     from keras.src.backend.common.name_scope import current_path as current_path
     from keras.src.backend.common.remat import get_current_remat_mode
@@ -70,15 +75,9 @@ try:
     from keras.src.ops import function as function_lib  # noqa: F401
     from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
-    from keras.src.random.seed_generator import global_seed_generator as _global_seed_generator
     from keras.src.saving import saving_api as saving_api
     from keras.src.saving import saving_lib as saving_lib
-    from keras.src.trainers import data_adapters as data_adapters
-    from keras.src.trainers.data_adapters import array_slicing as array_slicing
-    from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
-    from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
     from keras.src.utils import file_utils as file_utils
-    from keras.src.utils import rng_utils
     from keras.src.utils.jax_utils import is_in_jax_tracing_scope as is_in_jax_tracing_scope
     from keras.src.utils.naming import to_snake_case
 
@@ -88,15 +87,6 @@ try:
     JaxVariable = jax_core.JaxVariable
     DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
     GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
-    # What the installed Keras has, where releases differ. Since 3.16, data adapters count the epochs that they have
-    # finished, and shuffle by that number; older ones shuffle by the global random generators of Python and NumPy.
-    # Later (keras#23527) they can stack the batches of one execution, for a compiled loop over them.
-    ADAPTERS_COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
-    ADAPTERS_STACK_BATCHES = (
-        "super_batch" in inspect.signature(data_adapters.ArrayDataAdapter.get_jax_iterator).parameters
-    )
-except (ImportError, AttributeError) as error:
-    raise ImportError(unsupported_keras(error)) from error
 
 STEPS = ("train", "test", "predict")
 
@@ -126,16 +116,6 @@ def initialize(job_addresses: str | None, num_processes: int | None, process_id:
         backend_lib.initialize(job_addresses, num_processes, process_id)
     finally:
         jax.distributed.initialize = real
-
-
-def initialize_seed() -> None:
-    """Gives all processes the same random seed, unless they have one."""
-    backend_lib.initialize_rng()
-
-
-def random_seed() -> int | None:
-    """Returns the last seed that was passed to `keras.utils.set_random_seed`."""
-    return rng_utils.get_random_seed()
 
 
 def as_sharding(layout: Any) -> Any:
@@ -360,75 +340,6 @@ _PARTS: dict[str, Callable] = {
         part._user_metrics, part._user_weighted_metrics, output_names=part.output_names
     ),
 }
-
-
-@contextlib.contextmanager
-def global_state_restored() -> Iterator[None]:
-    """Restores Keras's automatic names and random seeds after a block that creates models."""
-    names = dict(global_state.get_global_attribute(_NAMES) or {})
-    generator, seeds = global_state.get_global_attribute(_GENERATOR), random.getstate()
-    value = None if generator is None else variable_value(generator.state)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute(_NAMES, collections.defaultdict(int, names))
-        global_state.set_global_attribute(_GENERATOR, generator)
-        random.setstate(seeds)
-        if generator is not None:
-            generator.state._value = value
-
-
-_NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
-
-
-def drop_deferred_seed_generator() -> None:
-    """Removes Keras's global random generator if it was created without a value; Keras creates another one."""
-    generator = global_state.get_global_attribute(_GENERATOR)
-    if generator is not None and variable_value(generator.state) is None:
-        global_state.set_global_attribute(_GENERATOR, None)
-
-
-def global_seed() -> list[int] | None:
-    """Returns the state of Keras's global random generator, None if it does not exist yet."""
-    generator = global_state.get_global_attribute(_GENERATOR)
-    return None if generator is None else np.asarray(generator.state.value).tolist()
-
-
-def set_global_seed(state: list[int] | None) -> None:
-    """Sets the state of Keras's global random generator, as `global_seed` returned it."""
-    if state is not None:
-        generator: Any = _global_seed_generator()
-        generator.state.assign(np.array(state, generator.state.dtype))
-
-
-def finished_epochs(adapter) -> int:
-    """Returns how many epochs a data adapter has finished; 0 where adapters do not count them."""
-    return getattr(adapter, "_epoch", 0)
-
-
-def set_finished_epochs(adapter, epochs: int) -> None:
-    """Makes a data adapter shuffle as after so many epochs, where adapters count them."""
-    if hasattr(adapter, "_epoch"):
-        adapter._epoch = epochs
-
-
-def adapter_after(adapter, epochs: int) -> Any:
-    """Returns a data adapter of the same data and workers that shuffles as after so many epochs."""
-    if finished_epochs(adapter) != epochs:
-        adapter = copy.copy(adapter)
-        set_finished_epochs(adapter, epochs)
-    return adapter
-
-
-def shuffle_batches(order: list[int], adapter) -> None:
-    """Shuffles the order of the batches of a PyDataset as its adapter does."""
-    generator = random.Random(finished_epochs(adapter)) if ADAPTERS_COUNT_EPOCHS else random
-    generator.shuffle(order)
-
-
-def start_workers(enqueuer) -> None:
-    """Starts the workers of a PyDataset that is not shuffled."""
-    enqueuer.start(**({"epoch": 0} if ADAPTERS_COUNT_EPOCHS else {}))
 
 
 def set_initial_epoch(model, epoch: int | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from keras_dist._keras.active_distribution import active_distribution
-from keras_dist._keras.internals import data_adapter_utils
+from keras_dist._keras.data_adapters import data_adapter_utils
 from keras_dist._keras.thread_value import ThreadValue
 
 

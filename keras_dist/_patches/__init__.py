@@ -24,7 +24,7 @@
 import importlib
 
 from keras_dist._keras.active_distribution import ALWAYS
-from keras_dist._keras.internals import unsupported_keras
+from keras_dist._keras.internals import missing_names_are_errors
 
 _TOPICS = (
     *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution"),
@@ -42,8 +42,6 @@ def register() -> None:
         ValueError: Keras lacks the function that is always replaced, or it takes other parameters.
     """
     for topic in _TOPICS:
-        try:
+        with missing_names_are_errors():
             importlib.import_module(f"{__name__}.{topic}")
-        except (ImportError, AttributeError) as error:
-            raise ImportError(unsupported_keras(error)) from error
     ALWAYS.install()

@@ -14,14 +14,14 @@ from typing import Any
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
-from keras_dist._keras.internals import (
-    ADAPTERS_COUNT_EPOCHS,
-    ADAPTERS_STACK_BATCHES,
+from keras_dist._keras.data_adapters import (
+    COUNT_EPOCHS,
+    STACK_BATCHES,
     data_adapters,
     finished_epochs,
     set_finished_epochs,
-    trainer,
 )
+from keras_dist._keras.internals import trainer
 from keras_dist._keras.training_state import NOTHING_LEFT
 from keras_dist._patches.resumable_iterator import ResumableIterator, no_batches_error
 from keras_dist.data import position
@@ -156,13 +156,13 @@ class EpochIterator(trainer.JAXEpochIterator):
             batches, found = self._start + pipeline.delivered - self._delivered_before, pipeline.position
         elif self.steps_per_epoch is not None and self._current_iterator is pipeline:
             found = pipeline.position
-        elif ADAPTERS_COUNT_EPOCHS:
+        elif COUNT_EPOCHS:
             found = DataPosition.at_beginning()
         return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
 
 
 def _require_single_batches(steps_per_execution: int) -> None:
-    if steps_per_execution > 1 and ADAPTERS_STACK_BATCHES:
+    if steps_per_execution > 1 and STACK_BATCHES:
         raise ValueError(
             f"keras_dist does not support steps_per_execution={steps_per_execution} with Keras {keras.__version__}: "
             "its steps loop over stacked batches (get_jax_iterator takes 'super_batch'), but keras_dist passes single "

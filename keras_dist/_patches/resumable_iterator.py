@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist._keras.active_distribution import INSTALLED
-from keras_dist._keras.internals import (
+from keras_dist._keras.data_adapters import (
     adapter_after,
     array_slicing,
     data_adapter_utils,

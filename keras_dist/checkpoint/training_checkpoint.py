@@ -9,6 +9,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
+from keras_dist._keras.global_state import global_seed, set_global_seed
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
@@ -160,7 +161,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         progress = self._files.progress(batches)
         self._files.restore(batches, model)
         self._require_same_epochs(progress)
-        internals.set_global_seed(progress["seed"])
+        set_global_seed(progress["seed"])
         self._saved_at, self._batches_before_epoch = batches, batches - progress["batches"]
         self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
         internals.set_initial_epoch(model, progress["epoch"])
@@ -292,7 +293,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             "batches_of_epoch": self._batches_of_epoch(),
             "data": None if place.data is None else place.data.as_json(),
             "random": place.random.as_json(),
-            "seed": internals.global_seed(),
+            "seed": global_seed(),
         }
         assert self._files is not None
         self._files.save(total, self.model, progress)

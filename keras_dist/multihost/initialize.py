@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from keras_dist._keras import internals
+from keras_dist._keras.global_state import initialize_seed
 from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
@@ -71,7 +72,7 @@ def initialize(
         internals.initialize(job_addresses, num_processes, process_id, functools.partial(_join, seconds))
     elif _timeout is None:  # `jax.distributed.initialize` or `keras.distribution.initialize` has joined the processes
         _watch(seconds)
-        internals.initialize_seed()
+        initialize_seed()
 
 
 def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
+from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_step
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
@@ -92,7 +93,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
     with (
         answering_as(devices),
         distribution.scope(),
-        internals.global_state_restored(),
+        global_state_restored(),
         deferred_variables.deferring(),
     ):
         model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), name)

@@ -9,6 +9,7 @@ import jax
 import keras
 
 from keras_dist._keras import internals
+from keras_dist._keras.data_adapters import data_adapter_utils
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
@@ -162,7 +163,7 @@ def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any
     if distribution.step_options.remat != AUTO:
         return distribution
     with show_progress(None) as report:
-        arrays = internals.data_adapter_utils.unpack_x_y_sample_weight(batch)
+        arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
         planned = plan_step(model, distribution, arrays, "train", None, (2, 4), FrozenMapping(), report)
     return distribution.with_step_options(planned.step_options)
 

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras.global_state import random_seed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
@@ -465,7 +466,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         if self.is_multi_process:
             settings = ("jit_compile", "run_eagerly", "steps_per_execution")
             facts = {name: getattr(model, name) for name in settings} | {
-                "random seed": internals.random_seed(),
+                "random seed": random_seed(),
                 "distribution": repr(self),
                 "auto_shard_dataset": self.auto_shard_dataset,
             }

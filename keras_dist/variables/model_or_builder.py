@@ -6,7 +6,8 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras import deferred_variables, internals
+from keras_dist._keras import deferred_variables
+from keras_dist._keras.global_state import global_state_restored
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def built(model_or_builder: Any) -> Iterator[keras.Layer]:
             f"Expected a built Keras model or a function that returns one, got {model_or_builder!r} "
             f"({type(model_or_builder).__name__}). Pass, for example, lambda: build(width=1024)."
         )
-    with internals.global_state_restored(), deferred_variables.deferring():
+    with global_state_restored(), deferred_variables.deferring():
         model = model_or_builder()
         if not isinstance(model, keras.Layer):
             name = getattr(model_or_builder, "__name__", type(model_or_builder).__name__)

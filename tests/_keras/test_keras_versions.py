@@ -52,7 +52,7 @@ def test_adapters_of_keras_read_all_batches(data):
 
 
 def test_stacked_batches_are_refused(monkeypatch):
-    monkeypatch.setattr(epoch_iterator, "ADAPTERS_STACK_BATCHES", True)
+    monkeypatch.setattr(epoch_iterator, "STACK_BATCHES", True)
     x = np.ones((8, 1), "float32")
     with kd.DataParallel().scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -81,7 +81,7 @@ def keras_that_stacks_batches():
     compiled.compile(loss="mse", steps_per_execution=4)
     with (
         kd.DataParallel().scope(),
-        mock.patch.object(epoch_iterator, "ADAPTERS_STACK_BATCHES", True),
+        mock.patch.object(epoch_iterator, "STACK_BATCHES", True),
         mock.patch.object(keras, "__version__", "9.0"),
     ):
         compiled.evaluate(X, X)

@@ -1,0 +1,50 @@
+"""Keras's data adapters, which read every source of data that `fit` accepts, and where releases of Keras differ."""
+
+import copy
+import inspect
+import random
+from typing import Any
+
+from keras_dist._keras.internals import missing_names_are_errors
+
+with missing_names_are_errors():
+    from keras.src.trainers import data_adapters as data_adapters
+    from keras.src.trainers.data_adapters import array_slicing as array_slicing
+    from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
+    from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
+
+    # Since 3.16, adapters count the epochs that they have finished, and shuffle by that number; older ones shuffle by
+    # the global random generators of Python and NumPy. Later (keras#23527) they can stack the batches of one execution,
+    # for a compiled loop over them.
+    COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
+    STACK_BATCHES = "super_batch" in inspect.signature(data_adapters.ArrayDataAdapter.get_jax_iterator).parameters
+
+
+def finished_epochs(adapter) -> int:
+    """Returns how many epochs a data adapter has finished; 0 where adapters do not count them."""
+    return getattr(adapter, "_epoch", 0)
+
+
+def set_finished_epochs(adapter, epochs: int) -> None:
+    """Makes a data adapter shuffle as after so many epochs, where adapters count them."""
+    if hasattr(adapter, "_epoch"):
+        adapter._epoch = epochs
+
+
+def adapter_after(adapter, epochs: int) -> Any:
+    """Returns a data adapter of the same data and workers that shuffles as after so many epochs."""
+    if finished_epochs(adapter) != epochs:
+        adapter = copy.copy(adapter)
+        set_finished_epochs(adapter, epochs)
+    return adapter
+
+
+def shuffle_batches(order: list[int], adapter) -> None:
+    """Shuffles the order of the batches of a PyDataset as its adapter does."""
+    generator = random.Random(finished_epochs(adapter)) if COUNT_EPOCHS else random
+    generator.shuffle(order)
+
+
+def start_workers(enqueuer) -> None:
+    """Starts the workers of a PyDataset that is not shuffled."""
+    enqueuer.start(**({"epoch": 0} if COUNT_EPOCHS else {}))

@@ -1,0 +1,63 @@
+"""Keras's global state: automatic names, and the seeds and generators of random numbers."""
+
+import collections
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_dist._keras.internals import backend_lib, global_state, missing_names_are_errors, variable_value
+
+with missing_names_are_errors():
+    from keras.src.random.seed_generator import global_seed_generator
+    from keras.src.utils import rng_utils
+
+_NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
+
+
+def initialize_seed() -> None:
+    """Gives all processes the same random seed, unless they have one."""
+    backend_lib.initialize_rng()
+
+
+def random_seed() -> int | None:
+    """Returns the last seed that was passed to `keras.utils.set_random_seed`."""
+    return rng_utils.get_random_seed()
+
+
+@contextlib.contextmanager
+def global_state_restored() -> Iterator[None]:
+    """Restores Keras's automatic names and random seeds after a block that creates models."""
+    names = dict(global_state.get_global_attribute(_NAMES) or {})
+    generator, seeds = global_state.get_global_attribute(_GENERATOR), random.getstate()
+    value = None if generator is None else variable_value(generator.state)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_NAMES, collections.defaultdict(int, names))
+        global_state.set_global_attribute(_GENERATOR, generator)
+        random.setstate(seeds)
+        if generator is not None:
+            generator.state._value = value
+
+
+def drop_deferred_seed_generator() -> None:
+    """Removes Keras's global random generator if it was created without a value; Keras creates another one."""
+    generator = global_state.get_global_attribute(_GENERATOR)
+    if generator is not None and variable_value(generator.state) is None:
+        global_state.set_global_attribute(_GENERATOR, None)
+
+
+def global_seed() -> list[int] | None:
+    """Returns the state of Keras's global random generator, None if it does not exist yet."""
+    generator = global_state.get_global_attribute(_GENERATOR)
+    return None if generator is None else np.asarray(generator.state.value).tolist()
+
+
+def set_global_seed(state: list[int] | None) -> None:
+    """Sets the state of Keras's global random generator, as `global_seed` returned it."""
+    if state is not None:
+        generator: Any = global_seed_generator()
+        generator.state.assign(np.array(state, generator.state.dtype))
