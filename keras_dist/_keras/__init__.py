@@ -6,6 +6,7 @@
 * `patch_registry.py`: declares, installs and removes patches of Keras's functions.
 * `distribution_hooks.py`: what patches ask of a distribution.
 * `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.
+* `running_fit.py`: what is done at the end of `fit`.
 * `training_state.py`: moves the state of a running model between its variables and the steps.
 * `thread_value.py`: values that each thread has for itself.
 * `deferred_variables.py`: variables without values.

@@ -20,6 +20,7 @@ from keras_dist._keras.active_distribution import (
 )
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, current_distribution, loss_lib, trainer
+from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
 from keras_dist._patches.epoch_iterator import announce_step
@@ -41,6 +42,35 @@ from keras_dist.variables.variable_layouts import check_placement, layout_under,
 )
 def _distribute_data(original, distribution, data, layouts=None):
     return distribution.distribute_batch(data)
+
+
+@INSTALLED.patch(
+    trainer.JAXTrainer,
+    "fit",
+    parameters=(
+        "self",
+        "x",
+        "y",
+        "batch_size",
+        "epochs",
+        "verbose",
+        "callbacks",
+        "validation_split",
+        "validation_data",
+        "shuffle",
+        "class_weight",
+        "sample_weight",
+        "initial_epoch",
+        "steps_per_epoch",
+        "validation_steps",
+        "validation_batch_size",
+        "validation_freq",
+    ),
+    reason="after an exception, callbacks do not learn that training has ended, so signals would stay without effect",
+)
+def _fit(original, distribution, self, *args, **kwargs):
+    with running_fit():
+        return original(self, *args, **kwargs)
 
 
 @INSTALLED.patch(

@@ -10,6 +10,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.global_state import global_seed, set_global_seed
+from keras_dist._keras.running_fit import at_end_of_fit
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
@@ -141,15 +142,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, even with one "
                 "device."
             )
-        self._abandon()  # a fit that ended with an exception
+        at_end_of_fit(self._abandon)
         self._preemption = Preemption(self.signals)
-        try:
-            self._resume()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _resume(self) -> None:
         model: Any = self.model
         self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
         self._progress, self._trained, self._is_stopping, self._has_begun = None, None, False, False
@@ -270,7 +264,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         raise SystemExit(self.exit_status)
 
     def _abandon(self) -> None:
-        """Ends a fit that raised an exception."""
+        """Ends with a fit that raised an exception."""
         if self._preemption is not None:
             self._preemption.abandon()
             self._preemption = None

@@ -138,19 +138,24 @@ def test_after_fit_signals_reach_their_handlers_again(tmp_path):
     assert len(checkpoint.losses) == EPOCHS * 6
 
 
-def test_a_fit_that_fails_restores_handlers_when_the_next_one_starts(tmp_path):
+@pytest.mark.parametrize("event", ["on_train_begin", "on_train_batch_end", "on_test_end", "on_epoch_end"])
+def test_a_fit_that_fails_restores_handlers(event, tmp_path):
     class Fails(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            raise KeyError
+        pass
 
+    def fail(self, *_, logs=None):
+        raise KeyError
+
+    setattr(Fails, event, fail)
     before = signal.getsignal(signal.SIGTERM)
     checkpoint = kd.TrainingCheckpoint(str(tmp_path))
     with kd.DataParallel().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         with pytest.raises(KeyError):
-            model.fit(X, Y, verbose=0, callbacks=[checkpoint, Fails()])
-        model.fit(X, Y, verbose=0, callbacks=[checkpoint])
+            model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[checkpoint, Fails()])
+        assert signal.getsignal(signal.SIGTERM) is before
+        model.fit(X, Y, verbose=0, callbacks=[checkpoint])  # the same directory is free again
     assert signal.getsignal(signal.SIGTERM) is before
 
 
