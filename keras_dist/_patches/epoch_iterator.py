@@ -23,7 +23,7 @@ from keras_dist._keras.data_adapters import (
 )
 from keras_dist._keras.internals import trainer
 from keras_dist._keras.training_state import NOTHING_LEFT
-from keras_dist._patches.resumable_iterator import ResumableIterator, no_batches_error
+from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
 from keras_dist.data.input_pipeline import InputPipeline
@@ -120,13 +120,17 @@ class EpochIterator(trainer.JAXEpochIterator):
         """Does what Keras's `_enumerate_iterator` does, from a batch on."""
         if data_position is not None:
             set_finished_epochs(self.data_adapter, data_position.epochs_now)
-        self.data_adapter.on_epoch_begin()
         size, limit = self.steps_per_execution, self.steps_per_epoch or self._num_batches
+        is_finished = limit is not None and 0 < start >= limit
+        if is_finished:
+            begin_finished_epoch(self.data_adapter)
+        else:
+            self.data_adapter.on_epoch_begin()
         if self._current_iterator is None or self.steps_per_epoch is None or data_position is not None:
             self._current_iterator = self._get_iterator(start, data_position)
             self._steps_seen = start if data_position is None else data_position.batches
         pipeline = self._current_iterator
-        if start > 0 and (pipeline.is_exhausted() if limit is None else start >= limit):
+        if is_finished or (start > 0 and limit is None and pipeline.is_exhausted()):
             yield start, start - 1, NOTHING_LEFT
         else:
             for step in itertools.count(start, size) if limit is None else range(start, limit, size):

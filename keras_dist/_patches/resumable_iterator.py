@@ -83,6 +83,15 @@ class ResumableIterator:
         return iterator
 
 
+def begin_finished_epoch(adapter: Any) -> None:
+    """Begins an epoch whose batches are all done: its order was drawn before, so the random state does not change."""
+    before = RandomState.capture()
+    adapter.on_epoch_begin()
+    if _has_workers(adapter):
+        _stop(adapter.enqueuer)
+    before.restore()
+
+
 def no_batches_error(adapter: type) -> ValueError:
     return ValueError(
         f"The dataset has no batches (Keras reads it with {adapter.__name__}). Pass at least one row; check filters, "
