@@ -5,8 +5,9 @@
 For each of 12 cases (1 and 2 processes, three data sources, DP and FSDP) one training runs undisturbed. Another one is
 ended by SIGTERM or SIGKILL at a random moment, in a random process or in all, and started again, over and over, and
 must reach the same losses. Printed are the number of starts that failed, batches that were lost, the largest difference
-of a loss, and the time from SIGTERM until the step is saved and the program leaves, also as a ratio to the longest step
-and the longest save of the undisturbed run, which writes its checkpoints in the foreground.
+of a loss, and the time from SIGTERM until the step is saved and the program leaves, also as a ratio to one step and one
+save: the longest step since that start, and the longest save of the undisturbed run, which writes its checkpoints in
+the foreground. The first step after a start restores a checkpoint and loads compiled programs.
 """
 
 import argparse
@@ -56,9 +57,10 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
             yield Rows()[index % BATCHES]
 
     class Steps(keras.callbacks.Callback):
-        epoch, begun, longest = 0, 0.0, 0.0
+        epoch, longest = 0, 0.0
 
         def on_train_begin(self, logs=None):
+            self.ended = time.perf_counter()  # the step before
             self.timer = threading.Timer(moment, self.send)
             if number and who in (str(kd.process_id()), "all"):
                 self.timer.start()
@@ -70,16 +72,20 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
             Path(directory, f"signal-{kd.process_id()}").write_text(str(time.time()))
             os.kill(os.getpid(), number)
 
+        def end_step(self):
+            now = time.perf_counter() - checkpoint.waiting_time
+            self.longest, self.ended = max(self.longest, now - self.ended), now
+
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
+            self.end_step()
 
-        def on_train_batch_begin(self, batch, logs=None):
-            self.begun = time.perf_counter()
+        def on_test_batch_begin(self, batch, logs=None):
+            self.end_step()
 
         def on_train_batch_end(self, batch, logs=None):
             time.sleep(STEP)
-            if batch or self.epoch:  # the first one compiles
-                self.longest = max(self.longest, time.perf_counter() - self.begun)
+            self.end_step()
             if kd.process_id() == 0:
                 with open(os.path.join(directory, "losses"), "a") as file:
                     file.write(json.dumps([f"{self.epoch} {batch}", float(logs["loss"])]) + "\n")
@@ -106,9 +112,9 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
     try:
         model.fit(**data, epochs=EPOCHS, callbacks=[steps, checkpoint], verbose=0, validation_data=(x, y))
     except SystemExit:
-        Path(directory, f"stopped-{kd.process_id()}").write_text(str(time.time()))
+        Path(directory, f"stopped-{kd.process_id()}").write_text(json.dumps([time.time(), steps.longest]))
         raise
-    Path(directory, "done").write_text(str(steps.longest + checkpoint.longest))
+    Path(directory, "done").write_text(str(checkpoint.longest))
 
 
 def run(directory: Path, processes: int, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
@@ -142,7 +148,7 @@ class Results:
         self.missing, self.difference = 0, 0.0
         self.waits: list[tuple[float, float]] = []  # seconds from SIGTERM to leaving, and those of a step and a save
 
-    def end_at_random(self, directory: Path, case: tuple, count: int, step_and_save: float) -> None:
+    def end_at_random(self, directory: Path, case: tuple, count: int, longest_save: float) -> None:
         """Trains until the end, with interruptions."""
         while not (directory / "done").exists() and not self.failures:
             number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
@@ -155,15 +161,17 @@ class Results:
             if not signals:
                 continue
             self.sent[number] += 1
-            stopped = [float(file.read_text()) for file in directory.glob("stopped-*")]
+            stopped = [json.loads(file.read_text()) for file in directory.glob("stopped-*")]
             if stopped:
-                self.waits.append((max(stopped) - min(signals), step_and_save))
+                left, longest_step = map(max, zip(*stopped, strict=True))
+                self.waits.append((left - min(signals), longest_step + longest_save))
             print(*case, signal.Signals(number).name, who, len(losses_in(directory)), flush=True)
 
-    def compare(self, found: list[tuple[str, float]], expected: dict[str, float]) -> None:
-        self.missing += len(expected.keys() - dict(found).keys())
-        differences = (abs(loss - expected[key]) / abs(expected[key]) for key, loss in found)
-        self.difference = max(self.difference, *differences)
+    def compare(self, case: tuple, found: list[tuple[str, float]], expected: dict[str, float]) -> None:
+        missing = len(expected.keys() - dict(found).keys())
+        difference = max(abs(loss - expected[key]) / abs(expected[key]) for key, loss in found)
+        print(*case, f"ended: {missing} batches without a loss, largest difference {difference:.1e}", flush=True)
+        self.missing, self.difference = self.missing + missing, max(self.difference, difference)
 
     def print(self) -> None:
         print(f"sent: {self.sent[signal.SIGTERM]} SIGTERM, {self.sent[signal.SIGKILL]} SIGKILL")
@@ -186,10 +194,10 @@ def main(count: int, seed: int) -> None:
                 (undisturbed := Path(root, f"undisturbed {number}")).mkdir()
                 results.failures += filter(None, [run(undisturbed, *case)])
                 expected[case] = dict(losses_in(undisturbed)), float((undisturbed / "done").read_text())
-            losses, step_and_save = expected[case]
+            losses, longest_save = expected[case]
             (directory := Path(root, str(number))).mkdir()
-            results.end_at_random(directory, case, count, step_and_save)
-            results.compare(losses_in(directory), losses)
+            results.end_at_random(directory, case, count, longest_save)
+            results.compare(case, losses_in(directory), losses)
     results.print()
 
 
