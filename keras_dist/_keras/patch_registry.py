@@ -14,6 +14,7 @@ While the group is installed, `trainer._distribute_data(data)` calls this functi
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ class Patch:
     owner: Any  # the module or class that holds the function
     name: str
     parameters: tuple[str, ...]  # of Keras's function; other ones mean a Keras that is not supported
+    passes_on_more: bool  # whether Keras's function may have more of them, which the replacement passes on
     replacement: Any  # a function, or a class that stands in for a class
     reason: str  # what is wrong or missing in Keras without the patch
     issue: str  # upstream, for example "keras#21167"
@@ -77,7 +79,8 @@ class Patch:
         """Raises ValueError where Keras's function is missing or takes other parameters."""
         function = getattr(self.owner, self.name, None)
         found = None if function is None else _parameters_of(function)
-        if found != self.parameters:
+        compared = found[: len(self.parameters)] if found and self.passes_on_more else found
+        if compared != self.parameters:
             problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
             raise ValueError(unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}"))
 
@@ -107,17 +110,21 @@ class PatchGroup:
         """Returns a decorator that declares a function, or a class, to be the replacement of one of Keras's.
 
         By default Keras's function must have the parameters of the replacement, without `original` and the group's
-        context. With `every_thread` the replacement is called without the group's context, in every thread.
+        context; where the replacement takes `*args`, those before it, and any others. With `every_thread` the
+        replacement is called without the group's context, in every thread.
         """
 
         def declare(replacement):
             assert not any(p.owner is owner and p.name == name for group in GROUPS for p in group.patches)
             context = None if every_thread else self._context
-            expected = parameters
+            expected, passes_on_more = parameters, False
             if expected is None:
                 own_arguments = 0 if isinstance(replacement, type) else 1 if context is None else 2
-                expected = tuple(inspect.signature(replacement).parameters)[own_arguments:]
-            self.patches.append(Patch(owner, name, expected, replacement, reason, issue, context))
+                of_replacement = [*inspect.signature(replacement).parameters.values()][own_arguments:]
+                passes_on_more = any(each.kind is each.VAR_POSITIONAL for each in of_replacement)
+                compared = itertools.takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, of_replacement)
+                expected = tuple(each.name for each in compared)
+            self.patches.append(Patch(owner, name, expected, passes_on_more, replacement, reason, issue, context))
             return replacement
 
         return declare

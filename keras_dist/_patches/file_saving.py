@@ -51,20 +51,15 @@ def _on_process_0(callback: type, *names: str) -> None:
         return original(self, *args, **kwargs)
 
     for name in names:
-        INSTALLED.patch(callback, name, reason=_REASON, parameters=_parameters(name))(method)
+        INSTALLED.patch(callback, name, reason=_REASON)(method)
 
 
 def _led_by_process_0(callback: type, name: str, what: str) -> None:
     """Patches a method of a callback to run on process 0, while the others wait and send it shards that it reads."""
 
-    @INSTALLED.patch(callback, name, reason=_REASON, parameters=_parameters(name))
+    @INSTALLED.patch(callback, name, reason=_REASON)
     def method(original, distribution, self, *args, **kwargs):
         return run_on_process_zero(self.model, what, functools.partial(original, self, *args, **kwargs))
-
-
-def _parameters(name: str) -> tuple[str, ...]:
-    kind = "batch" if "_batch_" in name else "epoch" if "_epoch_" in name else None
-    return ("self", "logs") if kind is None else ("self", kind, "logs")
 
 
 _on_process_0(keras.callbacks.CSVLogger, "on_train_begin", "on_epoch_end", "on_train_end")

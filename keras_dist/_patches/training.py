@@ -47,25 +47,6 @@ def _distribute_data(original, distribution, data, layouts=None):
 @INSTALLED.patch(
     trainer.JAXTrainer,
     "fit",
-    parameters=(
-        "self",
-        "x",
-        "y",
-        "batch_size",
-        "epochs",
-        "verbose",
-        "callbacks",
-        "validation_split",
-        "validation_data",
-        "shuffle",
-        "class_weight",
-        "sample_weight",
-        "initial_epoch",
-        "steps_per_epoch",
-        "validation_steps",
-        "validation_batch_size",
-        "validation_freq",
-    ),
     reason="after an exception, callbacks do not learn that training has ended, so signals would stay without effect",
 )
 def _fit(original, distribution, self, *args, **kwargs):
@@ -160,18 +141,6 @@ def _predict_on_batch(original, distribution, self, x):
 @INSTALLED.patch(
     trainer.base_trainer.Trainer,
     "compile",
-    parameters=(
-        "self",
-        "optimizer",
-        "loss",
-        "loss_weights",
-        "metrics",
-        "weighted_metrics",
-        "run_eagerly",
-        "steps_per_execution",
-        "jit_compile",
-        "auto_scale_loss",
-    ),
     reason="layout map rules that match no variable are ignored silently",
     issue="keras-hub#2806, keras-hub#2810",
 )

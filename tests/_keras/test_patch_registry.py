@@ -117,6 +117,28 @@ def test_another_signature_is_refused_before_anything_is_installed(group, classe
     assert "method" not in vars(Owner)
 
 
+def test_a_replacement_that_passes_arguments_on_fits_any_others(group, classes):
+    Base, _, _ = classes
+
+    @group.patch(Base, "method", reason="")
+    def method(original, context, self, *args, **kwargs):
+        return ["patched", *original(self, *args, **kwargs)]
+
+    group.install()
+    assert Base().method(x=1) == ["patched", "Base 1"]
+
+
+def test_the_parameters_before_those_that_are_passed_on_are_compared(group, classes):
+    Base, _, _ = classes
+
+    @group.patch(Base, "method", reason="")
+    def method(original, context, self, y, *args):
+        return original(self, y, *args)
+
+    with pytest.raises(ValueError, match=r"Base\.method.*\('self', 'x'\).*\('self', 'y'\)"):
+        group.install()
+
+
 def test_a_function_that_another_library_replaced_stays_replaced(group, classes):
     Base, _, _ = classes
     patch(group, Base)
