@@ -108,7 +108,7 @@ def runs(name):
 @pytest.mark.parametrize("name", [runs(name) for name, examples in sorted(PAGES.items()) if examples])
 def test_the_examples_of_a_page_run(name, tmp_path, monkeypatch):
     if name == "strategies":
-        pytest.importorskip("keras_hub")
+        pytest.importorskip("keras_hub", exc_type=ImportError)
     if name == "checkpoints":
         pytest.importorskip("orbax.checkpoint")
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from keras_dist._keras.internals import missing_names_are_errors
@@ -14,9 +16,11 @@ with missing_names_are_errors():
     from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
 
     # Since 3.16, adapters count the epochs that they have finished, and shuffle by that number; older ones shuffle by
-    # the global random generators of Python and NumPy. Later (keras#23527) they can stack the batches of one execution,
-    # for a compiled loop over them.
+    # the global random generators of Python and NumPy.
     COUNT_EPOCHS = "epoch" in inspect.signature(py_dataset_adapter.PyDatasetEnqueuer.start).parameters
+    # Later in 3.16 they can stack the batches of one execution, for a compiled loop over them (keras#23527). A list of
+    # that class has batches that are not stacked.
+    PartialBatchList = getattr(data_adapter_utils, "PartialBatchList", list)
     STACK_BATCHES = "super_batch" in inspect.signature(data_adapters.ArrayDataAdapter.get_jax_iterator).parameters
 
 
@@ -43,6 +47,17 @@ def shuffle_batches(order: list[int], adapter) -> None:
     """Shuffles the order of the batches of a PyDataset as its adapter does."""
     generator = random.Random(finished_epochs(adapter)) if COUNT_EPOCHS else random
     generator.shuffle(order)
+
+
+def batches_of_execution(batches: Iterator, count: int) -> Iterator:
+    """Returns an iterator from which Keras's function of a step takes what it needs for one execution of some steps.
+
+    Where adapters can stack batches, that is one item: a stack, or a list of batches that are computed one by one.
+    """
+    if count == 1 or not STACK_BATCHES:
+        return batches
+    found = PartialBatchList(itertools.islice(batches, count))
+    return iter([found] if found else [])
 
 
 def start_workers(enqueuer) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,16 @@ with missing_names_are_errors():
     from keras.src.utils import rng_utils
 
 _NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
+
+
+def is_clearing_session() -> bool:
+    """Returns whether Keras's `clear_session` runs. Since 3.16 it sets the distribution to None as users do."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is global_state.clear_session.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def initialize_seed() -> None:

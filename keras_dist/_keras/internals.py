@@ -52,6 +52,7 @@ def missing_names_are_errors() -> Iterator[None]:
 
 
 with missing_names_are_errors():
+    from keras.src.backend import jax as _jax_backend
     from keras.src.backend.common import global_state as global_state
     from keras.src.backend.common import standardize_dtype as standardize_dtype
     from keras.src.backend.common import variables
@@ -61,11 +62,7 @@ with missing_names_are_errors():
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.common.variables import AutocastScope as AutocastScope
-    from keras.src.backend.jax import core as jax_core
     from keras.src.backend.jax import distribution_lib as backend_lib
-    from keras.src.backend.jax import math as keras_math  # noqa: F401
-    from keras.src.backend.jax import nn as nn
-    from keras.src.backend.jax import numpy as keras_numpy  # noqa: F401
     from keras.src.backend.jax import optimizer as jax_optimizer  # noqa: F401
     from keras.src.backend.jax import trainer as trainer
     from keras.src.distribution import distribution_lib
@@ -81,10 +78,15 @@ with missing_names_are_errors():
     from keras.src.utils.jax_utils import is_in_jax_tracing_scope as is_in_jax_tracing_scope
     from keras.src.utils.naming import to_snake_case
 
+    # Since 3.16, the operations of a backend are a package of their own, and its classes have shorter names.
+    _operations: Any = getattr(_jax_backend, "ops", _jax_backend)
+    jax_core, keras_math, keras_numpy, nn = _operations.core, _operations.math, _operations.numpy, _operations.nn
+
     KerasDistribution = distribution_lib.Distribution
     KerasOptimizer = base_optimizer.BaseOptimizer
     KerasVariable = variables.Variable
-    JaxVariable = jax_core.JaxVariable
+    JaxVariable: Any = getattr(jax_core, "JaxVariable", jax_core.Variable)
+    JaxTrainer: Any = getattr(trainer, "JAXTrainer" if hasattr(trainer, "JAXTrainer") else "Trainer")
     DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
     GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
 
@@ -255,7 +257,7 @@ def iterations(optimizer):
 def computes_train_step_as_keras(model) -> bool:
     """Returns whether a model's train step is that of Keras, and compiled."""
     is_compiled = model.compiled and model.jit_compile and not model.run_eagerly
-    return is_compiled and type(model).train_step is trainer.JAXTrainer.train_step
+    return is_compiled and type(model).train_step is JaxTrainer.train_step
 
 
 def is_embedding_table(path: str) -> bool:

@@ -37,11 +37,11 @@ class Patch:
     owner: Any  # the module or class that holds the function
     name: str
     parameters: tuple[str, ...]  # of Keras's function; other ones mean a Keras that is not supported
-    passes_on_more: bool  # whether Keras's function may have more of them, which the replacement passes on
     replacement: Any  # a function, or a class that stands in for a class
     reason: str  # what is wrong or missing in Keras without the patch
     issue: str  # upstream, for example "keras#21167"
     context: Callable[[], Any] | None
+    passes_on_more: bool = False  # whether Keras's function may have more parameters, which the replacement passes on
 
     @property
     def target(self) -> str:
@@ -124,7 +124,7 @@ class PatchGroup:
                 passes_on_more = any(each.kind is each.VAR_POSITIONAL for each in of_replacement)
                 compared = itertools.takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, of_replacement)
                 expected = tuple(each.name for each in compared)
-            self.patches.append(Patch(owner, name, expected, passes_on_more, replacement, reason, issue, context))
+            self.patches.append(Patch(owner, name, expected, replacement, reason, issue, context, passes_on_more))
             return replacement
 
         return declare

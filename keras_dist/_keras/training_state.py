@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from keras_dist._keras.data_adapters import batches_of_execution
 from keras_dist._keras.internals import STEPS, StatelessScope
 
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
@@ -83,7 +84,8 @@ def step_function(
         if iterator is NOTHING_LEFT:
             return _metrics_result(model, state[-1]), between_steps(state)
         try:
-            outputs, new_state = keras_function(state, iterator)
+            batches = batches_of_execution(iterator, model.steps_per_execution)
+            outputs, new_state = keras_function(state, batches)
         except BaseException:
             _fill_from_state(model, step, between_steps(state))
             model._jax_state, model._jax_state_synced = None, True

@@ -2,6 +2,7 @@
 
 from keras_dist._keras import active_distribution
 from keras_dist._keras.active_distribution import ALWAYS, INSTALLED
+from keras_dist._keras.global_state import is_clearing_session
 from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
 
 
@@ -12,7 +13,8 @@ from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
 )
 def _set_global_attribute(original, name, value):
     if name == GLOBAL_NAME:
-        active_distribution.set_by_keras(value)
+        if value is not None or not is_clearing_session():
+            active_distribution.set_by_keras(value)
     else:
         original(name, value)
 

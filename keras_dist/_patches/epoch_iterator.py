@@ -16,7 +16,6 @@ import keras
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
 from keras_dist._keras.data_adapters import (
     COUNT_EPOCHS,
-    STACK_BATCHES,
     data_adapters,
     finished_epochs,
     set_finished_epochs,
@@ -62,7 +61,6 @@ class EpochIterator(trainer.JAXEpochIterator):
         if self._distribution is None:
             super().__init__(*arguments)
             return
-        _require_single_batches(steps_per_execution)
         for leaf in keras.tree.flatten((x, y, sample_weight)):
             require_numbers(leaf)
         # Keras's adapters must read all data; the pipeline decides which process uses which rows. Since Keras 3.16 they
@@ -163,15 +161,6 @@ class EpochIterator(trainer.JAXEpochIterator):
         elif COUNT_EPOCHS:
             found = DataPosition.at_beginning()
         return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
-
-
-def _require_single_batches(steps_per_execution: int) -> None:
-    if steps_per_execution > 1 and STACK_BATCHES:
-        raise ValueError(
-            f"keras_dist does not support steps_per_execution={steps_per_execution} with Keras {keras.__version__}: "
-            "its steps loop over stacked batches (get_jax_iterator takes 'super_batch'), but keras_dist passes single "
-            "ones. Compile the model with steps_per_execution=1, or install a newer keras_dist."
-        )
 
 
 def announce_step(step: str) -> None:

@@ -25,8 +25,8 @@ def _save(model, path, write: Callable) -> None:
 
 
 @INSTALLED.patch(saving_lib, "save_model", reason=_REASON)
-def _save_model(original, distribution, model, filepath, weights_format="h5", zipped=True):
-    return _save(model, filepath, lambda path: original(model, path, weights_format=weights_format, zipped=zipped))
+def _save_model(original, distribution, model, filepath, *args, **kwargs):
+    return _save(model, filepath, lambda path: original(model, path, *args, **kwargs))
 
 
 @INSTALLED.patch(saving_lib, "save_weights_only", reason=_REASON)

@@ -19,8 +19,9 @@ from keras_dist._keras.active_distribution import (
     remove_unused_patches,
 )
 from keras_dist._keras.distribution_hooks import DistributionHooks
-from keras_dist._keras.internals import STEPS, current_distribution, loss_lib, trainer
+from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
 from keras_dist._keras.running_fit import running_fit
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
 from keras_dist._patches.epoch_iterator import announce_step
@@ -40,12 +41,12 @@ from keras_dist.variables.variable_layouts import check_placement, layout_under,
     reason="fails for 0-d arrays, batches that the batch axes do not divide, and a batch structure that changes",
     issue="keras#21167",
 )
-def _distribute_data(original, distribution, data, layouts=None):
+def _distribute_data(original, distribution, data, *args, **kwargs):
     return distribution.distribute_batch(data)
 
 
 @INSTALLED.patch(
-    trainer.JAXTrainer,
+    JaxTrainer,
     "fit",
     reason="after an exception, callbacks do not learn that training has ended, so signals would stay without effect",
 )
@@ -55,7 +56,7 @@ def _fit(original, distribution, self, *args, **kwargs):
 
 
 @INSTALLED.patch(
-    trainer.JAXTrainer,
+    JaxTrainer,
     "train_step",
     reason="the terms of a sum of gradients (`gradient_accumulation_steps`, tied tables) are all-reduced one by one",
 )
@@ -64,7 +65,7 @@ def _train_step(original, distribution, self, state, data):
 
 
 @INSTALLED.patch(
-    trainer.JAXTrainer,
+    JaxTrainer,
     "_get_state_sharding_spec",
     reason="accumulated gradients (`gradient_accumulation_steps`) are not placed as their variables while steps run",
 )
@@ -75,7 +76,7 @@ def _get_state_sharding_spec(original, distribution, self):
 
 
 @INSTALLED.patch(
-    trainer.JAXTrainer,
+    JaxTrainer,
     "predict_step",
     reason="every device computes all rows of a batch that the batch axes do not divide",
 )
@@ -129,9 +130,7 @@ def _divisor(values, sample_weight, mask, reduction):
     return keras.ops.sum(keras.ops.cast(mask, "float32"))
 
 
-@INSTALLED.patch(
-    trainer.JAXTrainer, "predict_on_batch", reason="`predict_on_batch` replicates its input over all devices"
-)
+@INSTALLED.patch(JaxTrainer, "predict_on_batch", reason="`predict_on_batch` replicates its input over all devices")
 def _predict_on_batch(original, distribution, self, x):
     x, rows = distribution.place_single_batch(x)
     outputs = original(self, x)
@@ -139,7 +138,7 @@ def _predict_on_batch(original, distribution, self, x):
 
 
 @INSTALLED.patch(
-    trainer.base_trainer.Trainer,
+    JaxTrainer.__base__,
     "compile",
     reason="layout map rules that match no variable are ignored silently",
     issue="keras-hub#2806, keras-hub#2810",
@@ -182,6 +181,16 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
     return original(self, reference_variable, name, initializer)
 
 
+_compared_model: ThreadValue[str | None] = ThreadValue(None)  # the name of a model whose step Keras compiles
+
+
+@INSTALLED.patch(trainer, "jit", reason="processes that run different programs train with wrong numbers, or abort")
+def _jit(original, distribution, *args, **kwargs):
+    function, name = original(*args, **kwargs), _compared_model.value
+    is_step = "donate_argnums" in kwargs  # Keras also compiles how outputs are concatenated
+    return compare_programs(function, name) if is_step and name is not None else function
+
+
 def _patch_make_function(step: str) -> None:
     """Declares the patch of `make_train_function`, `make_test_function` or `make_predict_function`.
 
@@ -191,7 +200,7 @@ def _patch_make_function(step: str) -> None:
     attribute = f"{step}_function"
 
     @VARIABLES.patch(
-        trainer.JAXTrainer,
+        JaxTrainer,
         f"make_{step}_function",
         reason="a function that was compiled for another distribution is used, misplaced variables are not reported",
     )
@@ -213,7 +222,8 @@ def _patch_make_function(step: str) -> None:
             place_new_seed_generators(self, distribution)
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
-            with step_replaced(self, step, with_remat_chosen):
+            compared = self.name if distribution.is_multi_process else None
+            with step_replaced(self, step, with_remat_chosen), _compared_model.set_to(compared):
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
@@ -221,17 +231,6 @@ def _patch_make_function(step: str) -> None:
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
         return None
-
-
-@INSTALLED.patch(
-    trainer.JAXTrainer,
-    "_make_function",
-    reason="processes that run different programs train with wrong numbers, or abort",
-)
-def _make_function(original, distribution, self, step_function, concatenate_outputs=False):
-    if distribution.is_multi_process and hasattr(step_function, "trace"):  # compiled
-        step_function = compare_programs(step_function, self.name)
-    return original(self, step_function, concatenate_outputs)
 
 
 for _step in STEPS:

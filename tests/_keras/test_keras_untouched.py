@@ -63,8 +63,9 @@ def test_the_originals_are_keras_s_and_jax_s():
     for function in filter(None, ORIGINALS):  # None: inherited
         if isinstance(function, jax.custom_vjp):
             function = function.fun
+        function = inspect.unwrap(function)
         file = inspect.getsourcefile(function) if isinstance(function, type) else function.__code__.co_filename
-        assert "keras/src" in file or "jax/experimental/rnn" in file
+        assert "keras/src" in file or "jax/experimental/rnn" in file or function is inspect.unwrap(jax.jit)
 
 
 def test_all_patches_are_installed_with_a_distribution_and_none_after():
@@ -290,7 +291,7 @@ WAYS_TO_INSTALL = {
 
 
 @pytest.mark.parametrize("install", WAYS_TO_INSTALL.values(), ids=WAYS_TO_INSTALL)
-@pytest.mark.parametrize("patch", PATCHES, ids=IDS)
+@pytest.mark.parametrize("patch", [p for p in PATCHES if p.parameters], ids=lambda patch: patch.target)
 def test_another_signature_is_refused_and_nothing_is_patched(patch, install, monkeypatch):
     replace_by_another_signature(monkeypatch, patch)
     before = current_functions()

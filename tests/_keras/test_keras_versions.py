@@ -9,8 +9,7 @@ import pytest
 from support.new_process import run
 
 import keras_dist as kd
-from keras_dist._keras import internals
-from keras_dist._patches import epoch_iterator
+from keras_dist._keras import data_adapters, internals
 from keras_dist._patches.epoch_iterator import EpochIterator
 
 
@@ -51,21 +50,18 @@ def test_adapters_of_keras_read_all_batches(data):
     assert [np.asarray(batch).ravel()[0] for batch in batches] == list(range(8))
 
 
-def test_stacked_batches_are_refused(monkeypatch):
-    monkeypatch.setattr(epoch_iterator, "STACK_BATCHES", True)
-    x = np.ones((8, 1), "float32")
-    with kd.DataParallel().scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", steps_per_execution=2)
-        for verb in (model.fit, model.evaluate):
-            with pytest.raises(ValueError, match="steps_per_execution=2"):
-                verb(x, x, verbose=0)
-        model.compile("sgd", "mse")
-        model.fit(x, x, verbose=0)
+def test_an_execution_of_several_steps_takes_a_list_of_batches_where_keras_expects_one_item(monkeypatch):
+    batches = iter(range(5))
+    monkeypatch.setattr(data_adapters, "STACK_BATCHES", True)
+    assert data_adapters.batches_of_execution(batches, 1) is batches
+    taken = [list(data_adapters.batches_of_execution(batches, 2)) for _ in range(4)]
+    assert taken == [[[0, 1]], [[2, 3]], [[4]], []]
+    monkeypatch.setattr(data_adapters, "STACK_BATCHES", False)
+    assert data_adapters.batches_of_execution(batches, 2) is batches
 
 
 REMOVED = [
-    ("keras.src.backend.jax", "core"),  # a module
+    ("keras.src.backend.jax", "distribution_lib"),  # a module
     ("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetEnqueuer"),  # a class
     ("keras.src.backend.jax.trainer", "JAXEpochIterator"),  # a class that is patched
 ]

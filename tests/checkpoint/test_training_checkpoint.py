@@ -293,7 +293,8 @@ def test_variables_that_share_a_path_resume(tmp_path):
             model = keras.saving.load_model(tmp_path / "model.keras")  # whose paths lack the names of the inner models
             model.compile("adam", "mse", metrics=["mse", "mse"])
             paths = [variable.path for variable in model.variables]
-            assert paths.count("up/kernel") == 2
+            if paths.count("up/kernel") != 2:
+                pytest.skip("a loaded model has the paths of the one that was saved since Keras 3.16")
             with contextlib.suppress(Interrupted):
                 checkpoint, losses = kd.TrainingCheckpoint(str(directory), 1), Two(after)
                 arguments = {"batch_size": BATCH, "epochs": 2, "verbose": 0}

@@ -6,7 +6,9 @@ import pytest
 
 import keras_dist as kd
 
-keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'")
+keras_hub = pytest.importorskip(
+    "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
+)
 
 
 @pytest.fixture

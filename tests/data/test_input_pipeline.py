@@ -8,6 +8,9 @@ import pytest
 
 import keras_dist as kd
 
+# Since 3.16, Keras reads the first batch of data by itself, to build a model, and raises its own errors about it.
+EMPTY = "train or validation dataset is empty"
+
 X, Y = np.ones((24, 4), "float32"), np.ones((24, 1), "float32")
 
 
@@ -35,13 +38,13 @@ class EmptyDataset(keras.utils.PyDataset):
 
 @methods
 def test_arrays_without_rows_raise(method):
-    with kd.DataParallel().scope(), pytest.raises(ValueError, match="ArrayData"):
+    with kd.DataParallel().scope(), pytest.raises(ValueError, match=f"ArrayData|{EMPTY}"):
         method(X[:0], Y[:0])
 
 
 @methods
 def test_a_dataset_without_batches_raises(method):
-    with kd.DataParallel().scope(), pytest.raises(ValueError, match="PyDataset"):
+    with kd.DataParallel().scope(), pytest.raises(ValueError, match=f"PyDataset|{EMPTY}"):
         method(EmptyDataset())
 
 
@@ -68,7 +71,7 @@ def test_arrays_of_strings_raise(method, dtype):
 @methods
 def test_batches_of_strings_raise(method):
     batches = ((np.full((8, 4), "one"), Y[:8]) for _ in range(2))
-    with kd.DataParallel().scope(), pytest.raises(TypeError, match=r"\(8, 4\).*<U3"):
+    with kd.DataParallel().scope(), pytest.raises((TypeError, ValueError), match=r"\(8, 4\).*<U3|Invalid dtype: str"):
         method(batches)
 
 

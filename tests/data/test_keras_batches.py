@@ -7,6 +7,7 @@ import pytest
 from support.keras_scenarios import (
     DEVICES,
     KERAS,
+    OLDER_KERAS,
     ROWS,
     X,
     Y,
@@ -245,8 +246,9 @@ def test_a_batch_structure_that_changes_in_an_epoch(batches, message):
     def use(model):
         return model.fit((batch for batch in batches), shuffle=False, verbose=0).history
 
-    with pytest.raises(ValueError, match=message):
-        run(KERAS, use, lenient_model)
+    if OLDER_KERAS:
+        with pytest.raises(ValueError, match=message):
+            run(KERAS, use, lenient_model)
     check_as_on_one_device(use, lenient_model)
 
 

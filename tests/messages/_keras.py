@@ -11,7 +11,6 @@ from jax.experimental import rnn
 import keras_dist as kd
 from keras_dist._keras import internals
 from keras_dist._keras.patch_registry import Patch
-from keras_dist._patches import epoch_iterator
 
 X = np.ones((8, 4), "float32")
 
@@ -76,17 +75,6 @@ def unknown_keras(name, parameters):
         Patch(keras.saving, name, parameters, None, "files are written twice", "", None).check_signature()
 
 
-def keras_that_stacks_batches():
-    compiled = model()
-    compiled.compile(loss="mse", steps_per_execution=4)
-    with (
-        kd.DataParallel().scope(),
-        mock.patch.object(epoch_iterator, "STACK_BATCHES", True),
-        mock.patch.object(keras, "__version__", "9.0"),
-    ):
-        compiled.evaluate(X, X)
-
-
 def another_backend():
     with mock.patch.object(keras.config, "backend", return_value="torch"):
         internals._require_jax_backend()
@@ -95,7 +83,6 @@ def another_backend():
 CASES = {
     "a Keras whose function takes other parameters": lambda: unknown_keras("get_registered_name", ("name",)),
     "a Keras without the function": lambda: unknown_keras("write_twice", ("path",)),
-    "several steps in one execution, with a Keras that stacks their batches": keras_that_stacks_batches,
     "another backend than JAX": another_backend,
     "not a distribution": lambda: kd.set_distribution("data"),
     "a batch axis that the mesh does not have": lambda: kd.ModelParallel(

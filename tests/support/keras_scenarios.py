@@ -10,6 +10,7 @@ import pytest
 import keras_dist as kd
 
 KERAS = keras.distribution
+OLDER_KERAS = hasattr(keras.src.backend.jax, "core")  # 3.15, and 3.16 until its operations became a package
 DEVICES = 8
 
 ROWS = 16
