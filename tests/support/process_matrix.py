@@ -248,14 +248,21 @@ def accumulated_gradients(folder: str) -> dict[str, Any]:
     return results
 
 
+def ways_to_pass_batches(distribution: kd.Distribution) -> Iterator[tuple[bool, str]]:
+    """Yields whether processes pass whole batches or their parts, and a word for it; the distribution expects that."""
+    for is_whole, how in ((True, "whole"), (False, "parts")):
+        distribution.auto_shard_dataset = is_whole
+        yield is_whole, how
+    distribution.auto_shard_dataset = True
+
+
 def of_sources(name: str, sources: list[str]) -> dict[str, Any]:
     """Returns the numbers of every source under a distribution, given whole batches and parts of them."""
     distribution, results = DISTRIBUTIONS[name](), {}
     with distribution.scope():
         model = new_model()
         reset = Reset(model)
-        for is_whole, how in ((True, "whole"), (False, "parts")):
-            distribution.auto_shard_dataset = is_whole
+        for is_whole, how in ways_to_pass_batches(distribution):
             for source in sources:
                 reset()
                 results[f"{name}, {source}, {how}"] = every_method(model, SOURCES[source](Batches(is_whole)))
@@ -268,10 +275,8 @@ def of_methods(name: str, folder: str) -> dict[str, Any]:
     with distribution.scope():
         model = new_model()
         reset = Reset(model)
-        for is_whole, how in ((True, "whole"), (False, "parts")):
-            distribution.auto_shard_dataset = is_whole
+        for is_whole, how in ways_to_pass_batches(distribution):
             results[f"{name}, single batches, {how}"] = single_batches(model, reset, is_whole)
-        distribution.auto_shard_dataset = True
         results[f"{name}, saved and loaded"] = saved_and_loaded(model, reset, folder)
         results[f"{name}, accumulated gradients"] = accumulated_gradients(folder)
         if name == "data_parallel":
