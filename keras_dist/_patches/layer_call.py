@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -223,7 +224,7 @@ def _run_through_graph(original, distribution, self, inputs, operation_fn=lambda
 
 
 @INSTALLED.patch(
-    internals.jax_core,
+    internals.remat_lib,
     "remat",
     reason="`RematScope` fails for layers that branch on `training`, and leaks the state of random generators",
     every_thread=True,
@@ -232,7 +233,7 @@ def _remat(original, f):
     def call(*args, **kwargs):
         if active_distribution() is None or not in_stateless_scope():
             return original(f)(*args, **kwargs)
-        return rematerialized(getattr(f, "__self__", None), lambda: f(*args, **kwargs))
+        return rematerialized(getattr(inspect.unwrap(f), "__self__", None), lambda: f(*args, **kwargs))
 
     return call
 
