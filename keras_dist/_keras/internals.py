@@ -280,11 +280,16 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
     averages) go to the scope, as in a plain call, and so do losses, which are those of the layer.
     """
     outer: Any = get_stateless_scope()
+    # Keras finds the losses of a layer by `id`. Those of the trace are kept as long as the scope, or else another loss
+    # could get the id of one, and count twice.
+    traced_losses = vars(outer).setdefault("_traced_losses", [])
 
     def function():
         with StatelessScope(collect_losses=outer.collect_losses) as inner:
             inner.state_mapping = dict(outer.state_mapping)
+            vars(inner)["_traced_losses"] = traced_losses
             outputs = call()
+        traced_losses.extend(inner.losses)
         changed = {
             key: value for key, value in inner.state_mapping.items() if value is not outer.state_mapping.get(key)
         }

@@ -3,6 +3,9 @@
 Layers branch on `training`, and have random state, averages and losses.
 """
 
+import gc
+import weakref
+
 import jax
 import keras
 import numpy as np
@@ -217,6 +220,38 @@ def test_steps_that_run_eagerly(options, monkeypatch):
             return model.fit(x, y, 8, epochs=2, verbose=0).history["loss"]
 
     np.testing.assert_allclose(loss(True), loss(False), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({"step_options": kd.StepOptions(remat="full")}, None), ({"reshard_after_forward": True}, None), ({}, "full")],
+    ids=["remat", "resharding", "nested scopes"],
+)
+@pytest.mark.parametrize("eager", [False, True])
+def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
+    """Keras finds the losses of a layer by `id`, so another one with the id of a lost one would count twice."""
+    losses, exist = [], []
+
+    class Adding(layers.Dense):
+        def call(self, x):
+            y = super().call(x)
+            loss = keras.ops.mean(y**2)
+            self.add_loss(loss)
+            losses.append(weakref.ref(loss))
+            return y
+
+    class Checking(keras.Layer):
+        def call(self, x):
+            gc.collect()  # tracers of one trace refer to each other
+            exist[:] = [loss() is not None for loss in losses[-6:]]
+            return x
+
+    with fully_sharded(**options).scope(), keras.RematScope(mode):
+        blocks = [keras.Sequential([Adding(8), Adding(8)], name=f"block{number}") for number in range(3)]
+        model = keras.Sequential([keras.Input((8,)), *blocks, Checking(), layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=eager)
+        model.fit(np.ones((8, 8)), np.ones((8, 1)), verbose=0)
+    assert exist == [True] * 6
 
 
 @pytest.mark.parametrize("name", ["flat", "nested"])
