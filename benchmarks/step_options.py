@@ -9,16 +9,14 @@ Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/ste
 import argparse
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 
-import keras_dist as kd
-
-kd.simulate_devices(8)
-
-import jax  # noqa: E402
-import keras  # noqa: E402
-from keras import layers  # noqa: E402
+import keras_dist as kd  # isort: skip  # sets Keras's backend
+import jax
+import keras
+from keras import layers
 
 BLOCKS, WIDTH, LENGTH, VOCABULARY, ROWS = 6, 1024, 1024, 4096, 64
 
@@ -83,6 +81,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", default="h100:8")
     arguments = parser.parse_args()
+    kd.simulate_devices(8)
     keras.config.set_dtype_policy("mixed_bfloat16")
     mesh = kd.create_device_mesh("data:8", devices=kd.target(arguments.target))
     strategies = {

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.keras_scenarios import start_anew
+from support.keras_scenarios import OLDER_KERAS, start_anew
 from support.strategy_models import (
     LENGTH,
     MODELS,
@@ -412,9 +412,10 @@ def nested():
 def shared():
     """Layers that are called with sequences and with what is pooled from them."""
     norm, dense = layers.LayerNormalization(name="norm"), layers.Dense(WIDTH, name="dense")
+    norm_of_pooled = norm if OLDER_KERAS else layers.LayerNormalization(name="norm_of_pooled")  # the axis 2 is an error
     x = inputs = keras.Input((LENGTH, WIDTH))
     x = dense(norm(x))
-    pooled = dense(norm(layers.GlobalAveragePooling1D()(x)))
+    pooled = dense(norm_of_pooled(layers.GlobalAveragePooling1D()(x)))
     return keras.Model(inputs, layers.Dense(4, name="head")(x + pooled[:, None]))
 
 
