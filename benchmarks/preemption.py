@@ -1,13 +1,15 @@
 """Ends training with SIGTERM and SIGKILL at random moments, continues it, and compares every loss.
 
     python benchmarks/preemption.py --count 50
+    python benchmarks/preemption.py --count 10 --attached
 
 For each of 12 cases (1 and 2 processes, three data sources, DP and FSDP) one training runs undisturbed. Another one is
 ended by SIGTERM or SIGKILL at a random moment, in a random process or in all, and started again, over and over, and
 must reach the same losses. Printed are the number of starts that failed, batches that were lost, the largest difference
 of a loss, and the time from SIGTERM until the step is saved and the program leaves, also as a ratio to one step and one
 save: the longest step since that start, and the longest save of the undisturbed run, which writes its checkpoints in
-the foreground. The first step after a start restores a checkpoint and loads compiled programs.
+the foreground. The first step after a start restores a checkpoint and loads compiled programs. With `--attached`, one
+process trains on the accelerators of this machine, in place of 1 and 2 with two simulated devices each.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from pathlib import Path
 
 from keras_dist.multihost.launcher import launch
 
+SIMULATED, ATTACHED = [(1, 2), (2, 2)], [(1, None)]  # processes, and the devices that are simulated for each
 SOURCES, STRATEGIES = ("arrays", "PyDataset", "generator"), ("DP", "FSDP")
 EPOCHS, BATCHES, BATCH = 5, 16, 12
 STEP = 0.02  # seconds that a step takes at least
@@ -117,15 +120,14 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
     Path(directory, "done").write_text(str(checkpoint.longest))
 
 
-def run(directory: Path, processes: int, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
+def run(directory: Path, started: tuple, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
     """Starts the program, and returns its output of errors if it did not end as it had to."""
     lines: list[str] = []
     call = [sys.executable, __file__, "train", str(directory), source, strategy, str(int(number)), who, str(moment)]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
     outcome = launch(
         call,
-        processes,
-        devices_per_process=2,
+        *started,
         show=lambda rank, stream, line: lines.append(line),
         environment=os.environ | cache | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"},
         grace=2,
@@ -152,7 +154,7 @@ class Results:
         """Trains until the end, with interruptions."""
         while not (directory / "done").exists() and not self.failures:
             number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
-            who = random.choice([*map(str, range(case[0])), "all"])
+            who = random.choice([*map(str, range(case[0][0])), "all"])
             for file in [*directory.glob("signal-*"), *directory.glob("stopped-*")]:
                 file.unlink()
             failure = run(directory, *case, number, who, random.uniform(0, WINDOW))
@@ -182,12 +184,12 @@ class Results:
         print(f"over longest step + longest save: {statistics.median(ratios):.2f} (median), {max(ratios):.2f} (most)")
 
 
-def main(count: int, seed: int) -> None:
+def main(count: int, seed: int, started: list[tuple]) -> None:
     """Runs all cases until each signal was sent `count` times, and prints the results."""
     random.seed(seed)
     results, expected = Results(), {}
     with tempfile.TemporaryDirectory() as root:
-        for number, case in enumerate(itertools.cycle(itertools.product((1, 2), SOURCES, STRATEGIES))):
+        for number, case in enumerate(itertools.cycle(itertools.product(started, SOURCES, STRATEGIES))):
             if results.failures or min(results.sent.values()) >= count:
                 break
             if case not in expected:
@@ -209,5 +211,6 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--count", type=int, default=50, help="how often each signal is sent")
         parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--attached", action="store_true", help="train on the accelerators of this machine")
         options = parser.parse_args()
-        main(options.count, options.seed)
+        main(options.count, options.seed, ATTACHED if options.attached else SIMULATED)
