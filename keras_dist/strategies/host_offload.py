@@ -122,7 +122,7 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
     """Returns an array in the memory of the devices, copied once a device has a token.
 
     XLA:TPU removes barriers before it schedules copies, so that the copy is in a branch of a condition there. XLA:GPU
-    would wait for such a condition on the host; it keeps barriers.
+    would wait for such a condition on the host, so it gets a barrier, although it removes them, too.
     """
     mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
 
