@@ -1,6 +1,5 @@
 """What is recognized of the attention of Keras Hub's models: masks, the axes of heads, and repeated keys."""
 
-import importlib.util
 import sys
 from typing import NamedTuple
 
@@ -12,10 +11,6 @@ import pytest
 from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
 from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 from keras_dist.strategies.traced_values import root_of
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="needs KerasHub: pip install 'keras-dist[hub]'"
-)
 
 LENGTH = 8
 PADDING = np.array([[1] * 6 + [0] * 2, [0] + [1] * 7], "int32")
@@ -92,7 +87,7 @@ MODELS = {
 @pytest.fixture
 def fused_attention(monkeypatch):
     """Keras Hub's models call `ops.dot_product_attention`, as they do on GPUs."""
-    pytest.importorskip("keras_hub", exc_type=ImportError)
+    pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError)
     for name, module in list(sys.modules.items()):
         for check in ("fused_attention_op_available", "running_on_gpu", "gpu_supports_fused_attention_op"):
             if name.startswith("keras_hub") and hasattr(module, check):
