@@ -90,13 +90,13 @@ def run_all() -> None:
     first = None
     for case, options in enumerate(CASES):
         measured = in_new_process(f"--case={case}")
-        first = first or measured
-        if case == 0:
-            print(f"{measured['device']}, jax {jax.__version__}, keras {keras.__version__}")
+        if first is None:
+            first = measured
+            if first["target"] is None:
+                sys.exit(f"kd.hardware has no figures of {first['device']!r}, so nothing can be planned for it.")
+            print(f"{first['device']}, jax {jax.__version__}, keras {keras.__version__}")
             print("loss, differs   peak / plan   ms: bound, forecast, measured   time / forecast")
-        if measured["target"] is None:
-            sys.exit(f"kd.hardware has no figures of {measured['device']!r}, so nothing can be planned for it.")
-        planned = in_new_process(f"--case={case}", f"--target={measured['target']}", JAX_PLATFORMS="cpu")
+        planned = in_new_process(f"--case={case}", f"--target={first['target']}", JAX_PLATFORMS="cpu")
         loss = abs(measured["loss"] / first["loss"] - 1)
         memory = measured["peak"] / planned["memory"]
         times = [1e3 * (each or float("nan")) for each in (planned["bound"], planned["forecast"], measured["seconds"])]

@@ -120,14 +120,24 @@ def train(directory: str, source: str, strategy: str, number: int, who: str, mom
     Path(directory, "done").write_text(str(checkpoint.longest))
 
 
-def run(directory: Path, started: tuple, source: str, strategy: str, number: int = 0, who: str = "", moment=0.0):
+def run(
+    directory: Path,
+    processes: int,
+    devices: int | None,
+    source: str,
+    strategy: str,
+    number: int = 0,
+    who: str = "",
+    moment: float = 0.0,
+):
     """Starts the program, and returns its output of errors if it did not end as it had to."""
     lines: list[str] = []
     call = [sys.executable, __file__, "train", str(directory), source, strategy, str(int(number)), who, str(moment)]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
     outcome = launch(
         call,
-        *started,
+        processes,
+        devices_per_process=devices,
         show=lambda rank, stream, line: lines.append(line),
         environment=os.environ | cache | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"},
         grace=2,
@@ -154,7 +164,7 @@ class Results:
         """Trains until the end, with interruptions."""
         while not (directory / "done").exists() and not self.failures:
             number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
-            who = random.choice([*map(str, range(case[0][0])), "all"])
+            who = random.choice([*map(str, range(case[0])), "all"])
             for file in [*directory.glob("signal-*"), *directory.glob("stopped-*")]:
                 file.unlink()
             failure = run(directory, *case, number, who, random.uniform(0, WINDOW))
@@ -188,8 +198,9 @@ def main(count: int, seed: int, started: list[tuple]) -> None:
     """Runs all cases until each signal was sent `count` times, and prints the results."""
     random.seed(seed)
     results, expected = Results(), {}
+    cases = [(*each, *rest) for each, *rest in itertools.product(started, SOURCES, STRATEGIES)]
     with tempfile.TemporaryDirectory() as root:
-        for number, case in enumerate(itertools.cycle(itertools.product(started, SOURCES, STRATEGIES))):
+        for number, case in enumerate(itertools.cycle(cases)):
             if results.failures or min(results.sent.values()) >= count:
                 break
             if case not in expected:
