@@ -1,5 +1,6 @@
 """Runs a function of shards on each device, with its gradient."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ def call_per_device(
     arguments are shards already, and the function is called as it is.
 
     A dim may have shards of unequal sizes: it is padded with zeros (masks with True) to equal ones. Each index along it
-    must be computed alone.
+    must be computed alone. As in `jax.shard_map`, `out_spec` is one for all outputs, or a structure that begins as
+    that of the outputs does.
     """
     if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return function(*arguments)
@@ -93,7 +95,9 @@ def _without_padding(outputs: Any, specs: Any, sizes: dict[Any, int]) -> Any:
             output = jax.lax.slice_in_dim(output, 0, sizes.get(axis_tuple(axes), output.shape[dim]), axis=dim)
         return output
 
-    return jax.tree.map(select, specs, outputs, is_leaf=_is_spec)
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(functools.partial(select, spec), part), specs, outputs, is_leaf=_is_spec
+    )
 
 
 def _is_spec(value: Any) -> bool:

@@ -54,6 +54,13 @@ def test_same_numbers(name, distribution):
     assert_same_numbers(actual, trained(transform, LENGTH, None), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["fft2", "rfft", "stft"])
+def test_rows_that_the_devices_do_not_divide(name):
+    transform = TRANSFORMS[name]
+    actual = trained(transform, LENGTH, kd.DataParallel(), rows=11)
+    assert_same_numbers(actual, trained(transform, LENGTH, None, rows=11), 1e-5)
+
+
 @pytest.mark.parametrize("length", [9, 8])
 def test_signals_whose_samples_are_sharded(length):
     """Dim 1 is transformed, and sharded over the sequence axis before."""

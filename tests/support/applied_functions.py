@@ -42,12 +42,12 @@ class Applied(layers.Layer):
         return self.function(self.up(x))
 
 
-def trained(function, length, distribution):
-    """Losses and weights of two steps of a model that applies a function to activations (ROWS, length, WIDTH)."""
+def trained(function, length, distribution, rows=ROWS):
+    """Losses and weights of two steps of a model that applies a function to activations (rows, length, WIDTH)."""
     start_anew()
-    x = np.random.default_rng(0).standard_normal((ROWS, length, 4)).astype("float32")
+    x = np.random.default_rng(0).standard_normal((rows, length, 4)).astype("float32")
     with scope(distribution):
-        inputs = keras.Input((length, 4), batch_size=ROWS)
+        inputs = keras.Input((length, 4), batch_size=rows)
         model = keras.Model(inputs, layers.Dense(3)(Applied(function)(inputs)))
         model.compile("sgd", "mse")
         y = np.random.default_rng(1).standard_normal(model.output.shape).astype("float32")
