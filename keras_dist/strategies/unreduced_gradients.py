@@ -206,17 +206,18 @@ def _dims_of_summed_rows(equation: Any, rows: _Rows, zeros: Collection[Any]) -> 
     if name == "reduce_sum":
         return next(((dim,) for dim in rows.dims_of(operands[0]) if dim in params["axes"]), None)
     if name == "dot_general":
-        pairs = zip(*params["dimension_numbers"][0], strict=True)
-        return next((pair for pair in pairs if pair[0] in rows.dims_of(operands[0])), None)
+        pairs, have_rows = zip(*params["dimension_numbers"][0], strict=True), list(map(rows.dims_of, operands))
+        return next((pair for pair in pairs if pair[0] in have_rows[0] or pair[1] in have_rows[1]), None)
     if name == "conv_general_dilated" and params["feature_group_count"] == 1:  # the gradient of a kernel
         numbers = params["dimension_numbers"]
         dim = numbers.lhs_spec[1]
         return (dim, numbers.rhs_spec[1]) if dim in rows.dims_of(operands[0]) else None
     if name == "scatter-add" and operands[0] in zeros:  # the gradient of a lookup
-        rank, windows = len(operands[2].aval.shape), params["dimension_numbers"].update_window_dims
-        index_dims = [dim for dim in range(rank) if dim not in windows]
-        found = (dim for dim in index_dims if dim in rows.dims_of(operands[2]))
-        return next(((None, index_dims.index(dim), dim) for dim in found), None)
+        numbers, have_rows = params["dimension_numbers"], rows.dims_of(operands[2])
+        index_dims = (dim for dim in range(len(operands[2].aval.shape)) if dim not in numbers.update_window_dims)
+        # Along a batching dim, each index has a sum of its own.
+        summed = (pair for pair in enumerate(index_dims) if pair[0] not in numbers.scatter_indices_batching_dims)
+        return next(((None, *pair) for pair in summed if pair[1] in have_rows), None)
     return None
 
 

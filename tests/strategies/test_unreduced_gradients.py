@@ -1,10 +1,16 @@
 """Gradients as one summand for each shard of a batch: right sums, and nothing sent until they are added up."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from keras import layers, ops
+from support.keras_scenarios import start_anew
+from support.strategy_models import assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
 from keras_dist.strategies.unreduced_gradients import UnreducedGradients, total
@@ -128,3 +134,63 @@ def test_a_loop_of_its_own_is_reduced_at_once(arguments):
     assert unreduced.sum_dtypes == [None]
     found = jax.jit(lambda *arguments: total(unreduced(*arguments)[0][0]))(*arguments)
     np.testing.assert_allclose(found, recurrent(WEIGHTS, TOKENS, TARGETS)[0][0], rtol=0, atol=1e-6)
+
+
+def test_lookups_in_each_row_are_no_sums_over_rows(arguments):
+    picks = [
+        lambda x: jnp.sort(x, axis=-1),
+        lambda x: jax.lax.top_k(x, 3)[0],
+        lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1)[:, :2], axis=1),
+        jax.vmap(lambda row: row[jnp.argmax(row[:, 0])]),
+        jax.vmap(lambda row: jax.lax.dynamic_slice_in_dim(row, jnp.argmax(row[:, 0]), 2)),
+    ]
+
+    def picked(weights, tokens, targets):
+        def value(weights):
+            return sum(jnp.mean(pick(targets @ weights["up"] + weights["bias"]) ** 2) for pick in picks)
+
+        found = jax.grad(value)(weights)
+        return [found["up"], found["bias"]], ()
+
+    mesh, rows = arguments[1].sharding.mesh, [False] * len(WEIGHTS) + [True, True]
+    unreduced = UnreducedGradients(picked, arguments, rows, mesh, ("data",))
+    found = jax.jit(lambda *arguments: list(map(total, unreduced(*arguments)[0])))(*arguments)
+    assert_same_numbers(found, jax.jit(picked)(WEIGHTS, TOKENS, TARGETS)[0], 1e-5)
+    assert unreduced.sum_dtypes[0] == jnp.float32
+
+
+def routed(accumulated):
+    """Tokens are sent to experts by the best scores of a dense layer with a bias."""
+
+    def route(scores):
+        best, _ = ops.top_k(scores, 2)
+        chosen = ops.take_along_axis(scores, ops.argsort(scores, axis=-1)[..., :2], axis=-1)
+        return ops.concatenate([ops.softmax(best), ops.softmax(chosen), ops.sort(scores, axis=-1)], axis=-1)
+
+    inputs = keras.Input((6, 16))
+    model = keras.Model(inputs, layers.Dense(4)(layers.Lambda(route)(layers.Dense(8)(inputs))))
+    model.compile(keras.optimizers.SGD(0.5, gradient_accumulation_steps=accumulated), "mse")
+    return model
+
+
+@functools.cache
+def trained_router(distribution=None, accumulated=None):
+    start_anew()
+    with scope(distribution):
+        model = routed(accumulated)
+        losses = model.fit(TARGETS, TARGETS[..., :4], 16, 4, verbose=0, shuffle=False).history
+        return losses, model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "accumulated"),
+    [
+        (kd.DataParallel, {"microbatches": 2}, None),
+        pytest.param(fsdp, {"microbatches": 2}, None, marks=pytest.mark.slow),
+        pytest.param(kd.DataParallel, {"reduce_dtype": "float32"}, None, marks=pytest.mark.slow),
+        (kd.DataParallel, {}, 2),
+    ],
+)
+def test_a_router_has_the_numbers_of_one_device(make, options, accumulated):
+    actual = trained_router(make(step_options=kd.StepOptions(**options)), accumulated)
+    assert_same_numbers(actual, trained_router(accumulated=accumulated), 1e-5)
