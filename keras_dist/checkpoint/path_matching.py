@@ -30,9 +30,9 @@ class Matching(NamedTuple):
 def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], automatic: set[str]) -> Matching:
     """Returns the matching of a model's weights with the most pairs, the first of several.
 
-    Tried are: equal paths; paths whose names all occur in the nested path of just one weight, in the same order;
-    paths and nested paths that are equal without the numbers of names that Keras has given. Nested paths have the names
-    of all models and layers that a weight is in. `automatic` has the names that Keras gives, without numbers.
+    Tried are: equal paths, unique ones first; paths whose names all occur in the nested path of just one weight, in the
+    same order; all kinds of paths without the numbers of names that Keras has given. Nested paths have the names of all
+    models and layers that a weight is in. `automatic` has the names that Keras gives, without numbers.
 
     Example:
 
@@ -44,14 +44,15 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
         stems = ((part, _split(part)[0]) for part in path.split("/"))
         return "/".join(stem if stem in automatic else part for part, stem in stems)
 
-    by_path = _match_by_key(saved, paths)
+    unique_paths = unique_weight_paths(paths, nested_paths)
+    by_path = _match_by_key(saved, unique_paths)
     if by_path.is_complete:  # the usual case, which needs none of the others
         return by_path
     return _most_pairs(
         by_path,
+        _match_by_key(saved, paths),
         _match_by_nesting(saved, nested_paths),
-        _match_by_key(saved, paths, without_numbers),
-        _match_by_key(saved, nested_paths, without_numbers),
+        *(_match_by_key(saved, each, without_numbers) for each in (unique_paths, paths, nested_paths)),
     )
 
 
@@ -72,10 +73,12 @@ def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str,
     ...                 [("dense/kernel", "sequential/dense/kernel")]).pairs
     {0: 'adam/sequential_dense_kernel_momentum'}
     """
-    expected = optimizer_paths(paths, weights)
+    expected = number_repeated(optimizer_paths(paths, weights))
 
     def without_number_of_optimizer(path):
         head, _, name = path.rpartition("/")
+        if not head:  # a name that Keras gave, such as Nadam's `variable_1`
+            return _split(name)[0]
         return "/".join(_split(part)[0] for part in head.split("/")) + "/" + name
 
     return _most_pairs(_match_by_key(saved, expected), _match_by_key(saved, expected, without_number_of_optimizer))
@@ -120,8 +123,12 @@ def unique_weight_paths(paths: list[str], nested_paths: list[str]) -> list[str]:
 
 
 def number_repeated(paths: Iterable[str]) -> list[str]:
-    """Makes paths unique: appends `~1` to the second occurrence of a path, `~2` to the third."""
-    seen: Counter[str] = Counter()
+    """Makes paths unique: appends `~1` to the second occurrence of a path, `~2` to the third.
+
+    Nor is a path in a folder that is one itself: of `a/kernel` and `a/kernel/bias`, the first becomes `a/kernel~1`.
+    """
+    paths = list(paths)
+    seen = Counter({path[: end.start()] for path in paths for end in re.finditer("/", path)})
     numbered = []
     for path in paths:
         numbered.append(f"{path}~{seen[path]}" if seen[path] else path)

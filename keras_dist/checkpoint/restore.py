@@ -35,19 +35,22 @@ def orbax() -> Any:
 def state_tree(model: keras.Model) -> dict[str, dict]:
     """Returns the values of all variables by kind and path, as `model.get_state_tree()` does, but without collisions.
 
-    Variables share a path in models inside of a loaded model, and in the metrics of two outputs.
+    Variables share a path in models inside of a loaded model, in the metrics of two outputs, in some optimizers
+    (Adafactor), and if users give two layers of a subclassed model the same name.
     """
     optimizer: Any = model.optimizer
-    weights, count = [*model.trainable_variables, *model.non_trainable_variables], len(model.trainable_variables)
-    paths = [variable.path for variable in weights]
-    unique = path_matching.unique_weight_paths(paths, _nested_paths(model, weights))
+    weights = list(model.variables)  # in an order that does not depend on which of them are trained
+    unique = path_matching.unique_weight_paths([each.path for each in weights], _nested_paths(model, weights))
+    saved_as = {id(variable): path for variable, path in zip(weights, unique, strict=True)}
+    trainable, non_trainable = model.trainable_variables, model.non_trainable_variables
     of_optimizer = path_matching.optimizer_paths(
-        [variable.path for variable in optimizer.variables], list(zip(paths, unique, strict=True))
+        [variable.path for variable in optimizer.variables],
+        [(variable.path, saved_as[id(variable)]) for variable in _optimized_first(optimizer, weights)],
     )
     of_metrics = [variable.path for variable in model.metrics_variables]
     return {
-        TRAINABLE: _nested(weights[:count], unique[:count]),
-        NON_TRAINABLE: _nested(weights[count:], unique[count:]),
+        TRAINABLE: _nested(trainable, [saved_as[id(variable)] for variable in trainable]),
+        NON_TRAINABLE: _nested(non_trainable, [saved_as[id(variable)] for variable in non_trainable]),
         OPTIMIZER: _nested(optimizer.variables, path_matching.number_repeated(of_optimizer)),
         METRICS: _nested(model.metrics_variables, path_matching.number_repeated(of_metrics)),
     }
@@ -57,6 +60,12 @@ def _nested_paths(model, variables: list) -> list[str]:
     """Returns the paths of variables with the names of all models and layers that they are in."""
     paths = internals.weight_paths(model)
     return [paths.get(id(variable)) or str(variable.path) for variable in variables]
+
+
+def _optimized_first(optimizer, weights: list) -> list:
+    """Returns weights in the order in which an optimizer created its variables, and then those without any."""
+    numbers = {id(variable): number for number, variable in enumerate(internals.weights_of_optimizer(optimizer))}
+    return sorted(weights, key=lambda weight: numbers.get(id(weight), len(numbers)))
 
 
 def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
@@ -109,7 +118,7 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
     def entries_of(*kinds: str) -> dict[str, str]:  # full names by path
         return {entry.partition("/")[2]: entry for entry in saved if entry.partition("/")[0] in kinds}
 
-    weights = [*model.trainable_variables, *model.non_trainable_variables]
+    weights = list(model.variables)
     entries = entries_of(TRAINABLE, NON_TRAINABLE)  # of both kinds: layers may have been frozen or unfrozen since
     seeds = [variable for variable in weights if internals.is_random_state(variable.path)]
     others = [variable for variable in weights if not internals.is_random_state(variable.path)]
@@ -128,7 +137,9 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
     optimizer, optimizer_entries = getattr(model, "optimizer", None), entries_of(OPTIMIZER)
     if optimizer is not None and optimizer_entries:
         variables = list(optimizer.variables)
-        renamed = [(others[number].path, of_weights.pairs[number]) for number in sorted(of_weights.pairs)]
+        pairs = {id(others[number]): path for number, path in of_weights.pairs.items()}
+        ordered = _optimized_first(optimizer, others)
+        renamed = [(each.path, pairs[id(each)]) for each in ordered if id(each) in pairs]
         paths = [variable.path for variable in variables]
         matching = path_matching.match_optimizer(list(optimizer_entries), paths, renamed)
         groups.append((variables, matching, optimizer_entries))
