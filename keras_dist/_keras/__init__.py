@@ -9,6 +9,7 @@
 * `running_fit.py`: what is done at the end of `fit`.
 * `training_state.py`: moves the state of a running model between its variables and the steps.
 * `thread_value.py`: values that each thread has for itself.
+* `quantized_weights.py`: the float weights that variables of quantized layers were computed from.
 * `deferred_variables.py`: variables without values.
 * `tracing_errors.py`: what went wrong while a model was traced.
 """

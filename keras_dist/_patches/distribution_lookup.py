@@ -4,6 +4,7 @@ from keras_dist._keras import active_distribution
 from keras_dist._keras.active_distribution import ALWAYS, INSTALLED
 from keras_dist._keras.global_state import is_clearing_session
 from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
+from keras_dist._keras.quantized_weights import record_creation
 
 
 @ALWAYS.patch(
@@ -34,10 +35,12 @@ def _get_global_attribute(original, name, default=None, set_to_default=False):
 @INSTALLED.patch(
     JaxVariable,
     "_initialize_layout",
-    reason="Keras does not record whether a variable's layout comes from the user or from which distribution",
+    reason="Keras does not record whether a variable's layout comes from the user or from which distribution, nor what "
+    "float weight a variable of a quantized layer stores",
 )
 def _initialize_layout(original, distribution, self):
     was_passed = self._layout is not None
+    record_creation(self)
     original(self)
     if not was_passed and self._layout is not None:
         active_distribution.record_distribution(self, distribution)

@@ -33,12 +33,14 @@ class CoveredVariable(PlacedVariable):
         whole_bytes: bytes of the unsharded variable.
         why: the reason for the axes, or for the lack of a layout.
         fits: whether it can have its layout; if not, it is counted as replicated.
+        base: the path of the weight whose rule it has, if it is a LoRA factor or what quantization stores.
     """
 
     trainable: bool
     whole_bytes: int
     why: str
     fits: bool
+    base: str | None = None
 
 
 @dataclass(frozen=True)

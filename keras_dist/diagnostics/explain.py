@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.diagnostics.gathered_sequences import layers_that_gather_sequences
+from keras_dist.layout.derived_weights import base_weight_of, derived_axes, paths_derived_later
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, is_in_host_memory, layout_error
@@ -136,6 +137,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
             is_on_host=is_in_host_memory(layout),
             why=why,
             fits=layout is not None,
+            base=base.path if (base := base_weight_of(variable)) else None,
         )
         bytes_on[devices] += 0 if row.is_on_host else row.bytes
         rows.append(row)
@@ -199,7 +201,7 @@ def _update_decision(weight: keras.Variable, decision: _Decision, distribution: 
 def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision:
     rule, base, several, kind = None, None, False, type(distribution).__name__
     try:
-        rule, base = distribution._rule_and_base(variable.path)
+        rule, base = distribution._rule_and_base(variable)
     except ValueError:
         several = True
     pattern = None if rule is None else rule.pattern
@@ -216,8 +218,11 @@ def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision
         return _Decision(layout, None, "created with its own layout")
     if layout != current:
         return _Decision(layout, pattern, "layout from before the rules changed; call redistribute(model)")
-    if base is not None:
-        return _Decision(layout, pattern, f"same as {base.path!r}")
+    if rule is not None and base is not None:
+        why = f"rule {pattern!r}" if base.path == variable.path else f"same as {base.path!r}"
+        wanted = derived_axes(rule.layout.axes, base.dims, variable.shape, defaultdict(lambda: 1))
+        missing = [repr(name) for name in axis_names(wanted) if name not in axis_names(layout.axes)]
+        return _Decision(layout, pattern, f"{why}; not divisible by {' and '.join(missing)}" if missing else why)
     if rule is not None:
         return _Decision(layout, pattern, f"rule {pattern!r}" + (f" and {kind}" if layout != rule.layout else ""))
     if any(layout.axes):
@@ -274,6 +279,9 @@ def _unused_rules(
     regexes = Regexes({key: re.compile(key) for key in layout_map if key not in used})
     if not regexes:
         return {}
+    # A rule for scales, zero points or LoRA factors has its effect once the layers are quantized, or given the factors.
+    later = {path for v in variables if v.part == "weights" for path in paths_derived_later(v.path)}
+    used.update(key for path in later for key in matching_patterns(regexes, path))
     takers = {key: Counter() for key in regexes}
     activations = [f"{path}/{end}" for path in layers for end in ("output", "input")]
     for path in [*(v.path for v in variables if v.part != "optimizer"), *activations]:

@@ -16,7 +16,6 @@ from keras_dist.diagnostics.suggestions import (
     suggest_for_unmatched_rules,
     variables_with_rules,
 )
-from keras_dist.layout.derived_weights import base_weight_of
 from keras_dist.layout.rule_matching import Regexes, is_for_activations, matching_patterns, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
@@ -130,8 +129,7 @@ def _fix_for_group(coverage: Coverage, pattern: str, group: Group, axes: Axes) -
 
 
 def _has_rule_of_base(variable: CoveredVariable, rule_of: Mapping[str, str | None]) -> bool:
-    base = base_weight_of(variable.path)
-    return base is not None and rule_of.get(base.path) == variable.rule
+    return variable.base is not None and rule_of.get(variable.base) == variable.rule
 
 
 def _lora_factor(variable: CoveredVariable) -> str:
@@ -182,11 +180,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     candidates = [
         v
         for v in weights
-        if v.fits
-        and len(v.shape) > 1
-        and v.rule not in replicating
-        and base_weight_of(v.path) is None
-        and v.path not in suggested
+        if v.fits and len(v.shape) > 1 and v.rule not in replicating and v.base is None and v.path not in suggested
     ]
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
 

@@ -76,7 +76,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
             yield Unmatched(pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths.")
             continue
         group, wanted = paths.variables(found), axes[pattern]
-        if group and not is_activation:
+        if group and not is_activation and group[0].base is None:
             wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
         yield Unmatched(pattern, group, f"Did you mean:\n    {assignment(better, wanted)}")
 

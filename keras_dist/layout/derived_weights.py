@@ -1,68 +1,90 @@
-"""Layouts of weights that belong to another weight: LoRA factors, and the scales and zero points of quantization."""
+"""Layouts of weights that belong to another weight: LoRA factors, and what quantization stores in place of a weight."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from keras_dist._keras.quantized_weights import Dims, quantized_from
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 
 # Names that Keras gives: "lora_kernel_a", "lora_embeddings_b", "kernel_scale", "kernel_zero".
 _LORA_FACTOR = re.compile(r"(?P<layer>(?:.*/)?)lora_(?P<weight>\w+)_(?P<role>[ab])")
-_QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?P<role>scale|zero)")
+_QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?:scale|zero)")
 
 
 class BaseWeight(NamedTuple):
-    """The weight that a derived weight belongs to."""
+    """The weight that a derived weight belongs to: its path, and which of its dims each dim of the derived one has.
+
+    `shape` is the shape that a rule is for, where the derived weight is what is left of the base weight.
+    """
 
     path: str
-    role: str  # of the derived weight: "a" or "b" (first or second LoRA factor), "scale" or "zero"
+    dims: Dims
+    shape: tuple[int, ...] | None = None
 
 
-def base_weight_of(path: str) -> BaseWeight | None:
-    """Returns the weight that the name of a derived weight refers to, None for other names.
-
-    >>> base_weight_of("block/dense/lora_kernel_a")
-    BaseWeight(path='block/dense/kernel', role='a')
-    """
-    match = _LORA_FACTOR.fullmatch(path) or _QUANTIZATION_PARAMETER.fullmatch(path)
-    return match and BaseWeight(match["layer"] + match["weight"], match["role"])
-
-
-def derived_axes(axes: Axes, base: BaseWeight, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
-    """Returns the axes of a derived weight of this shape, from the axes of its base weight.
+def base_weight_of(variable: Any) -> BaseWeight | None:
+    """Returns the weight that a variable, or its spec, is derived from; None for other variables.
 
     A kernel of shape (inputs, heads, size) has the LoRA factors `a` of shape (inputs, heads, rank) and `b` of shape
-    (rank, size): `a` takes the axes of all dims but the last, `b` that of the last dim, and the rank is not sharded. A
-    scale or zero point takes the axes of the last dims; that of an embedding table those of the first. A dim that its
-    axes do not divide is not sharded.
+    (rank, size). A scale or zero point of a layer that is not one of Keras's has the last dims of its weight.
 
-    >>> base = base_weight_of("dense/lora_kernel_b")
-    >>> derived_axes((None, "model"), base, (4, 64), {"model": 8})
-    (None, 'model')
+    >>> from keras_dist.variables.variable_layouts import VariableSpec
+    >>> base_weight_of(VariableSpec("block/dense/lora_kernel_a", (64, 4), "float32", "lora_kernel_a", True))
+    BaseWeight(path='block/dense/kernel', dims=((0,), ()), shape=None)
     """
-    rank = len(shape)
-    if base.role in ("scale", "zero") and 1 < rank < len(axes):
-        axes = packed_axes(axes, rank)
-    if base.role == "a":
-        entries = [*[*axes, *[None] * rank][: rank - 1], None]
-    elif base.role == "b":
-        entries = [None, axes[-1] if axes else None]
-    elif base.path.endswith("embeddings") and not base.path.endswith("reverse_embeddings"):
-        entries = [*axes[:1], *[None] * rank][:rank]
-    else:
-        entries = [*[None] * rank, *axes][-rank:] if rank else []
-
-    def divides(entry, size):
-        return size > 1 and size % math.prod(axis_sizes[name] for name in axis_tuple(entry)) == 0
-
-    return tuple(entry if divides(entry, size) else None for entry, size in zip(entries, shape, strict=True))
+    path, rank = variable.path, len(variable.shape)
+    if quantized := quantized_from(variable):
+        layer = path[: path.rfind("/") + 1]
+        return BaseWeight(layer + quantized.name, quantized.dims, quantized.shape)
+    if match := _LORA_FACTOR.fullmatch(path):
+        dims = (*[(dim,) for dim in range(rank - 1)], ()) if match["role"] == "a" else ((), (-1,))
+        return BaseWeight(match["layer"] + match["weight"], dims)
+    if match := _QUANTIZATION_PARAMETER.fullmatch(path):
+        return BaseWeight(match["layer"] + match["weight"], tuple((dim,) for dim in range(-rank, 0)))
+    return None
 
 
-def packed_axes(axes: Axes, rank: int) -> Axes:
-    """Returns the axes of a kernel that quantization has packed into `rank` dims, as int4 kernels are.
+def paths_derived_later(path: str) -> list[str]:
+    """Returns the paths of weights that a layer gets beside this one when it is quantized or given LoRA factors.
 
-    >>> packed_axes(("model", None, None), 2), packed_axes((None, "model", None), 2)
-    (('model', None), (None, 'model'))
+    >>> paths_derived_later("dense/bias"), paths_derived_later("dense/kernel")[:2]
+    ([], ['dense/kernel_scale', 'dense/kernel_zero'])
     """
-    return (*axes[: rank - 1], next(filter(None, axes[rank - 1 :]), None))
+    layer, name = path[: path.rfind("/") + 1], path[path.rfind("/") + 1 :]
+    if name not in ("kernel", "embeddings", "reverse_embeddings"):
+        return []
+    names = f"{name}_scale", f"{name}_zero", "zero_point", "g_idx", "awq_scales", f"lora_{name}_a", f"lora_{name}_b"
+    return [layer + each for each in names]
+
+
+def derived_axes(axes: Axes, dims: Dims, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> Axes:
+    """Returns the axes of a derived weight of this shape, from the axes of its base weight.
+
+    A dim that consists of several dims of the base weight has the axes of all of them. Axes that do not divide a dim do
+    not shard it.
+
+    >>> derived_axes((None, "model", None), ((1, 2), (0,)), (16, 32), {"model": 4})
+    ('model', None)
+    """
+
+    def entry(dims_of_base: tuple[int, ...], size: int):
+        names: tuple[str, ...] = ()
+        for dim in dims_of_base:
+            more = names + (axis_tuple(axes[dim]) if -len(axes) <= dim < len(axes) else ())
+            if size > 1 and size % math.prod(axis_sizes[name] for name in more) == 0:
+                names = more
+        return names if len(names) > 1 else next(iter(names), None)
+
+    return tuple(entry(*pair) for pair in zip(dims, shape, strict=True))
+
+
+def axes_for_rule(axes: Axes, dims: Dims) -> Axes:
+    """Returns the axes of the base weight, as a rule has them, from those of what quantization stores in its place.
+
+    >>> axes_for_rule(("model", None), ((1, 2), (0,)))
+    (None, 'model', None)
+    """
+    first_dims = {dims_of_base[0]: entry for dims_of_base, entry in zip(dims, axes, strict=True) if dims_of_base}
+    return tuple(first_dims.get(dim) for dim in range(1 + max(dim for entry in dims for dim in entry)))

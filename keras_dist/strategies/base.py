@@ -18,7 +18,7 @@ from keras_dist._keras.global_state import random_seed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
-from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes, packed_axes
+from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
@@ -223,24 +223,25 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return self._layout_by_rule(variable)
 
     def _layout_by_rule(self, variable) -> TensorLayout:
-        shape, (rule, base) = tuple(variable.shape), self._rule_and_base(variable.path)
+        shape, (rule, base) = tuple(variable.shape), self._rule_and_base(variable)
         if rule is None:
             return TensorLayout([None] * len(shape), self._device_mesh)
         layout, mesh = rule.layout, rule.layout.device_mesh or self._device_mesh
+        of, ruled_shape = "", shape
         if base is not None:
-            return TensorLayout(derived_axes(layout.axes, base, shape, mesh.axis_sizes), mesh)
-        if 1 < len(shape) < len(layout.axes) and "int" in str(variable.dtype):
-            layout = TensorLayout(packed_axes(layout.axes, len(shape)), mesh)
-        problem = layout_error(layout.axes, shape, mesh.axis_sizes)
+            layout = TensorLayout(derived_axes(layout.axes, base.dims, shape, mesh.axis_sizes), mesh)
+            of, ruled_shape = " before it is quantized", base.shape
+        problem = ruled_shape and layout_error(rule.layout.axes, ruled_shape, mesh.axis_sizes)
         if problem and 0 not in shape:  # an empty tensor has no shards
             raise ValueError(
-                f"Cannot shard '{variable.path}' (shape {shape}) by the rule {rule.pattern!r}, {layout.axes}: {problem}"
+                f"Cannot shard '{variable.path}' (shape {ruled_shape}{of}) by the rule {rule.pattern!r}, "
+                f"{rule.layout.axes}: {problem}"
             )
         return layout
 
-    def _rule_and_base(self, path: str) -> tuple[Rule | None, BaseWeight | None]:
+    def _rule_and_base(self, variable) -> tuple[Rule | None, BaseWeight | None]:
         """Returns the rule that decides the layout of a variable, and its base weight if the rule is that one's."""
-        rule, base = self.rule(path), base_weight_of(path)
+        rule, base = self.rule(variable.path), base_weight_of(variable)
         base_rule = None if base is None else self.rule(base.path)
         # A rule that matches both is meant for the base weight.
         return (base_rule, base) if base_rule is not None and rule in (None, base_rule) else (rule, None)

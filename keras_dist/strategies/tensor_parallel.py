@@ -11,7 +11,9 @@ import jax
 import keras
 
 from keras_dist._keras import internals
+from keras_dist._keras.quantized_weights import record_variables
 from keras_dist._report.units import bytes_text
+from keras_dist.layout.derived_weights import BaseWeight, axes_for_rule, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
@@ -135,6 +137,7 @@ class _Weight(NamedTuple):
     dims: Dims
     is_matmul_operand: bool
     is_head: bool
+    base: BaseWeight | None
 
 
 class Solution(NamedTuple):
@@ -160,8 +163,21 @@ class Solution(NamedTuple):
         batch_axes = tuple(name for name in mesh.axis_names if name != self.axis and name not in sequence_axes)
         solution = self._replace(batch_axes=batch_axes, sequence_axes=sequence_axes)
         tables = solution.table_rules(sequence_parallel)
-        rules = {weight.path: solution.axes_of(weight.dims) for weight in self.weights}
-        return rules | tables | solution.activation_rules(tables, sequence_parallel)
+        axes = {weight.path: solution.axes_of(weight.dims) for weight in self.weights} | tables
+        derived = [(weight.path, weight.shape, weight.base) for weight in self.weights if weight.base is not None]
+        for path, _, base in derived:
+            if base.path == path:
+                axes[path] = axes_for_rule(axes[path], base.dims)
+        # A weight that is derived from another has its layout, also if the model is quantized, or given LoRA factors,
+        # only after these rules are in use.
+        follows = {
+            path: None
+            for path, shape, base in derived
+            if base.path != path
+            and base.path in axes
+            and axes[path] == derived_axes(axes[base.path], base.dims, shape, mesh.axis_sizes)
+        }
+        return axes | follows | solution.activation_rules(tables, sequence_parallel)
 
     @property
     def all_reduced_bytes(self) -> float:
@@ -276,13 +292,14 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     axis_size = mesh.axis_sizes[axis]
     jaxpr, heads = trace_model(model, mesh, axis_size, batch), internals.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
+    record_variables(model)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     weights = []
     for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
-        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head))
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v)))
     inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
     rows = graph.find(inputs[0])[0] if inputs else None
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
@@ -322,7 +339,8 @@ def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
 
 
 def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
-    replicas = [w for w in solution.weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
+    weights = [w for w in solution.weights if w.base is None or w.base.path == w.path]
+    replicas = [w for w in weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
         count = f"{len(replicas)} weight{'s' * (len(replicas) > 1)}"

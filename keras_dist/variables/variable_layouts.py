@@ -12,6 +12,7 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import distribution_of, is_of_this_package
 from keras_dist._keras.internals import as_sharding
+from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.devices import is_attached
 
@@ -24,10 +25,12 @@ class VariableSpec(NamedTuple):
     dtype: str
     name: str
     trainable: bool
+    quantized_from: FloatWeight | None = None
 
     @classmethod
     def of(cls, variable: keras.Variable) -> "VariableSpec":
-        return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable)
+        weight = quantized_from(variable)
+        return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable, weight)
 
 
 # ------------------------------------------------------------------------------------------- the variables of a model
@@ -35,6 +38,7 @@ class VariableSpec(NamedTuple):
 
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
+    record_variables(model)  # of those that were created while no distribution was active
     optimizer = getattr(model, "optimizer", None)
     groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
     groups += [metric.variables for metric in internals.unbuilt_metrics(model)]

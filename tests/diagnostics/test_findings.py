@@ -323,6 +323,22 @@ def test_a_regex_all_of_whose_paths_are_keys():
     assert "1 by 'dense_0/kernel', 1 by 'dense_1/kernel'" in finding.message
 
 
+@pytest.mark.parametrize("later", ["kernel_scale", "zero_point", "lora_kernel_b"])
+def test_a_rule_for_what_quantization_or_lora_will_add(later):
+    rules = {"dense_0/kernel": (None, "model"), "dense_1/kernel": ("model", None), f"dense_0/{later}": (None,)}
+    assert not findings_of(lambda: dense_layers(16, 16), rules)
+
+
+def test_a_rule_without_a_match_for_a_packed_kernel_keeps_its_axes():
+    def build():
+        model = dense_layers(12, 16)
+        model.get_layer("dense_0").quantize("int4")
+        return model
+
+    finding = finding_of("no match", build, {"dense_0/kernl": (None, "model")})
+    assert suggested(finding) == {"dense_0/kernel": (None, "model")}  # though 6 bytes are not divisible by 4
+
+
 def test_paths_that_several_rules_match():
     rules = {".*kernel": (None, "model"), "dense_.*": ("model", None)}
     build = lambda: dense_layers(16, 16)  # noqa: E731

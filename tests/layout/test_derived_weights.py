@@ -114,6 +114,128 @@ def test_quantized_weights_and_their_scales(mode):
         assert query == (None, "model")
 
 
+KERNELS = {  # equation, shape of outputs, shape of inputs, rule
+    "up": (None, 128, (32,), (None, "model")),
+    "down": (None, 32, (128,), ("model", None)),
+    "odd": (None, 12, (32,), (None, "model")),
+    "query": ("bd,dnh->bnh", (4, 8), (32,), (None, "model", None)),
+    "output": ("bnh,nhd->bd", (32,), (4, 8), ("model", None, None)),
+    "heads_first": ("bd,ndh->bnh", (4, 8), (32,), ("model", "data", None)),
+}
+AXES = {  # of the kernel, the scale, the zero point and the groups of rows
+    "int4": {
+        "up": [(None, "model"), (None, "model"), (None, "model"), (None,)],
+        "down": [("model", None), ("model", None), ("model", None), ("model",)],
+        "odd": [(None, None), (None, "model"), (None, "model"), (None,)],  # 12 columns in 6 bytes
+        "query": [(None, "model"), (None, "model"), (None, "model"), (None,)],
+        "output": [("model", None), ("model", None), ("model", None), ("model",)],
+        "heads_first": [(("model", "data"), None), ("model", None), ("model", None), (("model", "data"),)],
+    },
+    "gptq": {
+        "up": [("model", None), ("model", None), ("model", None), (None,)],
+        "down": [(None, "model"), (None, "model"), (None, "model"), ("model",)],
+        "odd": [(None, None), ("model", None), ("model", None), (None,)],
+        "query": [("model", None), ("model", None), ("model", None), (None,)],
+        "output": [(None, "model"), (None, "model"), (None, "model"), ("model",)],
+        "heads_first": [(None, ("model", "data"))] * 3 + [(("model", "data"),)],
+    },
+}
+AXES["awq"] = {"output": AXES["gptq"]["output"]}
+CONFIGS = {
+    "int4": keras.quantizers.Int4QuantizationConfig(block_size=8),
+    "gptq": keras.quantizers.GPTQConfig(dataset=["x"], tokenizer=str.split, group_size=8),
+    "awq": keras.quantizers.AWQConfig(dataset=["x"], tokenizer=str.split, group_size=8),
+}
+
+
+def quantized_kernels(mode):
+    """Returns quantized layers and what they compute. GPTQ and AWQ are not calibrated: their values are drawn."""
+    keras.utils.set_random_seed(0)
+    generator, made, outputs = np.random.default_rng(0), [], []
+    for name in AXES[mode]:
+        equation, units, inputs, _ = KERNELS[name]
+        layer = layers.EinsumDense(equation, units, name=name) if equation else layers.Dense(units, name=name)
+        layer.build((None, *inputs))
+        layer.quantize(mode, config=CONFIGS[mode])
+        if mode != "int4":
+            setattr(layer, f"is_{mode}_calibrated", True)
+            for variable in (layer.quantized_kernel, layer.kernel_zero):
+                variable.assign(generator.integers(0, 16, variable.shape))
+            layer.kernel_scale.assign(generator.uniform(0.1, 1, layer.kernel_scale.shape))
+            layer.g_idx.assign(np.arange(layer.g_idx.shape[0]) // 8)
+        made.append(layer)
+        outputs.append(np.asarray(layer(generator.normal(size=(8, *inputs)).astype("float32"))))
+    return made, outputs
+
+
+@pytest.mark.parametrize("mode", ["int4", "gptq", "awq"])
+def test_a_rule_is_for_the_float_kernel(mode):
+    rules = distribution({f"{name}/kernel": axes for name, (*_, axes) in KERNELS.items()})
+    alone, expected = quantized_kernels(mode)
+    with rules.scope():
+        made, outputs = quantized_kernels(mode)
+    for layer, before, one, other in zip(made, alone, outputs, expected, strict=True):
+        kernel = layer._kernel if mode == "int4" else layer.quantized_kernel
+        scale, zero, groups = layer.kernel_scale, layer.kernel_zero, layer.g_idx
+        axes = [v._layout.axes for v in (kernel, scale, zero, groups)]
+        assert (layer.name, axes) == (layer.name, AXES[mode][layer.name])
+        if mode == "awq":
+            assert layer.awq_scales._layout.axes == groups._layout.axes
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        kd.redistribute(before, rules)  # created while no distribution was active
+        assert [v._layout.axes for v in before.weights] == [v._layout.axes for v in layer.weights]
+
+
+def test_the_scale_of_an_int8_kernel_has_the_axes_of_its_dims():
+    rules = {"query/kernel": ("model", None, None), "swapped/kernel": ("model", None)}
+    with distribution(rules).scope():
+        query = layers.EinsumDense("btd,ndh->btnh", (None, 4, 8), name="query")
+        query.build((None, 6, 32))
+        query.quantize("int8")
+        swapped = layers.EinsumDense("bd,ed->be", 8, name="swapped")
+        swapped.build((None, 16))
+        swapped.quantize("int8")
+    assert query.kernel_scale.shape == (1, 1, 4, 8)
+    assert query.kernel_scale._layout.axes == (None, None, "model", None)
+    assert swapped.kernel_scale.shape == (1, 8)
+    assert swapped.kernel_scale._layout.axes == (None, "model")
+
+
+def test_tables_of_int4_values():
+    rules = {"tokens/embeddings": ("model", None), "tokens/reverse_embeddings": (None, "model")}
+    with distribution(rules).scope():
+        tokens = layers.ReversibleEmbedding(64, 16, tie_weights=False, name="tokens")
+        tokens.build()
+        tokens.quantize("int4", config=CONFIGS["int4"])
+    axes = {v.name: (tuple(v.shape), v._layout.axes) for v in tokens.weights}
+    assert axes == {
+        "embeddings": ((64, 8), ("model", None)),
+        "embeddings_scale": ((64, 2), ("model", None)),
+        "embeddings_zero": ((64, 2), ("model", None)),
+        "g_idx": ((16,), (None,)),
+        "reverse_embeddings": ((8, 64), (None, "model")),
+        "reverse_embeddings_scale": ((2, 64), (None, "model")),
+        "reverse_embeddings_zero": ((2, 64), (None, "model")),
+    }
+
+
+def test_a_packed_dim_that_the_axis_does_not_divide_is_explained():
+    with distribution({"odd/kernel": (None, "model")}).scope():
+        model = keras.Sequential([keras.Input((32,)), layers.Dense(12, name="odd")])
+        model.quantize("int4", filters="odd")
+        coverage = kd.explain(model)
+    why = {v.path.rpartition("/")[2]: v.why for v in coverage.variables}
+    assert why["kernel"] == "rule 'odd/kernel'; not divisible by 'model'"
+    assert why["kernel_scale"] == f"same as '{model.name}/odd/kernel'"
+    assert not coverage.findings
+
+
+def test_a_rule_that_does_not_fit_the_float_kernel_of_a_quantized_layer():
+    layer = layers.Dense(10, dtype="int4_from_float32", name="odd")
+    with distribution({"odd/kernel": (None, "model")}).scope(), pytest.raises(ValueError, match=r"\(32, 10\).*'model'"):
+        layer.build((None, 32))
+
+
 def test_explain_names_the_weight():
     with distribution().scope():
         coverage = kd.explain(with_lora(build()))

@@ -23,10 +23,10 @@ def rules(**axes):
     return layout_map
 
 
-def call_dense(layout_map, units=8, width=4):
+def call_dense(layout_map, units=8, width=4, dtype="float32"):
     """Builds and calls a dense layer under some rules."""
     with kd.ModelParallel(layout_map=layout_map).scope():
-        keras.layers.Dense(units, name="dense")(np.ones((8, width), "float32"))
+        keras.layers.Dense(units, name="dense", dtype=dtype)(np.ones((8, width), "float32"))
 
 
 def fit_without_sequences():
@@ -184,6 +184,9 @@ CASES = {
         mesh(), shard_axis="data", replica_axis="data"
     ),
     "a weight that its rule does not fit": lambda: call_dense(rules(dense__kernel=(None, "model")), units=6),
+    "an int4 kernel whose rule does not fit the float kernel": lambda: call_dense(
+        rules(dense__kernel=(None, "model")), units=10, dtype="int4_from_float32"
+    ),
     "a weight with fewer dims than its rule": lambda: call_dense(rules(dense__kernel=(None, None, "model"))),
     "an input that its rule does not fit": lambda: call_dense(rules(dense__input=("data", "model")), width=3),
     "an output that its rule does not fit": lambda: call_dense(rules(dense__output=("data", "model")), units=6),

@@ -636,6 +636,20 @@ class TestErrors:
         with pytest.warns(UserWarning, match=r"1 weight .*'model' \(size 2\).*odd/kernel \(129, 131\)"):
             rules_for(build)
 
+    @pytest.mark.parametrize("change", [lambda layer: layer.quantize("int8"), lambda layer: layer.enable_lora(4)])
+    def test_rules_of_a_quantized_model_or_one_with_lora_are_for_the_float_weights(self, change):
+        def build(change=lambda layer: None):
+            model = keras.Sequential([keras.Input((32,)), layers.Dense(64, name="up"), layers.Dense(32, name="down")])
+            for layer in model.layers:
+                change(layer)
+            return model
+
+        layout_map = rules_for(lambda: build(change))
+        assert layout_map == rules_for(build)
+        assert set(layout_map) == {"up/kernel", "up/bias", "down/kernel"}
+        with kd.ModelParallel(layout_map=layout_map, strict=True).scope():  # no rule is without a match
+            build().compile("adam", "mse")
+
     def test_small_replicated_weights_are_not_reported(self, recwarn):
         rules_for(lambda: keras.Sequential([keras.Input((7,)), layers.Dense(5)]))
         assert not [each for each in recwarn if "replicated" in str(each.message)]
