@@ -49,8 +49,9 @@ class Finding:
 
     Attributes:
         kind: `"does not fit"` (the layout of a rule, or of a distribution), `"several rules"` (match one path),
-            `"random state"` (is sharded by a rule), `"no match"` (of a rule), `"shadowed"` (a rule all of whose paths
-            other rules take), `"replicated"` (weights, over an axis that shards others) or `"idle axis"` (of the mesh).
+            `"random state"` (is sharded by a rule), `"no match"` (of a rule), `"shadowed"` (a rule all or some of whose
+            paths other rules take), `"replicated"` (weights, over an axis that shards others) or `"idle axis"` (of the
+            mesh).
         message: the fault, the values, and the fix. Rules to paste are on lines of their own, indented.
         bytes: unsharded bytes of the variables concerned.
         paths: paths of these variables; of a rule without a match, those that it was probably meant for.

@@ -279,9 +279,6 @@ def _unused_rules(
     regexes = Regexes({key: re.compile(key) for key in layout_map if key not in used})
     if not regexes:
         return {}
-    # A rule for scales, zero points or LoRA factors has its effect once the layers are quantized, or given the factors.
-    later = {path for v in variables if v.part == "weights" for path in paths_derived_later(v.path)}
-    used.update(key for path in later for key in matching_patterns(regexes, path))
     takers = {key: Counter() for key in regexes}
     activations = [f"{path}/{end}" for path in layers for end in ("output", "input")]
     for path in [*(v.path for v in variables if v.part != "optimizer"), *activations]:
@@ -295,6 +292,9 @@ def _unused_rules(
                 used.add(key)
             elif rule is not None:  # None: an ordered rule that matches an output, but does not apply to outputs
                 takers[key][rule.pattern] += 1
+    # A rule for scales, zero points or LoRA factors has its effect once the layers are quantized, or given the factors.
+    later = {path for v in variables if v.part == "weights" for path in paths_derived_later(v.path)}
+    used.update(key for path in later for key in matching_patterns(regexes, path) if not takers[key])
     return {key: dict(takers[key]) for key in regexes if key not in used}
 
 

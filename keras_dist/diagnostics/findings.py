@@ -23,6 +23,9 @@ _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more a
 _SMALL_FRACTION = 0.002  # groups that take less are not listed
 _MOST_REPLICAS = 5  # groups listed
 _MOST_PATHS = 8  # listed for a rule without a match
+_ENTIRE_PATHS_FIRST = (
+    "A match of the entire path takes precedence over one without the name that Keras generated for the model"
+)
 _DERIVE_RULES = "keras_dist.tensor_parallel_layout_map(model, device_mesh)"
 
 
@@ -155,17 +158,45 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
             continue
         counts = ", ".join(f"{count} by {taker!r}" for taker, count in Counter(takers).most_common(3))
         more = f" and {len(takers) - 3} more rules" * (len(takers) > 3)
-        earlier = [taker for taker in takers if taker not in paths]
-        fix = (
-            f"Move it before {earlier[0]!r}, or delete it."
-            if coverage.first_match_wins and earlier
-            else "Keys that are paths take precedence over regexes: delete these keys, or this rule."
-        )
+        others = [taker for taker in takers if taker not in paths]
+        if not others:
+            fix = "Keys that are paths take precedence over regexes: delete these keys, or this rule."
+        elif coverage.first_match_wins:
+            fix = f"Move it before {others[0]!r}, or delete it."
+        else:
+            fix = f"{_ENTIRE_PATHS_FIRST}: narrow {others[0]!r}, or delete this rule."
         message = (
             f"Layout map rule {pattern!r} has no effect, because other rules take precedence for all paths that it "
             f"matches: {counts}{more}. {fix}"
         )
         yield Finding("shadowed", message, 0, (), pattern)
+    yield from _partly_shadowed_rules(coverage)
+
+
+def _partly_shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
+    """Yields rules that apply to some paths, but not to others that they match without automatic model names."""
+    rules, losses = dict(coverage.rules), defaultdict(list)
+    regexes = Regexes({pattern: re.compile(pattern) for pattern in rules})
+    for v in variables_with_rules(coverage):
+        stripped = strip_model_names(v.path)
+        if coverage.first_match_wins or v.rule is None or stripped == v.path or v.base is not None:
+            continue
+        losers = set(regexes.full_matches(stripped)).difference(regexes.full_matches(v.path), coverage.unused)
+        # A rule that spells the model's name is meant to take precedence.
+        if losers and regexes[v.rule].fullmatch(stripped):
+            for pattern in losers:
+                if rules[pattern].axes != rules[v.rule].axes:
+                    losses[pattern, v.rule].append(v)
+    for (pattern, taker), group in losses.items():
+        yield _finding(
+            "shadowed",
+            f"Layout map rule {pattern!r} has no effect on {_named(group)}, which {taker!r} matches, too. "
+            f"{_ENTIRE_PATHS_FIRST}. In a functional model, or one that is loaded from a file, paths lack that name, "
+            "and two rules for one path are an error. Narrow one of the two, or create the map with "
+            "LayoutMap.from_rules, in which the first match wins.",
+            group,
+            pattern,
+        )
 
 
 # ---------------------------------------------------------------------------------------------- replicas, idle axes

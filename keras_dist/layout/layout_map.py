@@ -33,7 +33,7 @@ class LayoutMap(keras.distribution.LayoutMap):
     A key that ends in `/output` gives the layout of a layer's outputs, one that ends in `/input` that of a layer's
     inputs. A key that does not contain the word "input" never applies to inputs.
 
-    A path that several regexes match raises an error, unless the map was created by `from_rules`: then the first match
+    Several regexes that match raise an error, unless the map was created by `from_rules`: then the first match
     wins. `|` and `|=` merge maps as they merge dicts. Two maps are equal if their rules and meshes are equal; the order
     of rules is compared only if the first match wins.
 

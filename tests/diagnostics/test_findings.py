@@ -323,6 +323,39 @@ def test_a_regex_all_of_whose_paths_are_keys():
     assert "1 by 'dense_0/kernel', 1 by 'dense_1/kernel'" in finding.message
 
 
+def sequential():
+    return keras.Sequential([keras.Input((16,)), layers.Dense(64, name="up"), layers.Dense(64, name="down")])
+
+
+@pytest.mark.parametrize("loser", ["up/kernel.*", "up/kernel"])
+def test_a_rule_all_of_whose_paths_regexes_match_with_the_name_of_the_model(loser):
+    finding = finding_of("shadowed", sequential, {".*kernel": (None, "model"), loser: ("model", None)})
+    assert finding.rule == loser
+    assert "1 by '.*kernel'" in finding.message
+    assert "narrow '.*kernel'" in finding.message  # it is no key
+
+
+def test_a_rule_some_of_whose_paths_regexes_match_with_the_name_of_the_model():
+    rules = {".*kernel": (None, "model"), "up/.*": ("model",)}
+    coverage = explained(sequential, rules)
+    [finding] = [each for each in coverage.findings if each.kind == "shadowed"]
+    assert finding.rule == "up/.*"
+    assert [path.partition("/")[2] for path in finding.paths] == ["up/kernel"]
+    used = {v.path.partition("/")[2]: v.rule for v in coverage.variables if v.part == "weights"}
+    assert used == {"up/kernel": ".*kernel", "up/bias": "up/.*", "down/kernel": ".*kernel", "down/bias": None}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"sequential.*/up/kernel": (None, "model"), "up/.*": ("model",)},  # the name is spelled on purpose
+        {".*kernel": ("model",), "up/.*": ("model",)},  # both are the same
+    ],
+)
+def test_a_rule_that_takes_precedence_on_purpose(rules):
+    assert "shadowed" not in [each.kind for each in findings_of(sequential, rules)]
+
+
 @pytest.mark.parametrize("later", ["kernel_scale", "zero_point", "lora_kernel_b"])
 def test_a_rule_for_what_quantization_or_lora_will_add(later):
     rules = {"dense_0/kernel": (None, "model"), "dense_1/kernel": ("model", None), f"dense_0/{later}": (None,)}

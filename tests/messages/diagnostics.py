@@ -40,6 +40,10 @@ def convolution():
     return keras.Sequential([keras.Input((8, 8, 6)), layers.Conv2D(16, 3, use_bias=False, name="conv")], name="images")
 
 
+def named_by_keras():
+    return keras.Sequential([keras.Input((16,)), layers.Dense(64, name="up"), layers.Dense(64, name="down")])
+
+
 def tied():
     tokens = keras.Input((16,), dtype="int32")
     embedding = layers.ReversibleEmbedding(64, 16, name="embedding")
@@ -148,6 +152,9 @@ CASES = {
     "a shadowed rule": findings(tower, [(".*/kernel", COLUMNS), (".*p/kernel", ROWS)]),
     "a regex all of whose paths are keys": findings(
         tower, {"up/kernel": COLUMNS, "down/kernel": ROWS, "u./kernel": ROWS}
+    ),
+    "rules that match with and without the name of the model": findings(
+        named_by_keras, {".*kernel": COLUMNS, "up/kernel.*": ROWS, "down/.*": ("model",)}
     ),
     "replicas": findings(decoder, {"embedding/embeddings": COLUMNS}),
     "replicas over two axes": findings(tower, {"up/kernel": ("data", "model")}),
