@@ -10,6 +10,7 @@ from keras_dist.planning.choice import Choice, NoCandidateError, NothingFitsErro
 from keras_dist.planning.choosing import Task, choose
 from keras_dist.planning.compile_target import Target
 from keras_dist.planning.compiler_options import checked_compiler_options
+from keras_dist.planning.fitting_options import error_line
 from keras_dist.planning.places import Place, place_of
 from keras_dist.planning.plan import require_builder_of_depth, require_step
 from keras_dist.planning.report import Plan
@@ -41,8 +42,8 @@ def auto(
     parallelism with each of them where the model has sequences. What variables take is computed exactly, and what a
     step sends and computes is estimated. Candidates that cannot fit, or cannot be better than one that is compiled, are
     left out. The others are compiled, the most promising first. The same arguments give the same choice. What a
-    compilation finds is kept on disk, so that a repeated search takes seconds. Ctrl-C ends a search with the best
-    candidate so far.
+    compilation finds is kept on disk, so that a repeated search takes seconds. A candidate that cannot be compiled is
+    listed with the error, and the search goes on. Ctrl-C ends a search with the best candidate so far.
 
     Args:
         build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
@@ -176,7 +177,7 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
 
     while (smallest := smallest_for(rows)) is None:
         rows, too_many = max(rows // 2, 1), rows
-    granularity = count if rows == count else 1
+    granularity, notes = count if rows == count else 1, []
     try:
         while too_many is None or too_many - rows > max(granularity, rows // 16):
             if smallest.is_interrupted:
@@ -184,22 +185,26 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
             more = max(_rows_expected(smallest.plan, rows), 2 * rows)
             middle = more if too_many is None else (rows + too_many) // 2
             middle -= middle % granularity
-            if (found := smallest_for(middle)) is None:
+            try:
+                found = smallest_for(middle)
+            except Exception as error:  # of XLA, JAX, Keras or the model: fewer rows remain
+                found = None
+                notes.append(f"{middle} rows could not be compiled. {error_line(error)}")
+            if found is None:
                 too_many = middle
             else:
                 rows, smallest = middle, found
-        limit = f"{rows} rows fit, {too_many} do not."
+        notes.insert(0, f"{rows} rows fit, {too_many} do not.")
+        try:
+            choice = choose(task, place, batch_of(rows))
+        except Exception as error:  # what is fastest needs more than what is smallest, or fails
+            if not isinstance(error, NothingFitsError):
+                notes.append(f"What is fastest could not be chosen. {error_line(error)}")
+            choice = choose(least, place, batch_of(rows))
     except KeyboardInterrupt:
-        return replace(
-            smallest,
-            notes=(f"{rows} rows fit. The search for more, and for less time, was interrupted.", *smallest.notes),
-            is_interrupted=True,
-        )
-    try:
-        choice = choose(task, place, batch_of(rows))
-    except NothingFitsError:  # what is fastest needs more than what is smallest
-        choice = choose(least, place, batch_of(rows))
-    return replace(choice, notes=(limit, *choice.notes))
+        notes.insert(0, f"{rows} rows fit. The search for more, and for less time, was interrupted.")
+        choice = replace(smallest, is_interrupted=True)
+    return replace(choice, notes=(*notes, *choice.notes))
 
 
 def _rows_expected(plan: Plan, rows: int) -> int:

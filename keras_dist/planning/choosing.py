@@ -13,6 +13,7 @@ from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candida
 from keras_dist.planning.choice import Choice, NothingFitsError
 from keras_dist.planning.compilation_cache import CompilationCache
 from keras_dist.planning.compile_target import Target
+from keras_dist.planning.fitting_options import error_line
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.places import Place
 from keras_dist.planning.plan import UnequalBlocksError, plan_step
@@ -120,7 +121,7 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
         objective=task.objective,
         trials=search.trial_table(chosen),
         source=comment + chosen.to_source(distribution, place.mesh_source(distribution.device_mesh)),
-        notes=(*notes, *_notes(search, chosen), _NOT_TRIED),
+        notes=(*notes, *search.notes, *_notes(search, chosen), _NOT_TRIED),
         is_interrupted=search.is_interrupted,
     )
 
@@ -143,6 +144,10 @@ def _confirmed(
             plan = task.plan(search.candidates[chosen], batch, _PLANNED_DEPTHS, show)
         except KeyboardInterrupt:
             search.is_interrupted = True
+            break
+        except Exception as error:  # of XLA, JAX, Keras or the model: the plan of fewer blocks remains
+            blocks = " and ".join(map(str, _PLANNED_DEPTHS))
+            search.notes.append(f"The plan is of fewer blocks, because that of {blocks} failed. {error_line(error)}")
             break
         if plan.fits is not False:
             return chosen, plan
@@ -215,4 +220,5 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
         has_activations = needed > 2 * held and not task.searches_options
         help.append("kd.StepOptions(remat=...)" if has_activations else "an optimizer with less state")
     text += f" Try {', or '.join([', '.join(help[:-1]), help[-1]] if help[1:] else help)}."
+    text = " ".join([text, *search.notes])
     return NothingFitsError(text, search.trial_table(closest))

@@ -1,7 +1,7 @@
 """Step options with which a training step fits into memory that does not fit without them: found by compiling."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from keras_dist._keras.train_step import OptionWithoutEffectError
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
@@ -11,6 +11,28 @@ from keras_dist.strategies.step_options import StepOptions
 
 SEARCHED = ("remat", "microbatches", "offload")
 _MICROBATCHES = (2, 4, 8)
+# The fields of `StepOptions` that each option changes, in the order in which ladders add them.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "offload": ("offload",),
+    "remat": ("remat",),
+    "microbatches": ("microbatches", "reduce_gradients"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search for step options found.
+
+    Attributes:
+        plan: The plan with the options of least cost that make the step fit. If none do, the last one that was
+            compiled, or the one that was passed.
+        notes: The options that could not be compiled, with the errors, and whether Ctrl-C ended the search.
+        is_interrupted: Whether Ctrl-C ended the search.
+    """
+
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    is_interrupted: bool = False
 
 
 def plan_with_fitting_options(
@@ -18,8 +40,8 @@ def plan_with_fitting_options(
     distribution: Distribution,
     compile: Callable[[Distribution], Plan],
     searched: Sequence[str] = SEARCHED,
-) -> Plan:
-    """Returns the plan with the step options of least cost that make a step fit; if none do, the last one compiled.
+) -> Found:
+    """Searches for the step options of least cost that make a step fit.
 
     Options are tried in ladders. Each rung costs more than the one below, and needs less memory:
 
@@ -30,29 +52,102 @@ def plan_with_fitting_options(
     So the top of a ladder is compiled first, and then few rungs in between. None of these options changes the losses of
     a model without batch statistics and dropout.
 
+    Compiling may fail, in the compiler, in JAX or in the model. Rungs in between that fail are passed over. If the top
+    fails, the option that is to blame is left out of all ladders.
+
     Args:
         planned: The plan of a training step that does not fit.
         distribution: Its distribution.
         compile: Plans the step under the distribution with other options.
         searched: Names of the options that may be changed, of those that `distribution` leaves at their defaults.
     """
+    search = _Search(planned, distribution, compile, searched)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        note = "The search for step options with which it fits was interrupted."
+        return Found(search.best, (*search.failures(), note), is_interrupted=True)
+    return Found(search.best, search.failures())
 
-    def compile_with(options: StepOptions) -> Plan:
-        return compile(distribution.with_step_options(options))
 
-    usable = list(searched)
-    while True:
-        try:
-            best = planned
-            for ladder in _ladders(planned, distribution, usable):
-                best = _lowest_that_fits(ladder, compile_with)
-                if best.fits is not False:
-                    break
-            return best
-        except OptionWithoutEffectError as error:
-            if error.option not in usable:
-                raise
-            usable.remove(error.option)
+def error_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message.
+
+    >>> error_line(ValueError("no rows\\nin the batch")), error_line(MemoryError())
+    ('ValueError: no rows', 'MemoryError')
+    """
+    first = str(error).strip().partition("\n")[0].strip()
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+class _Search:
+    """A search; see `plan_with_fitting_options`."""
+
+    def __init__(self, planned: Plan, distribution: Distribution, compile: Callable, searched: Sequence[str]):
+        self._planned, self._distribution, self._compile = planned, distribution, compile
+        self._usable = list(searched)
+        self._plans: dict[StepOptions, Plan] = {}
+        self._errors: dict[StepOptions, str] = {}
+        self._without_effect: dict[StepOptions, str] = {}  # names of options, by the options that failed
+        self.best = planned
+
+    def run(self) -> None:
+        """Climbs the ladders, without one more option each time that a top fails."""
+        while (failed := self._climb()) is not None:
+            self._usable.remove(self._to_blame(failed))
+
+    def failures(self) -> tuple[str, ...]:
+        """Returns a note for each error, with the options that ended in it."""
+        options: dict[str, list[str]] = {}
+        for failed, line in self._errors.items():
+            options.setdefault(line, []).append(failed.text)
+        return tuple(
+            f"Step options that could not be compiled: {'; '.join(texts)}. {line}" for line, texts in options.items()
+        )
+
+    def _climb(self) -> StepOptions | None:
+        """Finds the lowest rung that fits, of the first ladder whose top does. Returns the top if it fails."""
+        for ladder in _ladders(self._planned, self._distribution, self._usable):
+            low, high = 0, len(ladder) - 1
+            top = self._try(ladder[high])
+            if top is None:
+                return ladder[high]
+            if top.fits is False and self.best.fits is False:
+                continue
+            while top.fits is not False and low < high:
+                middle = (low + high) // 2
+                plan = self._try(ladder[middle])
+                if plan is None or plan.fits is False:
+                    low = middle + 1
+                else:
+                    high = middle
+            break
+        return None
+
+    def _try(self, options: StepOptions) -> Plan | None:
+        """Returns the plan with some options, None if compiling it fails."""
+        if options not in self._plans and options not in self._errors:
+            try:
+                self._plans[options] = self._compile(self._distribution.with_step_options(options))
+            except Exception as error:  # the plan that was passed remains, and notes say what happened
+                self._errors[options] = error_line(error)
+                if isinstance(error, OptionWithoutEffectError):
+                    self._without_effect[options] = error.option
+        plan = self._plans.get(options)
+        if plan is not None and (plan.fits is not False or self.best.fits is False):
+            self.best = plan
+        return plan
+
+    def _to_blame(self, failed: StepOptions) -> str:
+        """Returns the option that fails without the others, too; if none does, the last one that the ladder adds."""
+        base, fields = self._planned.step_options, _FIELDS
+        changed = [n for n in fields if n in self._usable and getattr(failed, n) != getattr(base, n)]
+        if (without_effect := self._without_effect.get(failed)) in changed:
+            return without_effect
+        for name in changed:
+            if self._try(replace(base, **{field: getattr(failed, field) for field in fields[name]})) is None:
+                return name
+        return changed[-1]
 
 
 def _ladders(planned: Plan, distribution: Distribution, usable: Sequence[str]) -> list[list[StepOptions]]:
@@ -79,19 +174,3 @@ def _rungs(planned: Plan, distribution: Distribution, options: StepOptions, usab
         top = rungs[-1] if rungs else options
         rungs += [replace(top, microbatches=number, reduce_gradients=reduced) for number in _MICROBATCHES]
     return rungs
-
-
-def _lowest_that_fits(ladder: Sequence[StepOptions], compile: Callable[[StepOptions], Plan]) -> Plan:
-    """Returns the plan of the lowest rung that fits, or of the highest one if that does not."""
-    low, high = 0, len(ladder) - 1
-    best = compile(ladder[high])
-    if best.fits is False:
-        return best
-    while low < high:
-        middle = (low + high) // 2
-        plan = compile(ladder[middle])
-        if plan.fits is False:
-            low = middle + 1
-        else:
-            best, high = plan, middle
-    return best

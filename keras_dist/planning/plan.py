@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from keras_dist.planning.compilation_cache import CompilationCache
 from keras_dist.planning.compile_target import require_one_target, target
 from keras_dist.planning.compiler_options import checked_compiler_options
 from keras_dist.planning.extrapolation import extrapolated
-from keras_dist.planning.fitting_options import plan_with_fitting_options
+from keras_dist.planning.fitting_options import Found, plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
@@ -75,6 +76,7 @@ def plan(
             `compiler_options` is not a mapping from names to values.
         ValueError: The model is not compiled, the batch does not suit it, `step` is unknown, the depths are not
             increasing, the blocks are not equal, or the compiler of the target refuses the options.
+        RuntimeError: The compiler of the target fails.
 
     Example:
 
@@ -98,16 +100,18 @@ def plan(
         def plan_under(changed: Distribution) -> Plan:
             return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report)
 
-        planned = plan_under(distribution)
-        if step != "train" or planned.fits is not False:
+        first = _with_remat_chosen(distribution, plan_under) if step == "train" else Found(plan_under(distribution))
+        planned = dataclasses.replace(first.plan, notes=(*first.plan.notes, *first.notes))
+        if step != "train" or planned.fits is not False or first.is_interrupted:
             return planned
         found = plan_with_fitting_options(planned, distribution, plan_under)
-        if found.fits is not False:
-            return dataclasses.replace(planned, fitting_plan=found)
-        if found is planned:
-            return planned
-        note = f"No step options make it fit: with {found.step_options.text} it needs {bytes_text(found.memory.total)}."
-        return dataclasses.replace(planned, notes=(*planned.notes, note))
+        fitting, notes = found.plan, [*planned.notes, *found.notes]
+        if fitting.fits is not False:
+            return dataclasses.replace(planned, notes=tuple(notes), fitting_plan=fitting)
+        if fitting is not planned and not found.is_interrupted:
+            needed = f"with {fitting.step_options.text} it needs {bytes_text(fitting.memory.total)}"
+            notes.append(f"No step options make it fit: {needed}.")
+        return dataclasses.replace(planned, notes=tuple(notes))
 
 
 def plan_step(
@@ -121,20 +125,10 @@ def plan_step(
     report: Callable[[str], Any],
     cache: CompilationCache | None = None,
 ) -> Plan:
-    """Plans as `plan` does, for arguments that it has checked. Takes from `cache` what was compiled before.
+    """Plans as `plan` does, for arguments that it has checked, with the options that the distribution has.
 
-    Of `remat="auto"`, the plan has the cheapest mode that fits.
+    Takes from `cache` what was compiled before.
     """
-    if step == "train" and distribution.step_options.remat == AUTO:
-
-        def plan_under(changed: Distribution) -> Plan:
-            return plan_step(build_model, changed, batch, step, depth, compile_depths, options, report, cache)
-
-        without = dataclasses.replace(distribution.step_options, remat=None)
-        planned = plan_under(distribution.with_step_options(without))
-        if planned.fits is not False:
-            return planned
-        return plan_with_fitting_options(planned, distribution, plan_under, ("remat",))
     device = distribution.device_mesh.backend_mesh.devices.flat[0]
     # A CPU device has a share of this machine's memory, which only a target knows.
     chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
@@ -162,10 +156,29 @@ def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any
     """
     if distribution.step_options.remat != AUTO:
         return distribution
+    arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
     with show_progress(None) as report:
-        arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
-        planned = plan_step(model, distribution, arrays, "train", None, (2, 4), FrozenMapping(), report)
-    return distribution.with_step_options(planned.step_options)
+
+        def plan_under(changed: Distribution) -> Plan:
+            return plan_step(model, changed, arrays, "train", None, (2, 4), FrozenMapping(), report)
+
+        found = _with_remat_chosen(distribution, plan_under)
+    if found.is_interrupted:
+        raise KeyboardInterrupt
+    for note in found.notes:
+        warnings.warn(f"remat='auto' of {model.name!r}: {note}", stacklevel=2)
+    return distribution.with_step_options(found.plan.step_options)
+
+
+def _with_remat_chosen(distribution: Distribution, plan_under: Callable[[Distribution], Plan]) -> Found:
+    """Returns the plan of a distribution. Of `remat="auto"`, it has the cheapest mode that fits."""
+    if distribution.step_options.remat != AUTO:
+        return Found(plan_under(distribution))
+    without = dataclasses.replace(distribution.step_options, remat=None)
+    planned = plan_under(distribution.with_step_options(without))
+    if planned.fits is not False:
+        return Found(planned)
+    return plan_with_fitting_options(planned, distribution, plan_under, ("remat",))
 
 
 def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:

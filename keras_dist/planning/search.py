@@ -1,6 +1,5 @@
 """Finds the best candidate: closed forms prune, then candidates are compiled, the most promising first."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from keras_dist.planning.candidates import DATA, MODEL, Candidate
 from keras_dist.planning.choice import Trial
 from keras_dist.planning.closed_forms import Sizes
 from keras_dist.planning.estimates import Estimates, seconds_of
-from keras_dist.planning.fitting_options import SEARCHED, plan_with_fitting_options
+from keras_dist.planning.fitting_options import SEARCHED, error_line, plan_with_fitting_options
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Plan
 from keras_dist.strategies.base import Distribution
@@ -57,6 +56,7 @@ class Search:
     searches_options: bool = False
     plans: dict[Candidate, Plan] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     is_interrupted: bool = False
 
     def __post_init__(self):
@@ -125,10 +125,10 @@ class Search:
     def _compile(self, candidate: Candidate) -> None:
         try:
             plan = self.compile(self.candidates[candidate], functools.partial(self.show, candidate))
-        except (ValueError, RuntimeError) as error:
-            self.refused[candidate] = str(error)
+        except Exception as error:  # of XLA, JAX, Keras or the model: others may compile
+            self.refused[candidate] = error_line(error)
             if len(self.refused) == min(3, len(self.candidates)) and not self.plans:
-                raise ValueError(f"No candidate can be planned. {candidate}: {error}") from error
+                raise ValueError(f"No candidate can be planned. {candidate}: {error_line(error)}") from error
             return
         self.plans[candidate] = plan
         self.estimates.observe(candidate, plan)
@@ -160,8 +160,10 @@ class Search:
 
         # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
         searched = SEARCHED if self.best is None else [name for name in SEARCHED if name != "offload"]
-        with contextlib.suppress(ValueError, RuntimeError):  # the target refuses what is to be searched
-            plan_with_fitting_options(self.plans[candidate], distribution, compile, searched)
+        found = plan_with_fitting_options(self.plans[candidate], distribution, compile, searched)
+        self.notes += [f"{candidate}: {note}" for note in found.notes]
+        if found.is_interrupted:
+            raise KeyboardInterrupt
 
     def _next(self) -> Candidate | None:
         """The candidate to compile next: first the one with the least state, then the best that may still win."""

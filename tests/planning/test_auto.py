@@ -199,20 +199,23 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
     assert kd.distribution() is None
 
 
-def test_a_candidate_that_the_compiler_refuses_is_passed_over(monkeypatch):
+@pytest.mark.parametrize("error", [NotImplementedError("no such thing"), TypeError("no such thing")])
+def test_a_candidate_that_cannot_be_compiled_is_passed_over(monkeypatch, error):
     original, calls = compilation._compile, []
 
     def refusing(lowered, *arguments):
         calls.append(1)
         if len(calls) == 1:
-            raise NotImplementedError("no such thing")
+            raise error
         return original(lowered, *arguments)
 
     monkeypatch.setattr(compilation, "_compile", refusing)
     choice = kd.auto(wide, 32, trials=3)
-    assert [t for t in choice.trials if t.outcome.startswith("refused: ") and "no such thing" in t.outcome]
-    monkeypatch.setattr(compilation, "_compile", lambda *_: (_ for _ in ()).throw(NotImplementedError("never")))
-    with pytest.raises(ValueError, match="never"):
+    assert choice.plan.fits
+    [refused] = [trial.outcome for trial in choice.trials if trial.outcome.startswith("refused: ")]
+    assert "no such thing" in refused
+    monkeypatch.setattr(compilation, "_compile", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match=r"No candidate can be planned.*no such thing"):
         kd.auto(functools.partial(wide, width=128), 32)
 
 
@@ -260,39 +263,47 @@ def test_blocks_that_alternate_are_compared_by_more_of_them():
         kd.auto(lambda depth: perceptron() if depth == 4 else alternating(depth), 16, depth=6, strategies=["dp"])
 
 
-def test_an_interrupted_confirmation_returns_the_comparison(monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of the compiler")])
+def test_a_confirmation_that_ends_in_an_error_returns_the_comparison(monkeypatch, error):
     original, depths = choosing.Task.plan, []
 
-    def interrupted(self, distribution, batch, depths_, report):
+    def failing(self, distribution, batch, depths_, report):
         depths.append(depths_)
         if depths_ == (2, 4):
-            raise KeyboardInterrupt
+            raise error
         return original(self, distribution, batch, depths_, report)
 
-    monkeypatch.setattr(choosing.Task, "plan", interrupted)
+    monkeypatch.setattr(choosing.Task, "plan", failing)
     choice = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=6, strategies=["dp"])
     assert depths == [(1, 2), (2, 4)]
-    assert choice.is_interrupted
+    assert choice.is_interrupted == isinstance(error, KeyboardInterrupt)
     assert choice.plan == choice.trials[0].plan
+    assert choice.is_interrupted or any("RuntimeError: of the compiler" in note for note in choice.notes)
 
 
-def test_a_search_for_rows_that_is_interrupted_returns_the_most_so_far(monkeypatch):
-    few = kd.auto(wide, 8, objective="memory", trials=2).plan.memory
-    capacity_of(monkeypatch, 50 * few.total)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+def test_a_search_for_rows_that_ends_in_an_error_returns_the_most_so_far(monkeypatch, error):
+    few = kd.auto(perceptron, 8, strategies=["dp"]).plan.memory
+    capacity_of(monkeypatch, 5 * few.total)
     original, rows = choosing.Task.plan, []
 
-    def interrupted(self, distribution, batch, *arguments):
+    def failing(self, distribution, batch, *arguments):
         rows.append(batch)
-        if len(set(rows)) == 3:
-            raise KeyboardInterrupt
+        if len(set(rows)) >= 3 and batch >= max(rows):
+            raise error
         return original(self, distribution, batch, *arguments)
 
-    monkeypatch.setattr(choosing.Task, "plan", interrupted)
-    choice = kd.auto(wide, "largest", strategies=["dp", "fsdp"], trials=2)
-    assert choice.is_interrupted
-    second = list(dict.fromkeys(rows))[1]
-    assert choice.plan.batch[0] == f"int32[{second}, 16]"
-    assert choice.notes[0].startswith(f"{second} rows fit. ")
+    monkeypatch.setattr(choosing.Task, "plan", failing)
+    choice = kd.auto(perceptron, "largest", strategies=["dp"])
+    second, third = list(dict.fromkeys(rows))[1:3]
+    if isinstance(error, KeyboardInterrupt):
+        assert choice.is_interrupted
+        assert choice.plan.batch[0] == f"float32[{second}, 16]"
+        assert choice.notes[0].startswith(f"{second} rows fit. ")
+    else:
+        assert choice.notes[1] == (
+            f"{third} rows could not be compiled. ValueError: No candidate can be planned. DP on data:8: MemoryError"
+        )
 
 
 def test_the_smallest_target_of_a_list():
