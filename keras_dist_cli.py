@@ -6,6 +6,7 @@ options need none of it.
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "doctor":  # reports another backend, with which the package cannot be imported
         parsed.keras_backend = os.environ.get("KERAS_BACKEND")
         os.environ["KERAS_BACKEND"] = "jax"
+    if parsed.command == "launch" and parsed.elastic:  # a request for all processes, before any has been started
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     from keras_dist import __version__, cli
 
     if parsed.version:

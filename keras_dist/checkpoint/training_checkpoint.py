@@ -230,10 +230,11 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         """Waits until the last checkpoint is written."""
         internals.set_initial_epoch(self.model, None)
         assert self._preemption is not None
+        if not self._is_stopping:
+            self._close()  # while signals are still noted, of which one would end the program before all is written
         if self._is_stopping or self._preemption.close():
             self._exit()
         self._preemption = None
-        self._close()
 
     # ---------------------------------------------------------------------------------------------------- leaving
 

@@ -3,6 +3,9 @@
 The service runs in process 0; the clients of all processes send it heartbeats and store short messages in it.
 """
 
+import functools
+import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -15,10 +18,10 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
 _JAX_HEARTBEAT_TIMEOUT = 100  # seconds, the default of `jax.distributed.initialize`
 _RETRY_INTERVAL = 0.5  # seconds
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _JAX_MARGIN = 5  # seconds that JAX waits for other processes beyond its `init_timeout`
 
 _heartbeat_timeout = _JAX_HEARTBEAT_TIMEOUT
+_make_cpu_collectives = _jax.make_gloo_tcp_collectives
 
 
 def client() -> Any:
@@ -70,10 +73,16 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
     global _heartbeat_timeout
     module: Any = _jax_distributed
     address = arguments.get("coordinator_address")
-    if address is not None and _split_address(address)[0] in _LOOPBACK:  # else JAX listens on all network interfaces
+    host = None if address is None else _split_address(address)[0]
+    if host is not None and _is_loopback(host):  # all processes are on this machine; by default JAX listens elsewhere
         arguments["coordinator_bind_address"] = address
+        _jax.make_gloo_tcp_collectives = functools.partial(_make_cpu_collectives, hostname=host)
+    else:
+        _jax.make_gloo_tcp_collectives = _make_cpu_collectives
     _heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all processes when one dies
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:  # it would take SIGTERM, and do nothing with it by itself
+        jax.config.update("jax_enable_preemption_service", False)
     library, module._jax = module._jax, _BoundedLibrary(timeout)
     try:
         initialize(
@@ -183,6 +192,14 @@ def _split_address(address: str) -> tuple[str, int]:
     """Returns host and port of `"host:port"`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can connect to a host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def _require_free_port(bind_address: str) -> None:

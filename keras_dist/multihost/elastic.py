@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from keras_dist.multihost import launcher
@@ -57,12 +56,13 @@ def launch_elastic(
     environment = dict(os.environ if environment is None else environment)
     environment.setdefault(STATUS_VARIABLE, str(STOPPED_STATUS))
     count = processes
-    with _compiled_programs(environment), _requests_for_all() as requested:
+    with _compiled_programs(environment), launcher.received_signals(signal.SIGUSR2) as events:
         while True:
-            outcome = launcher.launch(
+            outcome, stopped_by = launcher.run(
                 command,
                 count,
                 devices_per_process,
+                events,
                 show=show,
                 environment=environment,
                 grace=_GRACE,
@@ -70,8 +70,7 @@ def launch_elastic(
             )
             if outcome.status == 0:
                 return outcome
-            if requested.is_set():
-                requested.clear()
+            if stopped_by == signal.SIGUSR2:
                 count, reason = processes, "Asked by SIGUSR2"
             elif outcome.failed is None or not _has_died(outcome) or count == min_processes:
                 return outcome
@@ -98,23 +97,3 @@ def _compiled_programs(environment: dict[str, str]) -> Iterator[None]:
         environment["JAX_COMPILATION_CACHE_DIR"] = folder
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         yield
-
-
-@contextlib.contextmanager
-def _requests_for_all() -> Iterator[threading.Event]:
-    """Lets SIGUSR2 set an event, and stop the running processes as SIGTERM does."""
-    requested = threading.Event()
-
-    def request(number, frame):
-        requested.set()
-        if callable(signal.getsignal(signal.SIGTERM)):  # processes run
-            signal.raise_signal(signal.SIGTERM)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield requested
-        return
-    before = signal.signal(signal.SIGUSR2, request)
-    try:
-        yield requested
-    finally:
-        signal.signal(signal.SIGUSR2, before)

@@ -6,6 +6,7 @@
 | exits early | its announcement, when this process next waits for a message | 1 s |
 | is killed or stopped | missed heartbeats | `coordination.HEARTBEAT_TIMEOUT` |
 | makes other calls | the timeout of messages | `initialize(timeout=...)` |
+| is the launcher, and is killed | the end of its pipe | at once |
 
 Where the main thread is blocked in a collective, no exception reaches it: `END_GRACE` seconds after the detection,
 the process prints the reason and exits with status 70. If process 0 is killed, the coordination service ends with it,
@@ -16,6 +17,7 @@ import atexit
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -24,7 +26,7 @@ from collections.abc import Callable
 import jax
 
 from keras_dist.multihost import coordination, messaging
-from keras_dist.multihost.launcher import FOLLOWER_STATUS
+from keras_dist.multihost.launcher import FOLLOWER_STATUS, PIPE_VARIABLE, STOP_GRACE
 from keras_dist.multihost.messaging import TICK
 
 END_GRACE = 10.0  # seconds that a process has to end by itself after another one failed
@@ -64,7 +66,22 @@ def join_at_exit(thread: threading.Thread) -> None:
     _threads[:] = [*filter(threading.Thread.is_alive, _threads), thread]
 
 
+def end_with_launcher() -> None:
+    """Makes this process stop as for SIGTERM when the launcher that started it is killed. Called once."""
+    descriptor, _, inode = os.environ.pop(PIPE_VARIABLE, "").partition(":")
+    with contextlib.suppress(OSError, ValueError):  # a program in between has closed it, or there is no launcher
+        if os.fstat(int(descriptor)).st_ino == int(inode):
+            threading.Thread(target=_watch_launcher, args=(int(descriptor),), daemon=True).start()
+
+
 # ------------------------------------------------------------------------------------------------------ detection
+
+
+def _watch_launcher(descriptor: int) -> None:
+    os.read(descriptor, 1)  # returns when nobody can write to the pipe any more
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_GRACE)
+    os._exit(FOLLOWER_STATUS)
 
 
 def _watch_failures() -> None:

@@ -101,6 +101,7 @@ def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:
 def _watch(timeout: float) -> None:
     global _timeout
     _timeout = timeout
+    failure_watch.end_with_launcher()
     if messaging.is_multi_process():
         messaging.set_timeout(timeout)
         failure_watch.start()

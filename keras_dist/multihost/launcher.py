@@ -21,6 +21,7 @@ _TERMINATION_GRACE = 5.0  # seconds from SIGTERM, which XLA catches and survives
 STOP_GRACE = 30.0  # seconds that processes have to save and end after the launcher received one of the next line
 # SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+PIPE_VARIABLE = "KERAS_DISTRIBUTION_LAUNCHER_PIPE"  # descriptor and inode, for `failure_watch.end_with_launcher`
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _printing = threading.Lock()
 
@@ -39,6 +40,9 @@ class Outcome(NamedTuple):
     statuses: list[int]
 
 
+Events = queue.SimpleQueue["_Process | int"]  # processes that have ended, and signals that the launcher has received
+
+
 def launch(
     command: Sequence[str],
     processes: int,
@@ -53,7 +57,8 @@ def launch(
     """Runs a command as several processes that `keras_dist.initialize()` joins, and waits until they end.
 
     If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT and
-    SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has time to save and end.
+    SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has time to save and end. If the launcher itself
+    is killed, a process that has called `initialize` receives SIGTERM, and has as much time.
 
     Args:
         command: program and arguments, the same for each process.
@@ -78,6 +83,38 @@ def launch(
     [0] hello
     Outcome(status=0, failed=None, statuses=[0])
     """
+    with received_signals() as events:
+        outcome, _ = run(
+            command,
+            processes,
+            devices_per_process,
+            events,
+            show=show,
+            environment=environment,
+            timeout=timeout,
+            grace=grace,
+            stop_grace=stop_grace,
+        )
+    return outcome
+
+
+def run(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None,
+    events: Events,
+    *,
+    show: Callable[[int, str, str], None] | None,
+    environment: Mapping[str, str] | None,
+    timeout: float | None = None,
+    grace: float,
+    stop_grace: float,
+) -> tuple[Outcome, int | None]:
+    """Does what `launch` does, for signals from a queue, which may hold some that came before; see there.
+
+    Returns:
+        How the processes ended, and the signal to the launcher for which they were stopped.
+    """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} is less than 1. Pass at least 1.")
@@ -85,17 +122,27 @@ def launch(
     common = dict(os.environ if environment is None else environment) | _joint_environment(processes)
     if devices_per_process is not None:
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
-    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     group: list[_Process] = []
-    with _signals(ends):
+    with _pipe_to_launcher() as pipe:
         try:
             for rank in range(processes):
-                environment = common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}
-                group.append(_Process(rank, command, environment, show, ends))
-            status, failed = _wait(group, ends, timeout, grace, stop_grace)
+                own = {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank), PIPE_VARIABLE: f"{pipe}:{os.fstat(pipe).st_ino}"}
+                group.append(_Process(rank, command, common | own, pipe, show, events))
+            status, failed, stopped_by = _wait(group, events, timeout, grace, stop_grace)
         finally:
             _stop(group)
-    return Outcome(status, failed, [process.wait() for process in group])
+    return Outcome(status, failed, [process.wait() for process in group]), stopped_by
+
+
+@contextlib.contextmanager
+def _pipe_to_launcher() -> Iterator[int]:
+    """Yields the end of a pipe for processes to read from. It ends when the launcher does, also if that is killed."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def _joint_environment(processes: int) -> dict[str, str]:
@@ -123,7 +170,7 @@ def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
 class _Process(subprocess.Popen):
     """One process, with threads that read its output and wait for its end."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], show, ends):
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], pipe: int, show, events):
         # In its own session, Ctrl-C reaches the launcher only, and its child processes can be signaled with it.
         super().__init__(
             command,
@@ -134,18 +181,20 @@ class _Process(subprocess.Popen):
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=(pipe,),
         )
+        self.rank = rank
         self._readers = [
             threading.Thread(target=_read, args=(rank, name, getattr(self, name), show), daemon=True)
             for name in ("stdout", "stderr")
         ]
         for reader in self._readers:
             reader.start()
-        threading.Thread(target=self._report_end, args=(rank, ends), daemon=True).start()
+        threading.Thread(target=self._report_end, args=(events,), daemon=True).start()
 
-    def _report_end(self, rank: int, ends: "queue.SimpleQueue[int]") -> None:
+    def _report_end(self, events: Events) -> None:
         self.finish(timeout=1)  # child processes may hold the streams open
-        ends.put(rank)
+        events.put(self)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Sends a signal to the process and its child processes."""
@@ -178,36 +227,45 @@ def print_first_process(process: int, stream: str, line: str) -> None:
 
 
 def _wait(
-    group: list[_Process], ends: "queue.SimpleQueue[int]", timeout: float | None, grace: float, stop_grace: float
-) -> tuple[int, int | None]:
-    """Waits until all have ended, or have had the time for it. Returns `Outcome.status` and `.failed`."""
+    group: list[_Process], events: Events, timeout: float | None, grace: float, stop_grace: float
+) -> tuple[int, int | None, int | None]:
+    """Waits until all have ended, or have had the time for it.
+
+    Returns:
+        `Outcome.status` and `.failed`, and the signal to the launcher for which all were stopped.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: list[tuple[int, int]] = []
-    running, is_stopping = len(group), False
+    running, stopped_by = len(group), None
     while running:
         try:
-            end = ends.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
+            event = events.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        if -end in STOP_SIGNALS:
+        if event in (signal.SIGINT, signal.SIGHUP):
+            return 128 + event, None, event
+        if isinstance(event, int):
+            number = event if event in STOP_SIGNALS else signal.SIGTERM
             for process in group:
-                process.send_signal(-end)  # not to its child processes, which may read its data
-            if not is_stopping:
-                is_stopping, deadline = True, time.monotonic() + stop_grace
+                process.send_signal(number)  # not to its child processes, which may read its data
+            if stopped_by is None:
+                deadline = time.monotonic() + stop_grace
+            if stopped_by not in STOP_SIGNALS:  # which are not followed by another start, in an elastic launch
+                stopped_by = event
             continue
-        if end < 0:  # another signal to the launcher
-            return 128 - end, None
+        if event not in group:  # but of an earlier start
+            continue
         running -= 1
-        status = group[end].wait()
+        status = event.wait()
         if status:
-            failed.append((status if status > 0 else 128 - status, end))
-            if len(failed) == 1 and not is_stopping:
+            failed.append((status if status > 0 else 128 - status, event.rank))
+            if len(failed) == 1 and stopped_by is None:
                 soon = time.monotonic() + grace
                 deadline = soon if deadline is None else min(deadline, soon)
     if not failed:
-        return (124, None) if running else (0, None)  # 124 as in timeout(1)
+        return (124 if running else 0), None, stopped_by  # 124 as in timeout(1)
     status, rank = next((each for each in failed if each[0] != FOLLOWER_STATUS), failed[0])
-    return status, None if is_stopping else rank
+    return status, (rank if stopped_by is None else None), stopped_by
 
 
 def _stop(group: list[_Process]) -> None:
@@ -224,15 +282,16 @@ def _stop(group: list[_Process]) -> None:
 
 
 @contextlib.contextmanager
-def _signals(ends: "queue.SimpleQueue[int]") -> Iterator[None]:
-    """Adds the signals that the launcher receives to the queue of ended processes, as negative numbers."""
+def received_signals(*others: int) -> Iterator[Events]:
+    """Yields a queue, to which the signals that the launcher receives are added: those of `launch`, and others."""
+    events: Events = queue.SimpleQueue()
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-        yield
+        yield events
         return
-    numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
-    before = [signal.signal(number, lambda number, frame: ends.put(-number)) for number in numbers]
+    numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS, *others)
+    before = [signal.signal(number, lambda number, frame: events.put(number)) for number in numbers]
     try:
-        yield
+        yield events
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from multihost.programs import preempted
 from support.run_processes import TESTS
 
-from keras_dist.multihost import elastic
+from keras_dist.multihost import elastic, launcher
 from keras_dist_cli import main
 
 
@@ -63,6 +64,32 @@ def test_what_is_started_again(end, least, starts, status, tmp_path, monkeypatch
     outcome = elastic.launch_elastic([sys.executable, "-c", program, str(tmp_path / "starts")], 3, min_processes=least)
     assert outcome.status == status
     assert (tmp_path / "starts").read_text() == starts
+
+
+@pytest.mark.parametrize(
+    ("number", "starts", "status"), [(signal.SIGUSR2, [3, 2, 3], 0), (signal.SIGTERM, [3, 2], 143)]
+)
+def test_a_signal_between_two_starts_is_not_lost(number, starts, status, tmp_path, monkeypatch):
+    """It comes while the launcher stops what is left of the first start, so it ends the processes of the second."""
+    program = """
+import os, signal, sys, time
+if os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"] == "2":
+    time.sleep(1000)
+if not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    stop, found = launcher._stop, []
+
+    def stop_and_raise(group):
+        stop(group)
+        found.append(len(group))
+        if found == [3]:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(launcher, "_stop", stop_and_raise)
+    outcome = elastic.launch_elastic([sys.executable, "-c", program, str(tmp_path / "begun")], 3)
+    assert (outcome.status, found) == (status, starts)
 
 
 def test_the_command_checks_the_number_of_processes(capsys):

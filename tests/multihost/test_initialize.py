@@ -1,5 +1,7 @@
 """The arguments of `initialize`, its environment variables, and clusters of one process; see also test_joining.py."""
 
+import signal
+
 import pytest
 from support.new_process import run
 
@@ -109,15 +111,54 @@ def test_slurm_is_detected():
     assert done.stdout.strip().endswith("1 0 2"), done.stderr
 
 
+ALONE = """
+import os, signal, socket
+import keras_dist as kd
+
+def action_of_sigterm():
+    "What SIGTERM does: `signal.getsignal` does not know of handlers that are written in C++."
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return "ends the process" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM else "nothing"
+
+def listening():
+    "The addresses at which this process listens, as /proc has them."
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(path) for path in paths if os.path.exists(path)}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+    return {line[1].rpartition(":")[0][-8:] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine}
+
+with socket.socket() as free:
+    free.bind(("127.0.0.2", 0))
+    port = free.getsockname()[1]
+kd.simulate_devices(2)
+kd.initialize(f"127.0.0.2:{port}", 1, 0, timeout=30)
+actions = [action_of_sigterm()]
+import keras, numpy as np
+kd.set_distribution(kd.DataParallel())
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((8, 4), "float32")
+for _ in range(2):
+    actions.append(action_of_sigterm())
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: actions.append(action_of_sigterm()))
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[note])
+actions.append(action_of_sigterm())
+print({*actions}, len(actions))
+print(kd.num_processes(), kd.process_id(), kd.get_device_count(), listening())
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive")
+"""
+
+
 @pytest.mark.slow
 def test_one_process_can_be_a_cluster():
-    code = (
-        "import socket, keras_dist as kd\n"
-        "with socket.socket() as s:\n"
-        "    s.bind(('127.0.0.1', 0)); port = s.getsockname()[1]\n"
-        "kd.simulate_devices(2)\n"
-        "kd.initialize(f'127.0.0.1:{port}', 1, 0)\n"
-        "print(kd.num_processes(), kd.process_id(), kd.get_device_count())\n"
-    )
-    done = run(code)
-    assert done.stdout.strip().endswith("1 0 2"), done.stderr
+    """JAX's own defaults are that SIGTERM does nothing, and that sockets listen at the address of the host's name."""
+    done = run(ALONE)
+    of_sigterm, of_cluster = done.stdout.splitlines()[-2:]
+    assert of_sigterm == "{'ends the process'} 6", done.stderr
+    assert of_cluster == "1 0 2 {'0200007F'}", done.stderr
+    assert done.returncode == -signal.SIGTERM

@@ -1,5 +1,6 @@
 """`keras-dist launch` with programs that do not use JAX."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -170,6 +171,34 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.slow
+def test_processes_end_when_the_launcher_is_killed(tmp_path):
+    source = """
+import os, signal, time
+import keras_dist as kd
+if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "0":  # like TrainingCheckpoint, which saves first
+    signal.signal(signal.SIGTERM, lambda *_: (open(__file__ + ".saved", "w").close(), os._exit(0)))
+kd.initialize()
+print("pid", os.getpid())
+time.sleep(1000)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(source)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(program)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    lines = (line.split() for line in process.stdout)
+    pids = [int(words[2]) for words in itertools.islice((words for words in lines if "pid" in words), 2)]
+    assert all(map(is_running, pids))
+    process.kill()
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, pids))
+    assert program.with_suffix(".py.saved").exists()
 
 
 # ------------------------------------------------------------------------------------------------ the command
