@@ -3,19 +3,32 @@
 Keras keeps the active distribution in a thread-local global, which `clear_session()` clears and which other threads do
 not see. Here it is also kept by thread and for all threads, so that it survives both. The patches are installed while a
 distribution of this package is active in any thread.
+
+A thread that starts while a scope is open has the distribution of that scope. Python does not say which thread started
+it (before 3.14, which can pass on context variables), so it counts that it did not exist when the scope began.
 """
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import keras
 
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import GLOBAL_NAME, current_distribution, global_state
 from keras_dist._keras.patch_registry import PatchGroup
+
+
+class _Scope(NamedTuple):
+    """A scope that is open in a thread, and the threads that existed when it began."""
+
+    thread: threading.Thread
+    distribution: DistributionHooks
+    older_threads: "weakref.WeakSet[threading.Thread]"
+
 
 _UNSET = object()
 _lock = threading.RLock()
@@ -24,6 +37,8 @@ _by_thread: "weakref.WeakKeyDictionary[threading.Thread, DistributionHooks]" = w
 # What a distribution of Keras has replaced in a thread since, and whether it was active in all threads. It becomes
 # active again when the scope of Keras's distribution ends.
 _shadowed: "weakref.WeakKeyDictionary[threading.Thread, tuple[DistributionHooks, bool]]" = weakref.WeakKeyDictionary()
+_scopes: tuple[_Scope, ...] = ()  # inner scopes after outer ones
+_warned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # about scopes of other threads
 _distributions: dict[int, tuple[weakref.ref, DistributionHooks]] = {}  # by the id of a living variable
 
 
@@ -56,24 +71,33 @@ VARIABLES = PatchGroup(
 
 def install(distribution: Any) -> None:
     """Makes a distribution active in this thread and, if it is of this package, in all that have set none."""
-    global _for_all_threads
+    global _for_all_threads, _scopes
     with _lock:
         if is_of_this_package(distribution):
             _install_patches()
         _for_all_threads = distribution if is_of_this_package(distribution) else None
-        _shadowed.pop(threading.current_thread(), None)
+        thread = threading.current_thread()
+        _shadowed.pop(thread, None)
+        _scopes = tuple(scope for scope in _scopes if scope.thread is not thread)
         _set_in_this_thread(distribution)
 
 
 @contextlib.contextmanager
 def installed_in_this_thread(distribution: DistributionHooks) -> Iterator[None]:
-    """Makes a distribution of this package active in this thread for a block of code."""
-    before = _by_thread.get(threading.current_thread(), _keras_global())
-    _set_in_this_thread(distribution)
+    """Makes a distribution active in this thread, and in those that start meanwhile, for a block of code."""
+    global _scopes
+    thread = threading.current_thread()
+    before = _by_thread.get(thread, _keras_global())
+    scope = _Scope(thread, distribution, weakref.WeakSet(threading.enumerate()))
+    with _lock:
+        _scopes += (scope,)
+        _set_in_this_thread(distribution)
     try:
         yield
     finally:
-        _set_in_this_thread(before)
+        with _lock:
+            _scopes = tuple(each for each in _scopes if each is not scope)
+            _set_in_this_thread(before)
 
 
 @contextlib.contextmanager
@@ -111,7 +135,33 @@ def set_by_keras(distribution: Any) -> None:
 
 def fallback() -> DistributionHooks | None:
     """Returns what is active in this thread where Keras's global is unset, in a new thread or after it was cleared."""
-    return _by_thread.get(threading.current_thread(), _for_all_threads)
+    thread = threading.current_thread()
+    if thread in _by_thread or not _scopes:
+        return _by_thread.get(thread, _for_all_threads)
+    inherited = {scope.thread: scope.distribution for scope in _scopes if thread not in scope.older_threads}
+    # Several threads may have scopes: which of them started this one is not known.
+    return next(iter(inherited.values())) if len(set(map(id, inherited.values()))) == 1 else _for_all_threads
+
+
+def warn_of_other_scopes(path: str) -> None:
+    """Warns once in a thread without a distribution that creates a variable while other threads have scopes."""
+    thread, scopes = threading.current_thread(), _scopes
+    if scopes and is_unset() and thread not in _warned:
+        _warned.add(thread)
+        others = ", ".join(dict.fromkeys(f"that of {s.distribution} in {s.thread.name!r}" for s in scopes))
+        cause = (
+            "scopes are open in several threads that may have started it"
+            if any(thread not in scope.older_threads for scope in scopes)
+            else "it started before the scope"
+        )
+        warnings.warn(
+            f"{path!r} is created in thread {thread.name!r}, where no distribution is active, and so is on one device, "
+            f"although scopes are open in other threads: {others}. The thread has none of them, because {cause}. Open "
+            "one in this thread (`with distribution.scope():`), or call keras_dist.set_distribution(distribution), "
+            "which applies to all threads. If one device is intended, call keras.distribution.set_distribution(None) "
+            "in this thread.",
+            stacklevel=3,
+        )
 
 
 def is_unset() -> bool:

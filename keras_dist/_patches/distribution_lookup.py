@@ -37,8 +37,13 @@ def _get_global_attribute(original, name, default=None, set_to_default=False):
     "_initialize_layout",
     reason="Keras does not record whether a variable's layout comes from the user or from which distribution, nor what "
     "float weight a variable of a quantized layer stores",
+    every_thread=True,
 )
-def _initialize_layout(original, distribution, self):
+def _initialize_layout(original, self):
+    distribution = active_distribution.active_distribution()
+    if distribution is None:
+        active_distribution.warn_of_other_scopes(self.path)
+        return original(self)
     was_passed = self._layout is not None
     record_creation(self)
     original(self)

@@ -259,7 +259,10 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Makes this distribution the active one in this thread for a block of code."""
+        """Makes this distribution the active one for a block of code in this thread, and for threads that start in it.
+
+        Threads that started before have no part in it: call `set_distribution`, which applies to all threads.
+        """
         with installed_in_this_thread(self):
             yield
 

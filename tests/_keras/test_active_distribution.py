@@ -1,5 +1,7 @@
 """Which distribution is active in which thread, and when patches are installed."""
 
+import concurrent.futures
+import contextlib
 import gc
 import threading
 
@@ -83,15 +85,105 @@ def test_scopes_nest_and_end_with_an_exception():
     assert kd.distribution() is None
 
 
-def test_other_threads_see_what_is_set_but_no_scope():
+class Worker:
+    """A thread that runs functions, and waits for the next one."""
+
+    def __enter__(self):
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        assert self(lambda: True)  # the thread has started
+        return self
+
+    def __call__(self, function):
+        return self._pool.submit(function).result()
+
+    def __exit__(self, *error):
+        self._pool.shutdown()
+
+
+def dense():
+    layer = keras.layers.Dense(8)
+    layer.build((None, 4))
+    return layer.kernel
+
+
+def devices_of(variable):
+    return len(variable.value.sharding.device_set)
+
+
+def test_other_threads_see_what_is_set_and_the_scopes_in_which_they_start():
     distribution, scoped = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
     assert in_thread(kd.distribution) is None
     kd.set_distribution(distribution)
     assert in_thread(kd.distribution) is distribution
     with scoped.scope():
-        assert in_thread(kd.distribution) is distribution
+        assert in_thread(kd.distribution) is scoped
+        with distribution.scope():
+            assert in_thread(kd.distribution) is distribution
+        assert in_thread(kd.distribution) is scoped
+    assert in_thread(kd.distribution) is distribution
     kd.set_distribution(None)
     assert in_thread(kd.distribution) is None
+
+
+def test_a_model_that_is_built_and_trained_in_a_thread_that_starts_in_a_scope():
+    def losses():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        history = model.fit(np.ones((16, 4)), np.ones((16, 8)), epochs=2, shuffle=False, verbose=0).history
+        return devices_of(model.weights[0]), history["loss"]
+
+    _, expected = losses()
+    with kd.DataParallel().scope():
+        devices, found = in_thread(losses)
+    assert devices == 8
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_thread_sees_a_scope_as_long_as_it_is_open():
+    distribution = kd.DataParallel()
+    with Worker() as older, contextlib.ExitStack() as stack:
+        with distribution.scope():
+            younger = stack.enter_context(Worker())
+            assert younger(kd.distribution) is distribution
+            assert older(kd.distribution) is None
+            kd.set_distribution(None)
+            assert younger(kd.distribution) is None
+        assert younger(kd.distribution) is None
+
+
+def test_threads_with_scopes_of_their_own():
+    """A thread that one of them starts cannot know by which."""
+    one, other = kd.DataParallel(), kd.DataParallel(devices=["cpu:0"])
+    with Worker() as first, Worker() as second:
+        scopes = one.scope(), other.scope()
+        first(scopes[0].__enter__)
+        with Worker() as started_meanwhile:
+            second(scopes[1].__enter__)
+            assert first(kd.distribution) is one
+            assert second(kd.distribution) is other
+            assert started_meanwhile(kd.distribution) is one
+            with pytest.warns(UserWarning, match="several threads that may have started it"):
+                assert devices_of(in_thread(dense)) == 1
+            with one.scope():  # of this thread
+                second(lambda: scopes[1].__exit__(None, None, None))
+                assert devices_of(in_thread(dense)) == 8
+        first(lambda: scopes[0].__exit__(None, None, None))
+        assert first(kd.distribution) is second(kd.distribution) is in_thread(kd.distribution) is None
+
+
+def test_a_variable_in_a_thread_that_started_before_the_scope(recwarn):
+    with Worker() as worker:
+        assert devices_of(worker(dense)) == 1
+        with kd.DataParallel().scope():
+            with pytest.warns(UserWarning, match="started before the scope"):
+                assert devices_of(worker(dense)) == 1
+            recwarn.clear()
+            worker(dense)
+    with Worker() as worker, kd.DataParallel().scope():
+        worker(lambda: keras.distribution.set_distribution(None))
+        assert devices_of(worker(dense)) == 1
+    assert not recwarn.list
 
 
 def test_a_thread_may_have_its_own_distribution():

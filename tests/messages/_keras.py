@@ -1,5 +1,6 @@
 """Texts of `keras_dist/_keras`, `keras_dist/_patches`, and of what they ask of a distribution."""
 
+import concurrent.futures
 import warnings
 from unittest import mock
 
@@ -58,6 +59,22 @@ def predicted_outside_of_the_scope():
     made.predict(X, verbose=0)
 
 
+def created_in_a_thread_that_is_older_than_the_scope():
+    with concurrent.futures.ThreadPoolExecutor(1, "worker") as worker:
+        worker.submit(model).result()
+        with kd.DataParallel().scope():
+            worker.submit(model).result()
+
+
+def created_in_a_thread_that_several_scopes_may_have_started():
+    with concurrent.futures.ThreadPoolExecutor(1, "other") as other:
+        scope = kd.DataParallel(devices=["cpu:0"]).scope()
+        other.submit(scope.__enter__).result()
+        with kd.DataParallel().scope(), concurrent.futures.ThreadPoolExecutor(1, "worker") as worker:
+            worker.submit(model).result()
+        other.submit(scope.__exit__, None, None, None).result()
+
+
 def deferred_value_used():
     with kd.deferred():
         made = model()
@@ -96,6 +113,10 @@ CASES = {
     "a model that was built under another distribution": built_under_another_distribution,
     "a model whose rules changed after it was created": rules_changed_after_the_model_was_created,
     "a model that runs outside of its distribution's scope": predicted_outside_of_the_scope,
+    "a model that is created in a thread older than the scope": created_in_a_thread_that_is_older_than_the_scope,
+    "a model that is created in a thread that several scopes may have started": (
+        created_in_a_thread_that_several_scopes_may_have_started
+    ),
     "redistribute, a variable": lambda: kd.redistribute(keras.Variable(X, name="table")),
     "redistribute, to a layout map": lambda: kd.redistribute(model(), kd.LayoutMap(None)),
     "the value of a deferred variable": deferred_value_used,
