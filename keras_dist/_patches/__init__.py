@@ -35,11 +35,11 @@ _TOPICS = (
 
 
 def register() -> None:
-    """Declares all patches, and installs the one that is always active; a distribution installs the others.
+    """Declares all patches, and installs those that are always active; a distribution installs the others.
 
     Raises:
         ImportError: Keras lacks the class or module of a function that is replaced.
-        ValueError: Keras lacks the function that is always replaced, or it takes other parameters.
+        ValueError: Keras lacks a function that is always replaced, or it takes other parameters.
     """
     for topic in _TOPICS:
         with missing_names_are_errors():

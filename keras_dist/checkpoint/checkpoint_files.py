@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from keras_dist.checkpoint import restore
+from keras_dist.checkpoint import checksums, restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
 
-_PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
+PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
 
 
 class CheckpointFiles:
@@ -38,21 +38,14 @@ class CheckpointFiles:
 
     def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
         self.waiting_time = 0.0
-        self._directory, self._on_background = directory, on_background
+        self._directory, self._max_to_keep, self._on_background = directory, max_to_keep, on_background
         self._lock: DirectoryLock | None = None
         self._checkpointer: Any = None
         try:
             if "://" not in directory:
                 directory = os.path.abspath(directory)
                 self._reserve(directory, model)
-            training = restore.orbax().training
-            keep = None if max_to_keep is None else training.preservation_policies.LatestN(max_to_keep)
-            self._checkpointer = training.Checkpointer(
-                directory,
-                preservation_policy=keep,
-                save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
-                cleanup_tmp_directories=True,
-            )
+            self._checkpointer = self._open(directory)
             self.newest = self._find_newest()
         except BaseException:
             self.close()
@@ -67,6 +60,20 @@ class CheckpointFiles:
         for found in messaging.exchange("TrainingCheckpoint directory", problem):
             if found is not None:
                 raise ValueError(found)
+
+    def _open(self, directory: Any) -> Any:
+        ocp = restore.orbax()
+        context, registry = ocp.Context(), ocp.handlers.local_registry()
+        registry.add(checksums.array_handler(ocp), checkpointable_name=restore.ARRAYS)
+        context.checkpointables.registry = registry
+        keep, policies = self._max_to_keep, ocp.training.preservation_policies
+        return ocp.training.Checkpointer(
+            directory,
+            context=context,
+            preservation_policy=None if keep is None else policies.LatestN(keep),
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            cleanup_tmp_directories=True,
+        )
 
     def _find_newest(self) -> int | None:
         latest = self._checkpointer.latest
@@ -83,13 +90,54 @@ class CheckpointFiles:
             )
         return step
 
-    def restore(self, batches: int, model: Any) -> None:
-        """Assigns the values of a checkpoint to the variables of a model, as `restore.restore` does."""
-        restore.restore(model, str(self._checkpointer.directory / str(batches)), with_metrics=True)
+    def restore(self, model: Any) -> tuple[int, dict] | None:
+        """Assigns the values of the newest undamaged checkpoint to the variables of a model.
+
+        Damaged ones that are newer are renamed, so that Orbax no longer counts them.
+
+        Returns:
+            The number of batches before it, and what this process saved as `progress` or, if the number of processes
+            has changed, what process 0 saved. None if the directory has no checkpoint.
+        """
+        if self.newest is None:
+            return None
+        directory = self._checkpointer.directory
+        steps = [str(checkpoint.step) for checkpoint in reversed(self._checkpointer.checkpoints)]
+        restored = restore.restore(model, str(directory), steps, with_metrics=True, read_more=self._progress)
+        if restored.damaged:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            checkpointer.close()
+            renamed = self._rename_damaged(directory, list(restored.damaged))
+            self._checkpointer = self._open(directory)
+            warnings.warn(
+                f"{restore.damage_text(str(directory), restored.damaged)}. Training continues from "
+                f"{directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it when "
+                "nothing in it is needed.",
+                stacklevel=3,
+            )
+        self.newest = int(restored.step)
+        return self.newest, restored.more
+
+    def _rename_damaged(self, directory: Any, steps: list[str]) -> list[str]:
+        """Renames checkpoints, and returns their names, which Orbax does not take for those of checkpoints."""
+        problem, renamed = None, []
+        for step in steps if messaging.process_index() == 0 else []:
+            names = (f"{step}{number}.damaged" for number in ("", *(f".{count}" for count in range(1, 1000))))
+            name = next(name for name in names if not (directory / name).exists())
+            try:
+                (directory / step).rename(directory / name)
+            except OSError as error:
+                problem = f"{directory / step} is damaged and cannot be renamed ({error.strerror}). Delete it."
+                break
+            renamed.append(name)
+        problem, renamed = messaging.exchange("renaming of checkpoints", [problem, renamed])[0]
+        if problem is not None:
+            raise OSError(problem)
+        return renamed
 
     def save(self, batches: int, model: Any, progress: dict) -> None:
         """Saves all variables of a model, and what JSON can represent, for each process its own."""
-        content = {restore.ARRAYS: restore.state_tree(model), _PROGRESS: _ProcessFile(json.dumps(progress))}
+        content = {restore.ARRAYS: restore.state_tree(model), PROGRESS: _ProcessFile(json.dumps(progress))}
         with self._writing():
             if self._on_background:
                 self._checkpointer.save_checkpointables_async(batches, content)
@@ -126,17 +174,18 @@ class CheckpointFiles:
         finally:
             self.waiting_time += time.perf_counter() - begin
 
-    def progress(self, batches: int) -> dict:
-        """Returns what this process saved or, if the number of processes has changed, what process 0 saved."""
-        folder = self._checkpointer.directory / str(batches) / _PROGRESS
+    def _progress(self, path: str) -> dict:
+        folder = self._checkpointer.directory / path / PROGRESS
         file = folder / _file_name()
         if file.exists():
             return json.loads(file.read_text())
-        (file,) = folder.glob("process_0-of-*.json")
-        progress = json.loads(file.read_text())
+        files = [*folder.glob("process_0-of-*.json")]
+        if not files:
+            raise restore.DamageError(f"file {PROGRESS}/process_0-of-*.json is missing, which TrainingCheckpoint saves")
+        progress = json.loads(files[0].read_text())
         if progress["data"] is not None and progress["data"]["source"] is not None:
             progress["data"]["source"] = None
-            before = file.name.removesuffix(".json").rpartition("-")[2]
+            before = files[0].name.removesuffix(".json").rpartition("-")[2]
             warnings.warn(
                 f"{self._directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
                 "Grain iterators cannot be restored. The finished batches of this epoch are read again and dropped, "
@@ -160,9 +209,14 @@ class _ProcessFile:
     async def save(self, directory):
         async def write():
             path = await directory.await_creation()
-            await asyncio.to_thread((path / _file_name()).write_text, self.text)
+            await asyncio.to_thread(self._write, path)
 
         return write()
+
+    def _write(self, folder) -> None:
+        file = folder / _file_name()
+        file.write_text(self.text)
+        checksums.write(folder, [file])
 
     async def load(self, directory):
         """Is not called: a process may read the file of another one."""

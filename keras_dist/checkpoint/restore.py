@@ -1,22 +1,24 @@
-"""Restores all variables of a model from an Orbax checkpoint into their shards, or raises an error."""
+"""Restores all variables of a model from an undamaged Orbax checkpoint into their shards, or raises an error."""
 
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
 
 from keras_dist._keras import internals, training_state
-from keras_dist.checkpoint import path_matching
+from keras_dist.checkpoint import checksums, path_matching
 from keras_dist.checkpoint.path_matching import Matching
+from keras_dist.multihost import messaging
 
 ARRAYS = "pytree"  # the name of the variables in checkpoints of Keras's OrbaxCheckpoint
 TRAINABLE, NON_TRAINABLE = "trainable_variables", "non_trainable_variables"
 OPTIMIZER, METRICS = "optimizer_variables", "metrics_variables"
+_MAX_TRIED = 100  # checkpoints, of which the newest are damaged
 
 
 def orbax() -> Any:
@@ -79,20 +81,110 @@ def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
     return tree
 
 
-def restore(model: keras.Model, path: str, skip_mismatch: bool = False, with_metrics: bool = False) -> None:
-    """Assigns the values of a checkpoint of one step to the variables of a model. Each device reads its own shards.
+class Restored(NamedTuple):
+    """Which checkpoint was restored, what else was read from it, and what is wrong with newer ones, by step."""
+
+    step: str
+    more: Any
+    damaged: dict[str, str]
+
+
+def restore(
+    model: keras.Model,
+    directory: str,
+    steps: Sequence[str],
+    skip_mismatch: bool = False,
+    with_metrics: bool = False,
+    read_more: Callable[[str], Any] = lambda path: None,
+) -> Restored:
+    """Assigns the values of a checkpoint to the variables of a model. Each device reads its own shards.
 
     Weights are matched by path, also if Keras has numbered or nested the model's layers differently since. The
     optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them; they
-    must match only `with_metrics`. Raises ValueError, before any variable has changed, if variables, shapes or dtypes
-    do not match; with `skip_mismatch` it restores what matches, and warns about the rest.
+    must match only `with_metrics`.
+
+    Args:
+        model: it must be built.
+        directory: where checkpoints are.
+        steps: the names of checkpoints in it, in the order in which they are tried. The first is restored that is not
+            damaged; all processes agree which.
+        skip_mismatch: whether to restore what matches, and to warn about the rest.
+        with_metrics: whether metrics must match.
+        read_more: reads something else from a checkpoint, of which it is passed the path.
+
+    Raises:
+        ValueError: before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
+            checkpoints are damaged.
     """
     if not internals.is_built(model):
         raise ValueError(
             f"Model {model.name!r} is not built, so there are no variables to restore. Build it first with "
             "model.build(input_shape), or call it on a batch."
         )
-    tree = orbax().metadata(path, checkpointable_name=ARRAYS).metadata
+    damaged: dict[str, str] = {}
+    for step in messaging.exchange("checkpoints to restore", list(steps)[:_MAX_TRIED])[0]:
+        path, content = os.path.join(directory, step), None
+        damage = checksums.damage(_etils_path(path))
+        if damage is None:
+            try:
+                content = _read(model, path, skip_mismatch, with_metrics, read_more)
+            except DamageError as error:
+                damage = str(error)
+            damages = messaging.exchange("restoring a checkpoint", damage)
+            damage = next((each for each in damages if each is not None), None)
+        if damage is None and content is not None:
+            values, more = content
+            for variable, value in values:
+                variable.assign(value)
+            return Restored(step, more, damaged)
+        damaged[step] = str(damage)
+    raise ValueError(
+        f"{damage_text(directory, damaged)}. Restore what is damaged from a copy, load another checkpoint, or train "
+        "from the beginning in another directory."
+    )
+
+
+def damage_text(directory: str, damaged: dict[str, str]) -> str:
+    """Returns what is wrong with checkpoints, as the beginning of a message."""
+    return "; ".join(f"Checkpoint {os.path.join(directory, step)} is damaged: {text}" for step, text in damaged.items())
+
+
+class DamageError(Exception):
+    """A checkpoint cannot be read."""
+
+
+def _read(model, path: str, skip_mismatch: bool, with_metrics: bool, read_more: Callable[[str], Any]) -> tuple:
+    """Returns variables with their values in a checkpoint, and what `read_more` returns; raises DamageError."""
+    with _errors_as_damage():
+        more = read_more(path)
+        tree = orbax().metadata(path, checkpointable_name=ARRAYS).metadata
+        if tree is None:  # Orbax has logged why
+            raise DamageError(f"Orbax cannot read _METADATA or _sharding in {ARRAYS}")
+    found = _find(model, path, tree, skip_mismatch, with_metrics)
+    with _errors_as_damage():
+        values = _load(path, tree, {entry: variable.value for entry, variable in found.items()})
+    return [(variable, values[entry]) for entry, variable in found.items()], more
+
+
+@contextlib.contextmanager
+def _errors_as_damage() -> Iterator[None]:
+    """Raises errors of reading a checkpoint as damage, except those that come from this machine."""
+    try:
+        yield
+    except DamageError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Orbax raises its own error, whatever the cause is
+            cause = cause.__cause__
+        if isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError)):
+            raise
+        reason = " ".join(str(cause).split())[:300]
+        raise DamageError(f"it cannot be read ({type(cause).__name__}: {reason})") from error
+
+
+def _find(model, path: str, tree: Any, skip_mismatch: bool, with_metrics: bool) -> dict[str, Any]:
+    """Returns the variable for each entry of a checkpoint that has one."""
     saved = _flat(tree)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and any(entry.startswith(OPTIMIZER) for entry in saved):
@@ -107,9 +199,7 @@ def restore(model: keras.Model, path: str, skip_mismatch: bool = False, with_met
         )
     if problems:
         warnings.warn(f"Not restored from {path} into model {model.name!r}: {'; '.join(problems)}.", stacklevel=2)
-    values = _load(path, tree, {entry: variable.value for entry, variable in found.items()})
-    for entry, variable in found.items():
-        variable.assign(values[entry])
+    return found
 
 
 def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, Any], list[str]]:
@@ -185,11 +275,16 @@ def _difference(variable, saved_as, path: str) -> str | None:
 # ------------------------------------------------------------------------------------------------- Orbax's own files
 
 
-def newest(directory: str) -> str | None:
-    """Returns the path of the newest complete checkpoint in a directory of checkpoints, None if there is none."""
+def steps(directory: str) -> list[str]:
+    """Returns the names of the complete checkpoints in a directory of checkpoints, the newest first."""
     with contextlib.closing(orbax().training.Checkpointer(directory)) as checkpointer:
-        latest = checkpointer.latest
-    return None if latest is None else os.path.join(directory, str(latest.step))
+        return [str(checkpoint.step) for checkpoint in reversed(checkpointer.checkpoints)]
+
+
+def _etils_path(path: str) -> Any:
+    from etils import epath  # Orbax needs it, too
+
+    return epath.Path(path)
 
 
 def _entry(key_path: tuple) -> str:

@@ -31,7 +31,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     **What is saved:** all variables of the model, its optimizer and its metrics; the states of random generators (of
     layers, Keras's global one, Python's `random`, NumPy's global one); the epoch, the number of batches done in it, and
     the position in the data. Saving runs in the background. A checkpoint counts only when it is complete, so a process
-    that is killed while it writes loses at most that checkpoint. `model.load_weights(directory)` reads it too.
+    that is killed while it writes loses at most that checkpoint. `model.load_weights(directory)` reads it too. Files
+    have checksums: if the newest checkpoint is damaged, a warning names the file, and the newest undamaged one is used.
 
     **Preemption:** when a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job
     asks for it), all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.
@@ -63,7 +64,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
         ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
             directory is not writable, has too little space or is used by another running job; the processes find
-            different checkpoints; or the checkpoint is of another model or of another number of batches in an epoch.
+            different checkpoints; all of them are damaged; or the checkpoint is of another model or of another number
+            of batches in an epoch.
         OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay.
         SystemExit: in `fit`, after a signal.
 
@@ -135,7 +137,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         return 0.0 if self._files is None else self._files.waiting_time
 
     def on_train_begin(self, logs=None):
-        """Restores the newest complete checkpoint, if there is one."""
+        """Restores the newest undamaged checkpoint, if there is one."""
         if active_distribution() is None:
             raise ValueError(
                 "TrainingCheckpoint needs a distribution of keras_dist, but none is active in this thread. Call "
@@ -148,12 +150,11 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._epoch = self._batches = self._batches_before_epoch = self._saved_at = 0
         self._progress, self._trained, self._is_stopping, self._has_begun = None, None, False, False
         self._files = CheckpointFiles(self.directory, model, self.max_to_keep, self.save_on_background)
-        batches = self._files.newest
-        if batches is None:
+        restored = self._files.restore(model)
+        if restored is None:
             internals.set_initial_epoch(model, None)
             return
-        progress = self._files.progress(batches)
-        self._files.restore(batches, model)
+        batches, progress = restored
         self._require_same_epochs(progress)
         set_global_seed(progress["seed"])
         self._saved_at, self._batches_before_epoch = batches, batches - progress["batches"]

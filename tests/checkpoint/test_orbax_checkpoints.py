@@ -189,6 +189,30 @@ def test_without_a_distribution_keras_restores_nothing_into_a_renumbered_model(t
     np.testing.assert_array_equal(model.weights[0].value, before)
 
 
+def test_without_a_distribution_a_checkpoint_of_training_is_loaded(tmp_path):
+    with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+        expected = compiled(sequential)
+        expected.fit(X, Y, batch_size=32, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])
+    for path in (tmp_path, tmp_path / "2"):
+        model = compiled(sequential)
+        model.load_weights(str(path))
+        assert_same(model, expected)
+        assert all(len(value.sharding.device_set) == 1 for value in (variable.value for variable in model.variables))
+        again = compiled(sequential)
+        keras.saving.load_weights(again, str(path))
+        assert_same(again, expected)
+
+
+def test_a_relative_path_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    expected = saved(tmp_path / "saved", sequential)
+    monkeypatch.chdir(tmp_path)
+    with kd.DataParallel().scope():
+        for path in ("saved", "saved/1", "saved/1/"):
+            model = compiled(sequential)
+            model.load_weights(path)
+            assert_same(model, expected)
+
+
 def test_saving_in_the_background_writes_the_state_of_its_step(tmp_path):
     copies = []
 

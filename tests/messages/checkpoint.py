@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 import keras_dist as kd
+from keras_dist.checkpoint import checksums
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption
 from keras_dist.multihost import messaging
@@ -56,6 +57,33 @@ def load_model_of_weights():
         keras.saving.load_model(os.path.abspath("checkpoints"))
 
 
+def damaged(use, *steps, name="pytree/_METADATA"):
+    """Uses a directory with two checkpoints, of which a file is missing in some."""
+    with kd.DataParallel().scope():
+        directory = new_directory()
+        checkpoint = kd.TrainingCheckpoint(directory, max_to_keep=None)
+        new_model(8, 1).fit(X, Y, epochs=2, verbose=0, callbacks=[checkpoint])
+        for step in steps:
+            os.remove(os.path.join(directory, step, name))
+        use(directory)
+
+
+def load_step(directory):
+    new_model(8, 1).load_weights(os.path.join(directory, "2"))
+
+
+def unreadable(directory):
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    with mock.patch.object(checksums, "_size_and_sum", side_effect=denied):
+        load_step(directory)
+
+
+def not_renamed(directory):
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    with mock.patch("os.rename", side_effect=denied), mock.patch("os.replace", side_effect=denied):
+        fit(new_model(8, 1))
+
+
 def without_orbax():
     with mock.patch.dict(sys.modules, {"orbax.checkpoint": None}):
         kd.TrainingCheckpoint("checkpoints")
@@ -76,7 +104,7 @@ def another_number_of_processes():
     with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:
         file.write('{"data": {"source": "grain"}}')
     with kd.DataParallel().scope(), contextlib.closing(CheckpointFiles(directory, optimizer_built(), 1, True)) as files:
-        files.progress(7)
+        files._progress("7")
 
 
 def optimizer_built():
@@ -149,5 +177,11 @@ CASES = {
     "weights are loaded into a model that is not built": lambda: load(lambda: keras.Sequential(name="gpt")),
     "weights are loaded with an option for another format": lambda: load(lambda: new_model(8, 1), by_name=True),
     "a model is loaded from a checkpoint of weights": load_model_of_weights,
+    "the newest checkpoint is damaged, and training resumes": lambda: damaged(lambda _: fit(new_model(8, 1)), "2"),
+    "the newest checkpoint is damaged, and weights are loaded": lambda: damaged(new_model(8, 1).load_weights, "2"),
+    "all checkpoints are damaged": lambda: damaged(new_model(8, 1).load_weights, "2", "1"),
+    "the checkpoint of a step is damaged": lambda: damaged(load_step, "2", name="pytree/manifest.ocdbt"),
+    "a checkpoint cannot be read": lambda: damaged(unreadable),
+    "a damaged checkpoint cannot be renamed": lambda: damaged(not_renamed, "2"),
     "weights are loaded with skip_mismatch": lambda: load(lambda: new_model(8, 8, 1), skip_mismatch=True),
 }

@@ -70,6 +70,22 @@ def test_sources_of_several_processes_continue_at_their_position(tmp_path):
         assert losses == pytest.approx(rest[case], rel=1e-6), case
 
 
+def test_processes_agree_on_the_newest_undamaged_checkpoint(tmp_path):
+    one, other = (
+        process.result for process in run_processes(checkpoints.resume_from_a_damaged_checkpoint, str(tmp_path))
+    )
+    for (epochs, losses, texts), (other_epochs, other_losses, other_texts) in zip(one, other, strict=True):
+        assert (epochs, losses) == (other_epochs, other_losses)
+        assert texts == other_texts
+    (_, uninterrupted, _), *resumed = one
+    for process, (epochs, losses, texts) in enumerate(resumed):  # that wrote the damaged file
+        assert epochs == [2]
+        assert losses == pytest.approx(uninterrupted[2:], rel=1e-6)
+        assert f"12 is damaged: file pytree/ocdbt.process_{process}/d/" in texts[0]
+    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert names == {"4", "8", "12", "12.damaged", "12.1.damaged"}
+
+
 def test_a_checkpoint_of_keras_is_read_by_another_number_of_processes(tmp_path):
     directories = [str(tmp_path / name) for name in ("of one", "of two")]
     values = [checkpoints.save(directories[0])]

@@ -13,6 +13,7 @@ import numpy as np
 from support import process_matrix
 
 import keras_dist as kd
+from keras_dist.multihost import messaging
 
 
 def train(directory, who=None, kill_after=None, delay=0.0):
@@ -100,6 +101,35 @@ def train_cases(directory, cases, stop_after=None):
             checkpoint = kd.TrainingCheckpoint(os.path.join(directory, distribution, source), save_freq=100)
             model.fit(data, epochs=3, shuffle=source == "PyDataset", callbacks=[Losses(), checkpoint], verbose=0)
     return found
+
+
+def resume_from_a_damaged_checkpoint(directory):
+    """Trains, damages what each process wrote in the newest checkpoint, and resumes; returns what each fit did."""
+
+    def fit(epochs):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
+        model.compile("adam", "mse")
+        x = np.sin(np.arange(32 * 64, dtype="float32").reshape(32, 64))
+        checkpoint = kd.TrainingCheckpoint(directory, max_to_keep=None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = model.fit(x, x[:, :8], batch_size=8, epochs=epochs, callbacks=[checkpoint], verbose=0)
+            loaded = keras.models.clone_model(model)
+            loaded.load_weights(os.path.join(directory, str(4 * epochs)))
+        return [history.epoch, history.history.get("loss"), [str(each.message) for each in caught]]
+
+    results = []
+    with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+        results.append(fit(3))
+        for process in (0, 1):
+            if kd.process_id() == 0:
+                folder = os.path.join(directory, "12", "pytree", f"ocdbt.process_{process}", "d")
+                for name in os.listdir(folder):
+                    os.truncate(os.path.join(folder, name), 1000)
+            messaging.exchange("damaged", process)
+            results.append(fit(3))
+    return results
 
 
 def save(directory):
