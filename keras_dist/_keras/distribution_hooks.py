@@ -165,6 +165,10 @@ class DistributionHooks(Protocol):
         """Raises ValueError where processes are about to run a step of different models."""
         ...
 
+    def check_values_agree(self, model: keras.Model, variables: Iterable[keras.Variable], place: str) -> None:
+        """Raises ValueError where values that several processes hold differ, or the places in training they are at."""
+        ...
+
 
 class TrainStepHooks(Protocol):
     """What patches ask of a distribution about train steps. `strategies.train_steps.TrainSteps` implements it."""

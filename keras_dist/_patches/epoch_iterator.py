@@ -21,7 +21,7 @@ from keras_dist._keras.data_adapters import (
     set_finished_epochs,
 )
 from keras_dist._keras.internals import trainer
-from keras_dist._keras.training_state import NOTHING_LEFT
+from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
@@ -54,6 +54,7 @@ class EpochIterator(trainer.JAXEpochIterator):
     ):
         self._distribution: Any = active_distribution()
         self._step: str | None = None  # what the batches are for, once that is known
+        self._model: Callable[[], Any] = lambda: None  # the model that is trained
         self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
         self._is_in_epoch = self._has_begun = False
@@ -96,6 +97,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             for first, last, pipeline in steps:
                 if not self._is_in_epoch:
                     self._is_in_epoch = True
+                    check_values_agree(self._model(), "the begin of an epoch")
                     begun = self._current_iterator if pipeline is NOTHING_LEFT else pipeline
                     self._begin_epoch(begun, 0 if start is None else start[0])
                 yield first, last, pipeline
@@ -107,6 +109,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         self._is_in_epoch = False
         if self._pipeline is not None and self.steps_per_epoch is None and self._distribution.is_multi_process:
             self._pipeline.is_exhausted()  # other processes may have more batches, or fewer
+        check_values_agree(self._model(), "the end of an epoch")  # before callbacks save them
 
     def _begin_epoch(self, pipeline: InputPipeline, start: int) -> None:
         self._pipeline, self._start, self._delivered_before = pipeline, start, pipeline.delivered
@@ -163,8 +166,22 @@ class EpochIterator(trainer.JAXEpochIterator):
         return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
 
 
-def announce_step(step: str) -> None:
+def announce_step(step: str, model: keras.Model) -> None:
     """Tells the newest iterator in this thread what its batches are for."""
     newest = _newest_iterator.get()()
     if newest is not None and newest._step is None:
         newest._step = step
+        if step == "train":
+            newest._model = weakref.ref(model)
+
+
+def check_values_agree(model: keras.Model | None, place: str) -> None:
+    """Raises ValueError where what several processes hold of a model's weights and optimizer state differs.
+
+    `place` is where in the training of the model this is.
+    """
+    distribution = active_distribution()
+    if model is not None and distribution is not None and distribution.is_multi_process:
+        put_values_back(model)
+        trainable, others, optimizer, _ = state_variables(model, "train")
+        distribution.check_values_agree(model, [*trainable, *others, *optimizer], place)

@@ -24,7 +24,7 @@ from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function
-from keras_dist._patches.epoch_iterator import announce_step
+from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.program_comparison import compare_programs
@@ -52,7 +52,9 @@ def _distribute_data(original, distribution, data, *args, **kwargs):
 )
 def _fit(original, distribution, self, *args, **kwargs):
     with running_fit():
-        return original(self, *args, **kwargs)
+        history = original(self, *args, **kwargs)
+    check_values_agree(self, "the end of fit")  # after callbacks have seen the end of the last epoch
+    return history
 
 
 @INSTALLED.patch(
@@ -213,7 +215,7 @@ def _patch_make_function(step: str) -> None:
                 _warn_if_not_active(self)
             return original(self, force)
         put_values_back(self)
-        announce_step(step)
+        announce_step(step, self)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in internals.seed_generator_states(self)}

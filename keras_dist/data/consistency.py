@@ -19,6 +19,10 @@ from keras_dist.multihost import messaging
 _SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 
 
+# The methods of a model by their steps; without one, a method reads the shapes of its first batch to build the model.
+METHODS = {"train": "fit", "test": "evaluate", "predict": "predict", None: "the start of fit, evaluate or predict"}
+
+
 class BatchComparison:
     """Compares the batches that the processes read, one after the other, until one has no more or there is an error.
 
@@ -35,7 +39,8 @@ class BatchComparison:
         is_abandoned: Callable[[], bool] = lambda: False,
     ):
         self._topic, self._auto_shard_dataset, self._is_abandoned = topic, auto_shard_dataset, is_abandoned
-        self._settings = {"step": step, "steps_per_epoch": steps_per_epoch}
+        self._has_step, self._method = step is not None, METHODS.get(step, "train_on_batch or predict_on_batch")
+        self._settings = {"method": self._method, "steps_per_epoch": steps_per_epoch}
         self._batches = 0
         self._warnings: list[str] = []
         self._has_ended = False
@@ -64,12 +69,12 @@ class BatchComparison:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         if not self._has_ended:
             with contextlib.suppress(messaging.ProcessFailure):  # the caller raises its own error in any case
-                messaging.exchange(self._topic, self._settings | {"failed": text}, self._is_abandoned)
+                messaging.exchange(self._topic, self._settings | {"failed": text}, self._is_abandoned, self._method)
         self._has_ended = True
 
     def _compare(self, message: dict[str, Any]) -> list[list[int]] | None:
         self._has_ended = True  # also if an error is raised below
-        messages = messaging.exchange(self._topic, self._settings | message, self._is_abandoned)
+        messages = messaging.exchange(self._topic, self._settings | message, self._is_abandoned, self._method)
         for process, other in enumerate(messages):
             if "failed" in other:
                 who = messaging.describe([process]).capitalize()
@@ -83,11 +88,11 @@ class BatchComparison:
                 text += ", so the epoch ends for all processes. The remaining data of others is not used."
                 self._warnings.append(text)
             return None
-        _require_equal(messages, "step", "Processes run different methods of a model at the same time")
+        _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         where = f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
-        if self._settings["step"] is None:
+        if not self._has_step:
             pass  # nothing is computed from it
         elif self._auto_shard_dataset:
             _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)
@@ -112,6 +117,9 @@ class BatchComparison:
 
 
 _SAME_RUN = "Run the same program with the same arguments in all processes."
+_SAME_CALLS = (
+    "Let all processes call the same methods of a model in the same order, with the same epochs and validation_data."
+)
 _SAME_DATASET = (
     "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if "
     "each passes its own rows."
@@ -163,9 +171,10 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     `variables` are pairs of a path and what must be equal: shape, dtype, layout, replicated values.
     """
     rows = [f"{path} {description}" for path, description in variables]
-    message = {"step": step, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts
-    messages = messaging.exchange("model", message)
-    _require_equal(messages, "step", "Processes run different methods of a model at the same time")
+    method = METHODS[step]
+    message = {"method": method, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts
+    messages = messaging.exchange("model", message, method=method)
+    _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)
     for fact in facts:
         fix = "Call keras.utils.set_random_seed with the same number in all processes." if "seed" in fact else _SAME_RUN
         _require_equal(messages, fact, f"The {fact} differs between processes", fix)
@@ -180,3 +189,10 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
         f"{process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the model with the "
         "same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
     )
+
+
+def order_of_devices(mesh: jax.sharding.Mesh) -> str:
+    """Returns the ids of a mesh's devices, the first of them in full and all as a checksum."""
+    ids = [int(device.id) for device in mesh.devices.flat]
+    rest = f" and {len(ids) - 64} more with checksum {zlib.crc32(repr(ids).encode()):08x}" if len(ids) > 64 else ""
+    return f"{ids[:64]}{rest}"

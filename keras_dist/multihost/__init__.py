@@ -5,6 +5,7 @@
 * `messaging.py`: short messages between processes.
 * `stop_agreement.py`: all processes stop at the same point, soon after one is asked to.
 * `program_comparison.py`: compares the traced steps of all processes.
+* `value_comparison.py`: compares weights that several processes hold.
 * `failure_watch.py`: detects that another process failed, and ends this one.
 * `launcher.py`: starts several processes on this machine.
 * `elastic.py`: starts them again with fewer when one dies, and with all of them when asked.

@@ -48,7 +48,9 @@ def set_timeout(seconds: float) -> None:
     _timeout = seconds
 
 
-def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
+def exchange(
+    topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda: False, method: str | None = None
+) -> list[Any]:
     """Sends a message to all processes and returns the messages of all.
 
     Every process must call it equally often for each topic. Process 0 collects the messages and distributes them.
@@ -57,6 +59,7 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
         topic: names the exchange in keys and errors. The calls for one topic are numbered.
         message: anything that JSON can represent, a few kilobytes at most.
         is_cancelled: whether the answer is no longer needed; called once a second.
+        method: the method of a model that runs, for errors.
 
     Returns:
         The messages, in the order of the processes.
@@ -68,13 +71,14 @@ def exchange(topic: str, message: Any, is_cancelled: Callable[[], bool] = lambda
         return [message]
     number = next(_numbers[topic])
     directory, me = f"{_PREFIX}/{topic}/{number}", process_index()
+    place = repr(topic) if method is None else f"{topic!r} of {method}"
     client().key_value_set(f"{directory}/from/{me}", json.dumps(message))
     if me != 0:
-        return json.loads(_wait_for(directory, "all", topic, is_cancelled))
+        return json.loads(_wait_for(directory, "all", place, is_cancelled))
     received = _by_process(f"{directory}/from/")
     for process in range(process_count()):
         if process not in received:
-            received[process] = _wait_for(directory, f"from/{process}", topic, is_cancelled)
+            received[process] = _wait_for(directory, f"from/{process}", place, is_cancelled)
     messages = [json.loads(received[process]) for process in range(process_count())]
     client().key_value_set(f"{directory}/all", json.dumps(messages))
     if number > 0:  # all have read the previous messages, since they have sent these
@@ -130,29 +134,37 @@ def _by_process(directory: str) -> dict[int, str]:
     return {int(name.rpartition("/")[2]): text for name, text in client().key_value_dir_get(directory)}
 
 
-def _wait_for(directory: str, name: str, topic: str, is_cancelled: Callable[[], bool]) -> str:
+def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], bool]) -> str:
     key, deadline = f"{directory}/{name}", time.monotonic() + _timeout
+    waiting, is_announced = f"{_PREFIX}/waiting/{process_index()}", False
     while True:
         try:
-            return client().blocking_key_value_get(key, int(1000 * TICK))
+            message = client().blocking_key_value_get(key, int(1000 * TICK))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+        else:
+            if is_announced:
+                client().key_value_delete(waiting)
+            return message
+        if not is_announced:
+            client().key_value_set(waiting, place, allow_overwrite=True)
+            is_announced = True
         if _failure is not None:
             raise ProcessFailure(_failure)
         if is_cancelled():
-            raise ProcessFailure(f"The exchange of {topic!r} was cancelled, because its result is no longer needed.")
+            raise ProcessFailure(f"The exchange of {place} was cancelled, because its result is no longer needed.")
         problem, ended = None, ended_processes()
         if ended:
             message = _look_up(key)  # may have been sent just before the process ended
             if message is not None:
                 return message
             problem = (
-                f"{describe(ended).capitalize()} ended while process {process_index()} waited at {topic!r}. Let every "
+                f"{describe(ended).capitalize()} ended while process {process_index()} waited at {place}. Let every "
                 "process run the same program to its end and make the same Keras calls."
             )
         elif time.monotonic() > deadline:
-            problem = _timeout_message(directory, topic)
+            problem = _timeout_message(directory, place)
         if problem is not None:
             error = ProcessFailure(problem)
             if threading.current_thread() is not threading.main_thread():
@@ -160,10 +172,17 @@ def _wait_for(directory: str, name: str, topic: str, is_cancelled: Callable[[], 
             raise error
 
 
-def _timeout_message(directory: str, topic: str) -> str:
+def _timeout_message(directory: str, place: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
+    waiting = {process: _look_up(f"{_PREFIX}/waiting/{process}") for process in missing}
+    others = [f"process {process} waits at {other}" for process, other in waiting.items() if other not in (None, place)]
+    if others:
+        return (
+            f"Process {process_index()} waited {_timeout:g} seconds at {place}, while {', '.join(others[:4])}. Let all "
+            "processes call the same methods of a model in the same order, with the same epochs and validation_data."
+        )
     return (
-        f"Process {process_index()} waited {_timeout:g} seconds at {topic!r} for "
+        f"Process {process_index()} waited {_timeout:g} seconds at {place} for "
         f"{describe(missing) or 'process 0 to distribute the messages'}. Check what that process is doing; if it only "
         "needs longer, increase initialize(timeout=...)."
     )

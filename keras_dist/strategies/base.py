@@ -16,12 +16,13 @@ from keras_dist._keras.active_distribution import installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.global_state import random_seed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
-from keras_dist.data.consistency import BatchComparison, require_same_model
+from keras_dist.data.consistency import BatchComparison, order_of_devices, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
 from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
+from keras_dist.multihost.value_comparison import require_same_values
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
@@ -472,9 +473,16 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             facts = {name: getattr(model, name) for name in settings} | {
                 "random seed": random_seed(),
                 "distribution": repr(self),
+                "order of devices in the mesh": order_of_devices(self._device_mesh.backend_mesh),
                 "auto_shard_dataset": self.auto_shard_dataset,
             }
             require_same_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
+
+    def check_values_agree(self, model: keras.Model, variables: Iterable[keras.Variable], place: str) -> None:
+        if self.is_multi_process:
+            mesh = self._device_mesh.backend_mesh
+            values = [(variable.path, internals.variable_value(variable)) for variable in variables]
+            require_same_values(model.name, place, [pair for pair in values if is_on_mesh(pair[1], mesh)])
 
     def layout_rules(self) -> list[tuple[str, tuple]] | None:
         return None

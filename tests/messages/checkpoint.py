@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import keras_dist as kd
-from keras_dist.checkpoint import checksums
+from keras_dist.checkpoint import checksums, restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption
 from keras_dist.multihost import messaging
@@ -152,7 +152,7 @@ def disk_is_full():
     with kd.DataParallel().scope():
         files = CheckpointFiles(new_directory(), optimizer_built(), 1, False)
         full = OSError(errno.ENOSPC, "No space left on device")
-        with mock.patch.object(files._checkpointer, "save_checkpointables", side_effect=full):
+        with mock.patch.object(restore.orbax(), "save_checkpointables_async", side_effect=full):
             files.save(1, optimizer_built(), {})
 
 

@@ -39,7 +39,7 @@ def as_process_0(program, theirs, mine):
     """Runs a program as process 1 with `theirs` and then as process 0 with `mine`, which receives the messages of 1."""
     sent = {}
 
-    def exchange(topic, message, is_abandoned=None):
+    def exchange(topic, message, is_abandoned=None, method=None):
         sent.setdefault(topic, []).append(message)
         return sent[topic][::-1]
 

@@ -7,7 +7,15 @@ import jax
 import keras
 
 import keras_dist as kd
-from keras_dist.multihost import coordination, failure_watch, initialize, launcher, messaging, program_comparison
+from keras_dist.multihost import (
+    coordination,
+    failure_watch,
+    initialize,
+    launcher,
+    messaging,
+    program_comparison,
+    value_comparison,
+)
 from keras_dist.variables import process_zero
 
 
@@ -60,7 +68,7 @@ def _waiting(**state):
     client.blocking_key_value_get.side_effect = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
     replaced = {"client": lambda: client, "_look_up": lambda key: None, "ended_processes": list, **state}
     with mock.patch.multiple(messaging, **replaced):
-        messaging._wait_for("keras_dist/model/0", "from/1", "model", lambda: "ended_processes" not in state)
+        messaging._wait_for("keras_dist/model/0", "from/1", "'model'", lambda: "ended_processes" not in state)
 
 
 def _not_joined(process, reason, processes=None):
@@ -73,7 +81,7 @@ def _not_joined(process, reason, processes=None):
 
 
 def _messages_of(processes):
-    return mock.patch.object(messaging, "exchange", lambda topic, message: processes(topic, message))
+    return mock.patch.object(messaging, "exchange", lambda topic, message, **_: processes(topic, message))
 
 
 def _different_program():
@@ -99,14 +107,25 @@ def _unknown_variable():
         process_zero.request_shards(keras.Variable([1.0], name="scale"))
 
 
-def _timeout():
+def _timeout(other=None):
     replaced = {
         "_by_process": lambda directory: {0: ""},
         "process_count": lambda: 2,
-        "_look_up": lambda key: "host-1, pid 4321",
+        "_look_up": lambda key: other if "waiting" in key else "host-1, pid 4321",
     }
     with mock.patch.multiple(messaging, **replaced):
-        return messaging._timeout_message("keras_dist/model/0", "model")
+        return messaging._timeout_message("keras_dist/data 1/0", "'data 1' of evaluate")
+
+
+def _different_values(place="the begin of an epoch", rate=0.2):
+    """Process 1 has another learning rate, and other values of five kernels."""
+    values = {f"layer_{number}/kernel": [["[:]", number, None]] for number in range(5)}
+    values["sgd/learning_rate"] = [["[]", 7, "0.01"]]
+    rows = [[name, *row] for name, of_name in values.items() for row in of_name]
+    others = [[*row[:2], row[2] + 1, None if row[3] is None else f"{rate:g}"] for row in rows]
+    answers = iter([[["the begin of an epoch", {"0,1": "a"}], [place, {"0,1": "b"}]], [rows, others]])
+    with _messages_of(lambda topic, message: next(answers)):
+        value_comparison.require_same_values("gpt", "the begin of an epoch", [])
 
 
 def _nothing_listens():
@@ -145,6 +164,9 @@ CASES = {
     "a process ends while another one waits": lambda: _waiting(ended_processes=lambda: [1]),
     "a comparison is cancelled": _waiting,
     "a process does not come in time": _timeout,
+    "a process waits elsewhere": lambda: _timeout("'shared values' of fit"),
+    "processes have other values": _different_values,
+    "processes train for other epochs": lambda: _different_values("the end of fit"),
     "processes run different programs": _different_program,
     "processes make different calls": _different_calls,
     "process 0 reads an unknown variable": _unknown_variable,

@@ -59,7 +59,19 @@ DIFFERENT_CALLS = [
     ("one batch fewer of a generator", ["rocess 1", "after 3 batches"]),
     ("dtypes", ["float32[..., 4]", "int32[..., 4]"]),
     ("steps", ["3 on process 0", "2 on process 1"]),
-    ("method", ["train on process 0", "test on process 1"]),
+    ("method", ["fit on process 0", "evaluate on process 1"]),
+    ("rate of an epoch", ["learning_rate' (0.03 on process 0 and 0.2 on process 1)"]),
+    (
+        "values between fits",
+        ["rate' (0.01 on process 0 and 0.5 on process 1)", "kernel' (on process 0 and on process 1)"],
+    ),
+    ("values at the end", ["bias' (on process 0 and on process 1)"]),
+    ("values in an epoch", ["bias' (on process 0 and on process 1)"]),
+    ("epochs", ["process 0 is at the end of fit, process 1 at the begin of an epoch"]),
+    (
+        "order of devices",
+        ["[0, 1, ", "on process 0, [3, 2, 1, 0] on process 1|on process 0, [2049, 2048, 1, 0] on process 1"],
+    ),
     ("single batches", ["[7, 7] on process 0", "[6, 6] on process 1"]),
 ]
 
@@ -69,6 +81,11 @@ def test_a_difference_is_an_error_on_all_processes(results):
         assert of_process[case].startswith("ValueError: "), (case, of_process[case])
         for value in values:
             assert any(part in of_process[case] for part in value.split("|")), (case, of_process[case])
+
+
+def test_values_are_compared_before_callbacks_see_the_end_of_an_epoch(results):
+    """Only the two epochs that "epochs" has on both processes have ended, and none of "values in an epoch"."""
+    assert results[0]["epochs that ended"] == results[1]["epochs that ended"] == [0, 1]
 
 
 def test_different_shapes_are_an_error_on_all_processes(results):

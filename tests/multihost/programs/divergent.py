@@ -1,5 +1,6 @@
 """Calls of Keras for which process 1 is given something else than process 0."""
 
+import random as random_module
 import warnings
 
 import keras
@@ -92,6 +93,14 @@ def divergent():
         "steps": lambda: model().fit(generated(9), steps_per_epoch=3 - me, verbose=0),
         "method": lambda: model().evaluate(x, y, verbose=0) if is_other else model().fit(x, y, verbose=0),
         "an error in a source": lambda: model().fit(raising(), verbose=0),
+        "rate of an epoch": lambda: model().fit(x, y, batch_size=7, epochs=3, verbose=0, callbacks=[rate]),
+        "values between fits": lambda: fitted_twice(),
+        "values at the end": lambda: model().fit(x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_epoch_end")]),
+        "values in an epoch": lambda: model().fit(
+            x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_train_batch_end"), noted]
+        ),
+        "epochs": lambda: model().fit(x, y, batch_size=7, epochs=2 + me, verbose=0, callbacks=[noted]),
+        "order of devices": lambda: model().fit(x, y, batch_size=7, verbose=0),
         "single batches": lambda: model().train_on_batch(x[: 7 - me], y[: 7 - me]),
     }
 
@@ -109,9 +118,37 @@ def divergent():
         np.random.seed(me)
         return made
 
+    rate = keras.callbacks.LearningRateScheduler(lambda epoch: (0.01, 0.02, 0.2 if is_other else 0.03)[epoch])
+    epochs = []
+    noted = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+
+    class Assigned(keras.callbacks.Callback):
+        """Assigns another value in one process. What each process measures and draws for itself may differ."""
+
+        def __init__(self, method):
+            super().__init__()
+            self.own = keras.metrics.Mean()
+            setattr(self, method, self.assign)
+
+        def assign(self, number, logs=None):
+            self.own.update_state(random_module.random() + me)
+            if is_other:
+                self.model.layers[1].bias.assign([1.0, 2.0, 3.0])
+
+    def fitted_twice():
+        made = model()
+        made.fit(x, y, batch_size=7, verbose=0)
+        if is_other:
+            made.optimizer.learning_rate = 0.5
+            made.layers[0].kernel.assign(made.layers[0].kernel + 1)
+        made.fit(x, y, batch_size=7, verbose=0)
+
     results = {}
     for name, case in cases.items():
-        with kd.DataParallel().scope():
+        devices = np.array(kd.list_devices())
+        if name == "order of devices" and is_other:
+            devices = devices[::-1]
+        with kd.DataParallel(device_mesh=kd.DeviceMesh(devices.shape, ["data"], devices)).scope():
             try:
                 results[name] = f"no error: {case()}"
             except Exception as error:
@@ -138,6 +175,7 @@ def divergent():
             made.fit(((rows, y[:7]) for _ in range(batches)), callbacks=[counter], epochs=1, verbose=0)
             return [len(steps), " ".join(str(warning.message) for warning in caught)]
 
+    results["epochs that ended"] = epochs
     results["unequal parts"] = with_warnings(4 - me, x[7 * me : 7 * me + 7])
     results["equal parts"] = with_warnings(3, x[:7])
     results["goes on"] = model().fit(x, y, batch_size=7, verbose=0).history["loss"]

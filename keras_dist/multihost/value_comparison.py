@@ -1,0 +1,121 @@
+"""Compares values that several processes hold, each on its own devices.
+
+Code that runs in one process only, such as a callback that sets another learning rate or loads other weights, makes
+them differ. Nothing fails then: each device computes with what it has.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_dist.multihost import messaging
+
+_MAX_NAMED = 3  # values in an error
+_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+class _Shard(NamedTuple):
+    """A shard that this process and others hold."""
+
+    name: str
+    index: str  # which part of the value it is
+    holders: str  # indices of the processes, joined by commas
+    data: jax.Array  # on one device of this process
+
+
+def require_same_values(owner: str, place: str, values: Iterable[tuple[str, jax.Array]]) -> None:
+    """Raises a ValueError on all processes if shards that several of them hold differ in any bit.
+
+    Each process computes checksums on its own devices, and sends one message.
+
+    Args:
+        owner: the name of the model, for errors.
+        place: where in the program this is; an error says where processes are if they are at different places.
+        values: names and values, in the same order on all processes.
+    """
+    shards = [shard for name, array in values for shard in _shared_shards(name, array)]
+    checksums = [int(checksum) for checksum in jax.device_get([_checksum(shard.data) for shard in shards])]
+    digests = {}
+    for shard, checksum in zip(shards, checksums, strict=True):
+        digests.setdefault(shard.holders, hashlib.blake2b(digest_size=8)).update(checksum.to_bytes(4, "little"))
+    mine = {holders: digest.hexdigest() for holders, digest in digests.items()}
+    messages = messaging.exchange("shared values", [place, mine], method="fit")
+    for process, (other, _) in enumerate(messages):
+        if other != messages[0][0]:
+            raise ValueError(
+                f"Processes train {owner!r} for different numbers of epochs, or one has stopped early: process 0 is at "
+                f"{messages[0][0]}, process {process} at {other}. Pass the same epochs in all processes, and let "
+                "callbacks stop all of them."
+            )
+    sent = [digests_of_process for _, digests_of_process in messages]
+    shared = {holders for digests_of_process in sent for holders in digests_of_process}
+    if all(len({sent[process].get(holders) for process in map(int, holders.split(","))}) == 1 for holders in shared):
+        return
+    rows = [[s.name, s.index, checksum, _text(s.data)] for s, checksum in zip(shards, checksums, strict=True)]
+    found = _differences(messaging.exchange("shared values in full", rows))
+    more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    raise ValueError(
+        f"Values of {owner!r} that must be equal on all processes differ: {', '.join(found[:_MAX_NAMED])}{more}. Some "
+        "processes have assigned them and others have not, or not the same, in a callback or before fit. Let all "
+        "processes assign the same values, whatever their index, clock, files or random numbers are."
+    )
+
+
+def _shared_shards(name: str, array: jax.Array) -> Iterator[_Shard]:
+    holders = _holders(array.sharding, array.shape)
+    for index, shard in {str(shard.index): shard for shard in array.addressable_shards}.items():
+        if "," in holders[index]:
+            yield _Shard(name, index, holders[index], shard.data)
+
+
+@functools.cache
+def _holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[str, str]:
+    """Returns which processes hold each shard, by its index."""
+    found: dict[str, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(str(index), set()).add(device.process_index)
+    return {index: ",".join(map(str, sorted(processes))) for index, processes in found.items()}
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """Returns a sum of all bits, each 32 of them times an odd number that depends on their position."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
+    if array.dtype == bool or array.dtype.name in _SUB_BYTE:
+        array = array.astype("float32")
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * min(4, array.dtype.itemsize)}").astype("uint32").ravel()
+    factors = jax.lax.iota("uint32", bits.size) * np.uint32(2654435761) | np.uint32(1)
+    return jnp.sum(bits * factors, dtype="uint32")
+
+
+def _text(data: jax.Array) -> str | None:
+    """Returns the value of a scalar for an error."""
+    return f"{np.asarray(data).item():.6g}" if data.size == 1 and jnp.issubdtype(data.dtype, np.number) else None
+
+
+def _differences(rows: list[list[list]]) -> list[str]:
+    """Returns what differs, with the processes that hold it; scalars first, with their values."""
+    received: dict[tuple[str, str], dict[int, list]] = {}
+    for process, of_process in enumerate(rows):
+        for name, index, *value in of_process:
+            received.setdefault((name, index), {})[process] = value
+    found: dict[str, tuple[bool, str]] = {}
+    for (name, _), values in received.items():
+        first, *others = values
+        differing = [process for process in others if values[process][0] != values[first][0]]
+        if differing and name not in found:
+            texts = {process: values[process][1] for process in [first, *differing[:_MAX_NAMED]]}
+            shown = [
+                f"on process {process}" if text is None else f"{text} on process {process}"
+                for process, text in texts.items()
+            ]
+            found[name] = None in texts.values(), f"{name!r} ({' and '.join(shown)})"
+    return [text for _, text in sorted(found.values(), key=lambda entry: entry[0])]
