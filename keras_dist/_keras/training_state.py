@@ -1,5 +1,6 @@
 """Moves the state of a running model: from its variables into steps, from step to step, and back."""
 
+import sys
 from collections import UserList
 from collections.abc import Callable
 from typing import Any
@@ -19,18 +20,28 @@ class _Leaves(UserList):
     step it would search a list of arrays for layers and variables, array by array. It does not search other sequences.
 
     Iterated over, it is the values of variables: `to_variables` of the state of steps, `data`, where the two differ.
+    When Keras gives them back to the variables of `model`, it is emptied: only they refer to the arrays then.
     """
 
-    def __init__(self, values, to_variables: Callable[[list], list] | None = None):
+    def __init__(self, values, to_variables: Callable[[list], list] | None = None, model: Any = None):
         super().__init__(values)
-        self._to_variables = to_variables
+        self._to_variables, self._model = to_variables, model
 
     def __iter__(self):
-        return iter(self.data if self._to_variables is None else self._to_variables(self.data))
+        values = self.data.copy()
+        if self._is_given_back():
+            self.data.clear()  # in place: frames of Keras and of tracebacks refer to the list
+        return iter(values if self._to_variables is None else self._to_variables(values))
+
+    def _is_given_back(self) -> bool:
+        state = getattr(self._model, "_jax_state", None)
+        return bool(state) and not self._model._jax_state_synced and any(part is self for part in state.values())
 
 
 jax.tree_util.register_pytree_node(
-    _Leaves, lambda leaves: (leaves.data, leaves._to_variables), lambda converter, values: _Leaves(values, converter)
+    _Leaves,
+    lambda leaves: (leaves.data, (leaves._to_variables, leaves._model)),
+    lambda aux, values: _Leaves(values, *aux),
 )
 
 
@@ -68,26 +79,31 @@ def step_function(
     """
 
     def from_variables(state) -> tuple:
-        parts = list(_without_sharing(state))
+        _require_arrays(model, step, state)
+        _give_own_arrays(model, step, state)
+        parts = list(state)
         if accumulation is not None:
             parts[_OPTIMIZER] = accumulation.from_variables(parts[_OPTIMIZER])
         return tuple(parts)
 
     def between_steps(state) -> tuple:
-        parts = [_Leaves(part) if type(part) is list else part for part in state]
+        parts = [_Leaves(part, model=model) if type(part) is list else part for part in state]
         if accumulation is not None:
-            parts[_OPTIMIZER] = _Leaves(state[_OPTIMIZER], accumulation.to_variables)
+            parts[_OPTIMIZER] = _Leaves(state[_OPTIMIZER], accumulation.to_variables, model)
         return tuple(parts)
 
     def function(state, iterator):
-        state = from_variables(state) if type(state[0]) is list else tuple(map(_as_list, state))
-        if iterator is NOTHING_LEFT:
-            return _metrics_result(model, state[-1]), between_steps(state)
+        given = state
         try:
+            state = from_variables(state) if type(state[0]) is list else tuple(map(_as_list, state))
+            if iterator is NOTHING_LEFT:
+                return _metrics_result(model, state[-1]), between_steps(state)
             batches = batches_of_execution(iterator, model.steps_per_execution)
             outputs, new_state = keras_function(state, batches)
         except BaseException:
-            _fill_from_state(model, step, between_steps(state))
+            _fill_from_state(model, step, given)
+            for part in given:
+                part.clear()  # a traceback, which may be kept, refers to it
             model._jax_state, model._jax_state_synced = None, True
             raise
         return finish(outputs, iterator), between_steps(new_state)
@@ -100,20 +116,59 @@ def _metrics_result(model, values: list) -> dict:
         return model.get_metrics_result()
 
 
-def _without_sharing(state: tuple) -> tuple:
-    """Copies arrays that two variables share, since a step donates its arrays, each of them once.
+def _references(values: list, index: int) -> int:
+    return sys.getrefcount(values[index])
 
-    After a `fit` with a moving average of the weights, Keras leaves each weight and its average with the same array.
+
+_FROM_LIST = _references([object()], 0)  # to an object to which only a list refers
+
+
+def _give_own_arrays(model, step: str, state: tuple) -> None:
+    """Copies the arrays of variables to which anything else refers, since a step donates its arrays, each of them once.
+
+    Two variables have one array after `a.assign(b)`, and so do each weight and its average after a `fit` with a moving
+    average of the weights. Users keep arrays too: `variable.value`.
+
+    Args:
+        model: the model.
+        step: the step.
+        state: lists of the values of the variables, in which arrays are replaced.
     """
-    seen: set[int] = set()
+    for variables, values in zip(state_variables(model, step), state, strict=True):
+        for index, variable in enumerate(variables):
+            has_value = variable._value is values[index]  # not in `fit`, `evaluate` and `predict`
+            if _references(values, index) > _FROM_LIST + has_value:
+                values[index] = own_copy(values[index])
+                if has_value:
+                    variable._value = values[index]
 
-    def own(value):
-        if id(value) in seen:
-            return value.copy()
-        seen.add(id(value))
-        return value
 
-    return tuple([own(value) for value in part] for part in state)
+def own_copy(array: jax.Array) -> jax.Array:
+    """Returns a copy of an array with the same sharding, in memory of its own."""
+    return jax.device_put(array, array.sharding, may_alias=False)
+
+
+def lent(array: jax.Array) -> jax.Array:
+    """Returns another object for an array, in the same memory, which a step may donate while somebody keeps the object.
+
+    For writers of checkpoints: they copy the values to the host at once, and keep the arrays until all is written.
+    """
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards, dtype=array.dtype)
+
+
+def _require_arrays(model, step: str, state: tuple) -> None:
+    """Raises ValueError for an array that was deleted. JAX 0.10 ends the process where a step takes one."""
+    each = [pair for part in zip(state_variables(model, step), state, strict=True) for pair in zip(*part, strict=True)]
+    deleted = [(variable, value) for variable, value in each if value.is_deleted()]
+    for variable, value in deleted:
+        variable._value = value  # Keras would initialize a variable without a value
+    if deleted:
+        raise ValueError(
+            f"Cannot run the {step} step of {model.name!r}: the array of {deleted[0][0].path!r} has been deleted. A "
+            "function that was compiled with jax.jit(..., donate_argnums=...) deletes the arrays that it is passed. "
+            "Pass it jax.numpy.copy(variable.value), and assign this variable a value."
+        )
 
 
 def forget_compiled_functions(model) -> None:

@@ -1,12 +1,15 @@
-"""Patches that restore Orbax checkpoints completely, or raise an error."""
+"""Patches that restore Orbax checkpoints completely, or raise an error, and save them without copies on devices."""
 
 import os
+import sys
 import warnings
 
+import jax
 import keras
 
 from keras_dist._keras.active_distribution import ALWAYS, INSTALLED, active_distribution
 from keras_dist._keras.internals import file_utils, saving_api, saving_lib
+from keras_dist._keras.training_state import lent
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import PROGRESS
 
@@ -62,6 +65,15 @@ def _load_model(original, distribution, filepath, custom_objects=None, compile=T
     restore.restore(model, directory, [step])
     saving_lib._load_assets_from_dict(model, loaded.get("assets"))
     return model
+
+
+@INSTALLED.patch(
+    sys.modules[keras.callbacks.OrbaxCheckpoint.__module__],
+    "_get_state_tree",
+    reason="arrays are kept until they are written, and a step copies arrays that something else refers to",
+)
+def _get_state_tree(original, distribution, model):
+    return jax.tree.map(lent, original(model))
 
 
 def _is_step(path: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from keras_dist._keras.training_state import lent
 from keras_dist.checkpoint import checksums, restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
@@ -137,7 +138,8 @@ class CheckpointFiles:
 
     def save(self, batches: int, model: Any, progress: dict) -> None:
         """Saves all variables of a model, and what JSON can represent, for each process its own."""
-        content = {restore.ARRAYS: restore.state_tree(model), PROGRESS: _ProcessFile(json.dumps(progress))}
+        arrays = jax.tree.map(lent, restore.state_tree(model))
+        content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
         with self._writing():
             if self._on_background:
                 self._checkpointer.save_checkpointables_async(batches, content)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from keras_dist._keras.training_state import own_copy
 from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
 
 
@@ -45,8 +46,7 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
     """
     shape, dtype = tuple(value.shape), _jax_dtype(value.dtype if dtype is None else dtype)
     holders: dict[Bounds, list] = {}  # replicas of a shard are read once
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
+    for device, bounds in _bounds_by_device(sharding, shape).items():
         holders.setdefault(bounds, []).append(device)
     arrays: list[jax.Array] = []
     for bounds, shard in _read_shards(value, list(holders), dtype):
@@ -58,8 +58,8 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
 def reshard(value: Any, sharding: Any) -> Any:
     """Places a `jax.Array`, or a host tensor that is the same on all processes, with another sharding or on a device.
 
-    Processes communicate only if they lack shards that they need. An array that spans several
-    processes and has that sharding already is returned itself.
+    Processes communicate only if they lack shards that they need. An array that has that sharding already may be
+    returned itself. Otherwise the two share no memory, so that a step may donate one of them.
     """
     if not isinstance(sharding, Sharding):
         return jax.device_put(value, sharding)
@@ -70,7 +70,24 @@ def reshard(value: Any, sharding: Any) -> Any:
             return value
         if is_fully_local(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return place(local_numpy(value), sharding)
+    if isinstance(value, jax.Array) and value.sharding != sharding and _have_a_shard_in_common(value, sharding):
+        value = own_copy(value)  # JAX would return an array with that shard, without a copy of it
     return jax.device_put(value, sharding)
+
+
+def _have_a_shard_in_common(array: jax.Array, sharding: Sharding) -> bool:
+    """Returns whether a device has the same shard of an array with its sharding and with another one."""
+    before = _bounds_by_device(array.sharding, array.shape)
+    after = _bounds_by_device(sharding, array.shape)
+    return any(before.get(device) == bounds for device, bounds in after.items())
+
+
+def _bounds_by_device(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Bounds]:
+    indices = sharding.addressable_devices_indices_map(shape).items()
+    return {
+        device: tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
+        for device, index in indices
+    }
 
 
 def is_fully_local(value: jax.Array) -> bool:

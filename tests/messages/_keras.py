@@ -81,6 +81,13 @@ def deferred_value_used():
     made.get_weights()
 
 
+def array_deleted():
+    with kd.DataParallel().scope():
+        made = model()
+        made.weights[0].value.delete()
+        made.predict(X, verbose=0)
+
+
 def cudnn_with_another_dtype():
     array = jax.ShapeDtypeStruct((8, 4, 16), "bfloat16")
     with kd.DataParallel().scope():
@@ -120,5 +127,6 @@ CASES = {
     "redistribute, a variable": lambda: kd.redistribute(keras.Variable(X, name="table")),
     "redistribute, to a layout map": lambda: kd.redistribute(model(), kd.LayoutMap(None)),
     "the value of a deferred variable": deferred_value_used,
+    "a step with an array that was deleted": array_deleted,
     "cuDNN's LSTM with another dtype": cudnn_with_another_dtype,
 }
