@@ -26,7 +26,7 @@ import keras
 import keras_dist as kd
 from keras_dist._report.report import to_plain_data
 from keras_dist._report.tables import WIDTH, Table, render_text
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
 from keras_dist.monitoring import system_facts
@@ -163,8 +163,8 @@ def _mesh(options: argparse.Namespace) -> tuple[str, int]:
     needed = known_product(axes)
     if devices is None and needed > jax.device_count():
         raise ValueError(
-            f"Mesh {spell_axes(axes)} needs {needed} devices, but this machine has {jax.device_count()}. Add --target "
-            f"to show it for other hardware, for example --target cpu:{needed}."
+            f"Mesh {spell_axes(axes)} needs {counted(needed, 'device')}, but this machine has {jax.device_count()}. "
+            f"Add --target to show it for other hardware, for example --target cpu:{needed}."
         )
     mesh = kd.create_device_mesh(options.axes, devices=devices)
     info = mesh.info()

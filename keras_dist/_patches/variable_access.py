@@ -5,6 +5,7 @@ import numpy as np
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES
+from keras_dist._report.units import counted
 from keras_dist.variables import global_reads
 
 _REASON = "a variable whose shards are on several processes cannot be read"
@@ -25,7 +26,7 @@ def _get_weights(original, self):
         return original(self)
     if global_reads.own_shards_only.value:
         return [global_reads.HeldShards(variable.value) for variable in weights]
-    with global_reads.agreed(f"get_weights() of {self.name!r}, {len(weights)} variables"):
+    with global_reads.agreed(f"get_weights() of {self.name!r}, {counted(len(weights), 'variable')}"):
         return original(self)
 
 

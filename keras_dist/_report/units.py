@@ -1,5 +1,7 @@
 """Formats figures with three significant digits: bytes in binary units (KiB, MiB), the rest in decimal units."""
 
+import re
+
 
 def bytes_text(count: float) -> str:
     """Formats a number of bytes in binary units.
@@ -26,6 +28,20 @@ def count_text(count: float) -> str:
     ('70.6 G', '12')
     """
     return _scaled(count, 1000, ("", "k", "M", "G", "T")).rstrip()
+
+
+def counted(count: float | str, noun: str, verb: str = "", plural_verb: str = "") -> str:
+    """Formats a count with its noun, in the plural unless the count is 1, and perhaps with a verb.
+
+    >>> counted(1, "device"), counted(12, "free axis"), counted(0, "batch", "is", "are"), counted(2.5, "second")
+    ('1 device', '12 free axes', '0 batches are', '2.5 seconds')
+    """
+    text = f"{count:g}" if isinstance(count, float) else str(count)
+    if text != "1":
+        endings = ("is$", "es"), ("([^aeiou])y$", r"\1ies"), ("(s|x|ch|sh)$", r"\1es"), ("$", "s")
+        noun = next(re.sub(end, plural, noun, count=1) for end, plural in endings if re.search(end, noun))
+        verb = plural_verb
+    return f"{text} {noun} {verb}".rstrip()
 
 
 def seconds_text(seconds: float | None) -> str:

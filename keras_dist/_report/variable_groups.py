@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 
 PARTS = ("weights", "optimizer", "other")
 
@@ -74,7 +74,7 @@ def variable_rows(
         if rest:
             replicated = sum(v.is_replicated for v in rest)
             of_them = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
-            text = f"... and {len(rest)} {_REST[part]}{'s' * (len(rest) > 1)}" + of_them * (replicated > 0)
+            text = f"... and {counted(len(rest), _REST[part])}" + of_them * (replicated > 0)
             rows.append((text, "", "", "", bytes_text(sum(v.bytes for v in rest))))
     return rows
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from keras_dist._keras.training_state import lent
+from keras_dist._report.units import counted
 from keras_dist.checkpoint import checksums, restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
@@ -82,7 +83,7 @@ class CheckpointFiles:
         steps = messaging.exchange("TrainingCheckpoint", step)
         if any(other != step for other in steps):
             found = ", ".join(
-                f"{'none' if other is None else f'the one after {other} batches'} on process {process}"
+                f"{'none' if other is None else 'the one after ' + counted(other, 'batch')} on process {process}"
                 for process, other in enumerate(steps)
             )
             raise ValueError(
@@ -189,9 +190,10 @@ class CheckpointFiles:
             progress["data"]["source"] = None
             before = files[0].name.removesuffix(".json").rpartition("-")[2]
             warnings.warn(
-                f"{self._directory} was saved by {before} processes, not {messaging.process_count()}, so its states of "
-                "Grain iterators cannot be restored. The finished batches of this epoch are read again and dropped, "
-                f"and rows may come in another order. To restore the states, start {before} processes.",
+                f"{self._directory} was saved by {counted(before, 'process')}, not {messaging.process_count()}, so its "
+                "states of Grain iterators cannot be restored. The finished batches of this epoch are read again and "
+                "dropped, and rows may come in another order. To restore the states, start "
+                f"{counted(before, 'process')}.",
                 stacklevel=2,
             )
         return progress

@@ -11,6 +11,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.global_state import global_seed, set_global_seed
 from keras_dist._keras.running_fit import at_end_of_fit
+from keras_dist._report.units import counted
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
@@ -257,7 +258,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             received = self._preemption.signal
             print(
                 f"\nkeras_dist: training stops, since {'another process' if received is None else 'this process'} "
-                f"received {'a signal' if received is None else received.name}. {self._saved_at} batches are saved in "
+                f"received {'a signal' if received is None else received.name}. "
+                f"{counted(self._saved_at, 'batch', 'is', 'are')} saved in "
                 f"{self.directory}; training has waited {self.waiting_time:.2g} s for checkpoints. Start the program "
                 "again to continue.",
                 file=sys.stderr,
@@ -304,9 +306,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         before, now = progress.get("batches_of_epoch"), self._batches_of_epoch()
         if progress["batches"] and None not in (before, now) and before != now:
             raise ValueError(
-                f"{self.directory} has a checkpoint after {progress['batches']} of {before} batches of an epoch, but "
-                f"an epoch of this fit has {now}. Pass the data and the batch_size with which it was saved, or use "
-                "another directory."
+                f"{self.directory} has a checkpoint after {progress['batches']} of {counted(before, 'batch')} of an "
+                f"epoch, but an epoch of this fit has {now}. Pass the data and the batch_size with which it was "
+                "saved, or use another directory."
             )
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import sparse
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh
 
 
@@ -73,12 +74,12 @@ class BatchPlacer:
         self._has_warned = True
         over = ",".join(f"{name}:{sizes[name]}" for name in self.batch_axes)
         fault = "smaller than" if rows < shards else "not divisible by"
-        effect = f"{shards - rows} devices have no rows"
+        effect = f"{counted(shards - rows, 'device', 'has', 'have')} no rows"
         if used < shards:
             effect = f"each row is computed {shards // used} times"
         return (
-            f"Batches of {rows} rows are {fault} the {shards} shards of the batch axes ({over}), so {effect}{reason}. "
-            f"Use a batch size that is a multiple of {shards}."
+            f"Batches of {counted(rows, 'row')} are {fault} the {shards} shards of the batch axes ({over}), so "
+            f"{effect}{reason}. Use a batch size that is a multiple of {shards}."
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_dist._report.units import counted
 from keras_dist.data.batch_placement import is_global, is_sparse
 from keras_dist.multihost import messaging
 
@@ -82,7 +83,9 @@ class BatchComparison:
         ended = [process for process, other in enumerate(messages) if "end" in other]
         if ended:
             if len(ended) < len(messages):
-                text = f"{messaging.describe(ended).capitalize()} ran out of data after {self._batches} batches"
+                text = (
+                    f"{messaging.describe(ended).capitalize()} ran out of data after {counted(self._batches, 'batch')}"
+                )
                 if self._auto_shard_dataset:
                     raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
                 text += ", so the epoch ends for all processes. The remaining data of others is not used."
@@ -185,8 +188,9 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     pairs = itertools.zip_longest(map(repr, models[0]), map(repr, other), fillvalue="no variable")
     mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
     raise ValueError(
-        f"Model {name!r} differs between processes: {len(models[0])} variables on process 0, {len(other)} on process "
-        f"{process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the model with the "
+        f"Model {name!r} differs between processes: {counted(len(models[0]), 'variable')} on process 0, {len(other)} "
+        f"on process {process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the "
+        "model with the "
         "same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Lines, Section, Table
-from keras_dist._report.units import bytes_text, count_text, percent_text
+from keras_dist._report.units import bytes_text, count_text, counted, percent_text
 from keras_dist._report.variable_groups import VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.layout.layout_map import Rule
 from keras_dist.mesh.axes import spell_axes
@@ -140,11 +140,12 @@ class Coverage(Report):
         return to_plain_data(figures | fields | mesh | {"rules": rules})
 
     def __repr__(self) -> str:
-        return f"<Coverage of {self.model!r}: {len(self.variables)} variables, {len(self.findings)} findings>"
+        counts = f"{counted(len(self.variables), 'variable')}, {counted(len(self.findings), 'finding')}"
+        return f"<Coverage of {self.model!r}: {counts}>"
 
     def _sections(self) -> Iterator[Section]:
         parameters = sum(math.prod(v.shape) for v in self.variables if v.part == "weights")
-        yield f"{self.model}, {count_text(parameters)} parameters", [Lines(tuple(self._summary()))]
+        yield f"{self.model}, {counted(count_text(parameters), 'parameter')}", [Lines(tuple(self._summary()))]
         if self.findings:
             yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MOST_FINDINGS, ".findings")))]
         if self.gathered_sequences:
@@ -160,7 +161,7 @@ class Coverage(Report):
 
     def _summary(self) -> Iterator[str]:
         kind = self.distribution.lstrip("<").split()[0]
-        yield f"{self.mesh.devices.size} devices, mesh {spell_axes(self.mesh.axis_sizes)}, {kind}"
+        yield f"{counted(self.mesh.devices.size, 'device')}, mesh {spell_axes(self.mesh.axis_sizes)}, {kind}"
         if self.sequence_axes:
             axes = spell_axes({name: self.mesh.axis_sizes[name] for name in self.sequence_axes})
             yield f"Sequences, dim 1 of the batch, are sharded over {axes}."
@@ -174,8 +175,8 @@ class Coverage(Report):
             replicated = self.replicated_bytes
             yield f"Replicated on every device: {bytes_text(replicated)} ({percent_text(replicated / total)})."
         if self.rules:
-            rules = f"{len(self.rules)} rule{'s' * (len(self.rules) > 1)}"
-            yield f"{rules}, {f'{len(self.unused)} unused' if self.unused else 'all matched'}."
+            effect = f"{len(self.unused)} unused" if self.unused else "all matched"
+            yield f"{counted(len(self.rules), 'rule')}, {effect}."
         elif kind == "ModelParallel":
             yield "The layout map is empty."
         yield from self.notes

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from keras_dist._keras.internals import is_random_state
-from keras_dist._report.units import bytes_text, percent_text
+from keras_dist._report.units import bytes_text, counted, percent_text
 from keras_dist._report.variable_groups import group_variables, path_pattern
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable, Finding
 from keras_dist.diagnostics.suggestions import (
@@ -157,7 +157,7 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
         if not takers:
             continue
         counts = ", ".join(f"{count} by {taker!r}" for taker, count in Counter(takers).most_common(3))
-        more = f" and {len(takers) - 3} more rules" * (len(takers) > 3)
+        more = f" and {counted(len(takers) - 3, 'more rule')}" * (len(takers) > 3)
         others = [taker for taker in takers if taker not in paths]
         if not others:
             fix = "Keys that are paths take precedence over regexes: delete these keys, or this rule."

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_dist._report.units import counted
 from keras_dist.diagnostics.coverage import numbered_lines
 from keras_dist.diagnostics.explain import explain
 
@@ -26,7 +27,7 @@ def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
         return
     text = "\n".join(
         [
-            f"{len(findings)} possible problem{'s' * (len(findings) > 1)} in the layout map for {model.name!r}:",
+            f"{counted(len(findings), 'possible problem')} in the layout map for {model.name!r}:",
             *numbered_lines(findings, _MOST_FINDINGS, "keras_dist.explain(model, distribution).findings"),
             "print(keras_dist.explain(model, distribution)) shows the layout of each variable.",
         ]

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from keras_dist._keras import internals
 from keras_dist._report.tables import Lines, Table, render_html, render_text
+from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import as_layout_on_mesh, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
@@ -155,7 +156,7 @@ def visualize(tensor: Any, layout: Any = None) -> TensorPicture:
     shards = [f"Dim {dim}: {len(ranges[dim])} shards of size {ranges[dim][0][1]}." for dim in sharded]
     notes = [
         " ".join(shards) if sharded else "No dim is sharded.",
-        f"Each shard is on {replicas} of {len(indices)} devices.",
+        f"Each shard is on {replicas} of {counted(len(indices), 'device')}.",
     ]
     if hidden:
         names = " and ".join(f"dim {dim}" for dim in hidden)

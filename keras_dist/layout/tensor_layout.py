@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import keras
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
@@ -178,9 +179,9 @@ def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]
 'model' axis of size 1, 2, 3 or 6.
     """
     if len(axes) > len(shape):
-        dims = f"{len(shape)} dim{'s' * (len(shape) != 1)}"
+        dims = counted(len(shape), "dim")
         return (
-            f"the layout has {len(axes)} entr{'y' if len(axes) == 1 else 'ies'}, but the tensor has {dims}. Shorten "
+            f"the layout has {counted(len(axes), 'entry')}, but the tensor has {dims}. Shorten "
             f"the layout to {axes[: len(shape)]}, or write a separate rule for tensors with {dims}."
         )
     for dim, entry in enumerate(axes):

@@ -137,8 +137,7 @@ def _parse(entries: list, names: list[str] | None) -> dict[str, int]:
         raise ValueError(f"every axis needs a name. Write {_FORMS}.")
     if names is not None and len(names) != len(entries):
         raise ValueError(
-            f"Shape and axis_names should have same size, but there are {len(entries)} sizes and {len(names)} names. "
-            "Pass one name per axis."
+            f"Shape and axis_names should have same size, not {len(entries)} and {len(names)}. Pass one name per axis."
         )
     parsed: dict[str, int] = {}
     for name, size in entries if _have_names(entries) else zip(names or (), entries, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.axes import Axes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh, create_device_mesh
 from keras_dist.mesh.devices import as_device_array, force_cpu, platform_devices
@@ -83,7 +84,8 @@ class DeviceMeshManager:
         needed = known_product(axes)
         if needed > len(given):
             raise ValueError(
-                f"Not enough devices: mesh {spell_axes(axes)} requires {needed} devices, but only {len(given)} "
+                f"Not enough devices: mesh {spell_axes(axes)} requires {counted(needed, 'device')}, but only "
+                f"{len(given)} "
                 f"{'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most {len(given)}, "
                 "or pass more devices."
             )
@@ -275,7 +277,8 @@ def calculate_host_mesh_shape(
             "to use those of this program."
         )
     axes = parse_axes(global_mesh_shape, default_names(global_mesh_shape))
-    axes = solve_axes(axes, per_process * processes, f"available on {processes} processes of {per_process} devices")
+    available = f"available on {counted(processes, 'process')} of {counted(per_process, 'device')}"
+    axes = solve_axes(axes, per_process * processes, available)
     degrees = spread_axes(axes, processes, group_name="processes")
     return tuple(size // degrees[name] for name, size in axes.items())
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from jax.sharding import AxisType
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.axes import Axes, parse_axes, solve_axes, spell_axes
 from keras_dist.mesh.devices import (
     as_device_array,
@@ -246,7 +247,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         known = available_devices(first) or size
         count = size if known == size else f"{size} of {known}"
         platform = device_name(first).partition(":")[0]
-        return f"<{type(self).__name__} {spell_axes(axes)} on {count} {platform} device{'s' * (known > 1)}>"
+        return f"<{type(self).__name__} {spell_axes(axes)} on {counted(count, f'{platform} device')}>"
 
     def __copy__(self):
         return self  # immutable; pickling would turn the devices of targets and mock devices into unknown names
@@ -349,7 +350,7 @@ def _parse_axis_types(axis_types: Any, count: int) -> tuple[AxisType, ...]:
     by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
     types = "auto" if axis_types is None else axis_types
     types = [types] if isinstance(types, (AxisType, str)) else types
-    invalid, fix = f"Invalid axis_types {axis_types!r} for {count} axes", f"Use {', '.join(by_name)}."
+    invalid, fix = f"Invalid axis_types {axis_types!r} for {counted(count, 'axis')}", f"Use {', '.join(by_name)}."
     if not isinstance(types, (list, tuple)) or not all(isinstance(each, (AxisType, str)) for each in types):
         raise TypeError(f"{invalid}: an axis type is a jax.sharding.AxisType or its name. {fix}")
     if len(types) not in (1, count):

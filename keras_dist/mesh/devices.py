@@ -11,6 +11,7 @@ from jax._src import xla_bridge  # public JAX has no way to ask whether backends
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
+from keras_dist._report.units import counted
 
 Device = Any  # a jax.Device, which type checkers treat as a variable
 
@@ -95,8 +96,9 @@ def simulate_devices(count: int) -> None:
         if jax.default_backend() == "cpu" and jax.local_device_count() == count:
             return
         raise ValueError(
-            f"simulate_devices({count}) was called after JAX started with {jax.local_device_count()} "
-            f"{jax.default_backend()} device(s). Call it directly after `import keras_dist`, before creating a Keras "
+            f"simulate_devices({count}) was called after JAX started with "
+            f"{counted(jax.local_device_count(), f'{jax.default_backend()} device')}. Call it directly after "
+            "`import keras_dist`, before creating a Keras "
             "layer or a JAX array. In a notebook, restart the kernel first."
         )
     jax.config.update("jax_num_cpu_devices", count)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keras_dist._report.tables import Table, render_html
+from keras_dist._report.units import counted
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device, device_name
 from keras_dist.mesh.topology import coordinates_of, process_of, slice_of
@@ -37,8 +38,12 @@ def _title_and_table(
     flat = devices.ravel().tolist()
     hosts, slices = len(set(map(process_of, flat))), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
-    title = f"{spell_axes(dict(zip(axis_names, devices.shape, strict=True)))}, {len(flat)} {flat[0].device_kind} device"
-    title += "s" * (len(flat) > 1) + f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
+    title = spell_axes(dict(zip(axis_names, devices.shape, strict=True)))
+    title += (
+        f", {counted(len(flat), f'{flat[0].device_kind} device')}"
+        + f", {slices} slices" * (slices > 1)
+        + f", {hosts} hosts" * (hosts > 1)
+    )
 
     group_of = slice_of if slices > 1 else process_of
 

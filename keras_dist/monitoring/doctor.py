@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Lines, Section, Table
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist.mesh.devices import cpu_thread_count
 from keras_dist.monitoring.system_facts import SystemFacts
 
@@ -57,8 +57,8 @@ class Diagnosis(Report):
         yield "Versions", [Lines((f"Python {facts.python}, {versions}",))]
         if facts.environment:
             yield "Environment", [Lines(tuple(f"{name}={value}" for name, value in facts.environment.items()))]
-        counts = [f"{facts.cores} cores"]
-        counts += [f"{count} {name}" for count, name in ((facts.gpus, "NVIDIA GPUs"), (facts.tpus, "TPUs")) if count]
+        counts = [counted(facts.cores, "core")]
+        counts += [counted(count, name) for count, name in ((facts.gpus, "NVIDIA GPU"), (facts.tpus, "TPU")) if count]
         parts: list[Table | Lines] = [Lines((f"The host has {', '.join(counts)}.",))]
         if facts.devices:
             columns = ("name", "kind", "hardware", "links", ">process", ">memory", ">in use")
@@ -168,18 +168,20 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
     if facts.platform != "cpu":
         return
     kinds = (
-        (facts.gpus, "NVIDIA GPU(s)", _installed(facts, *_CUDA_PLUGINS), "cuda12", ("cuda", "gpu")),
-        (facts.tpus, "TPU chip(s)", _installed(facts, "libtpu"), "tpu", ("tpu",)),
+        (facts.gpus, "NVIDIA GPU", _installed(facts, *_CUDA_PLUGINS), "cuda12", ("cuda", "gpu")),
+        (facts.tpus, "TPU chip", _installed(facts, "libtpu"), "tpu", ("tpu",)),
     )
     platforms = facts.environment.get("JAX_PLATFORMS", "")
     for count, name, plugins, extra, names in kinds:
         if not count:
             continue
         if not plugins:
-            yield Finding(f"The host has {count} {name}, but JAX uses CPUs.", f"Run pip install -U 'jax[{extra}]'.")
+            yield Finding(
+                f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run pip install -U 'jax[{extra}]'."
+            )
         elif platforms and not any(each in platforms.split(",") for each in names):
             yield Finding(
-                f"The host has {count} {name}, which JAX_PLATFORMS={platforms} hides.",
+                f"The host has {counted(count, name)}, which JAX_PLATFORMS={platforms} hides.",
                 "Unset JAX_PLATFORMS to use them.",
                 False,
             )
@@ -187,7 +189,7 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
             reasons = [line.strip() for line in facts.output.splitlines() if re.match(r"\s*\w*Error: ", line)]
             reason = f" ({reasons[-1]})" if reasons else ""
             yield Finding(
-                f"The host has {count} {name} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
+                f"The host has {counted(count, name)} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
                 f"Reinstall it with all of its libraries: pip install -U 'jax[{extra}]'.",
             )
 
@@ -208,7 +210,8 @@ def _simulated_devices(facts: SystemFacts) -> Iterator[Finding]:
     if count > facts.cores and (not re.fullmatch(r"\d+", threads) or int(threads) < count):
         given = f"NPROC={threads}" if "NPROC" in facts.environment else "NPROC is not set"
         yield Finding(
-            f"{count} devices are simulated on {facts.cores} cores, and {given}: collectives may abort after 40 s.",
+            f"{count} devices are simulated on {counted(facts.cores, 'core')}, and {given}: collectives may abort "
+            "after 40 s.",
             f"Set NPROC={cpu_thread_count(count)}, or call keras_dist.simulate_devices({count}), which does so.",
         )
 

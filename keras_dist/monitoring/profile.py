@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from keras_dist._report.units import counted
+
 DEFAULT_DIRECTORY = "profile"
 
 
@@ -68,7 +70,7 @@ class StepProfile:
                 self._stop()
         if count is None or (self._is_done and not was_tracing):
             return
-        steps = f"{count} step{'s' * (count != 1)}"
+        steps = counted(count, "step")
         if was_tracing:
             fault = f"ends with step {count}, because fit did. The trace in {self._directory!r} has fewer steps"
         else:

@@ -15,6 +15,8 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
+from keras_dist._report.units import counted
+
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
 _JAX_HEARTBEAT_TIMEOUT = 100  # seconds, the default of `jax.distributed.initialize`
 _RETRY_INTERVAL = 0.5  # seconds
@@ -159,7 +161,8 @@ class _BoundedLibrary:
         if "DEADLINE_EXCEEDED" in reason:
             count = "" if self._processes is None else f"{self._processes} "
             return (
-                f"Process {process} waited {self._timeout:g} seconds at {address}, but not all {count}processes joined."
+                f"Process {process} waited {counted(self._timeout, 'second')} at {address}, but not all "
+                f"{count}processes joined."
                 " Check the output of the missing processes, that num_processes is the number of processes started, "
                 "and that each has its own process_id; if they only start later, increase initialize(timeout=...)."
             )

@@ -10,6 +10,7 @@ import jax
 
 from keras_dist._keras import internals
 from keras_dist._keras.global_state import initialize_seed
+from keras_dist._report.units import counted
 from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
@@ -79,8 +80,9 @@ def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:
     """Keras calls this in place of `jax.distributed.initialize`, before it draws one random seed for all processes."""
     if has_jax_started():
         raise RuntimeError(
-            f"initialize() was called after JAX created its {jax.local_device_count()} {jax.default_backend()} "
-            "device(s). Call keras_dist.initialize() directly after `import keras_dist`, before anything creates a "
+            f"initialize() was called after JAX created its "
+            f"{counted(jax.local_device_count(), f'{jax.default_backend()} device')}. Call keras_dist.initialize() "
+            "directly after `import keras_dist`, before anything creates a "
             "Keras layer, a mesh or a JAX array, or lists devices."
         )
     try:

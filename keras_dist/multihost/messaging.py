@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from keras_dist._report.units import counted
 from keras_dist.multihost.coordination import client, process_count, process_index
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -178,11 +179,11 @@ def _timeout_message(directory: str, place: str) -> str:
     others = [f"process {process} waits at {other}" for process, other in waiting.items() if other not in (None, place)]
     if others:
         return (
-            f"Process {process_index()} waited {_timeout:g} seconds at {place}, while {', '.join(others[:4])}. Let all "
+            f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}. Let all "
             "processes call the same methods of a model in the same order, with the same epochs and validation_data."
         )
     return (
-        f"Process {process_index()} waited {_timeout:g} seconds at {place} for "
+        f"Process {process_index()} waited {counted(_timeout, 'second')} at {place} for "
         f"{describe(missing) or 'process 0 to distribute the messages'}. Check what that process is doing; if it only "
         "needs longer, increase initialize(timeout=...)."
     )

@@ -14,6 +14,7 @@ import numpy as np
 from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
 from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_step
+from keras_dist._report.units import counted
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
@@ -150,7 +151,8 @@ def _notes_on_rows(step: Step) -> tuple[str, ...]:
         if rows_per_device > -(-rows // replicas):
             return (
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
-                f"{rows_per_device} rows, so devices repeat each other's work. Use a multiple of {replicas}.",
+                f"{counted(rows_per_device, 'row')}, so devices repeat each other's work. Use a multiple of "
+                f"{replicas}.",
             )
     return ()
 
@@ -161,7 +163,7 @@ def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
     if large:
         biggest = max(large, key=lambda value: value.nbytes)
         warnings.warn(
-            f"The {step.name} step of {step.model.name!r} embeds {len(large)} constant(s) of "
+            f"The {step.name} step of {step.model.name!r} embeds {counted(len(large), 'constant')} of "
             f"{LARGE_CONSTANT // 2**20} MiB or more, the largest {biggest.dtype}{list(biggest.shape)}, and every "
             "device holds a copy. Make them variables or part of the batch: look for a layer that reads a variable's "
             "value in build(), or an array outside of the model.",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_dist._report.progress import show_progress
+from keras_dist._report.units import counted
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES
 from keras_dist.planning.choice import Choice, NoCandidateError, NothingFitsError
 from keras_dist.planning.choosing import Task, choose
@@ -194,7 +195,7 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
                 too_many = middle
             else:
                 rows, smallest = middle, found
-        notes.insert(0, f"{rows} rows fit, {too_many} do not.")
+        notes.insert(0, f"{counted(rows, 'row', 'fits', 'fit')}, {too_many} do not.")
         try:
             choice = choose(task, place, batch_of(rows))
         except Exception as error:  # what is fastest needs more than what is smallest, or fails
@@ -202,7 +203,9 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
                 notes.append(f"What is fastest could not be chosen. {error_line(error)}")
             choice = choose(least, place, batch_of(rows))
     except KeyboardInterrupt:
-        notes.insert(0, f"{rows} rows fit. The search for more, and for less time, was interrupted.")
+        notes.insert(
+            0, f"{counted(rows, 'row', 'fits', 'fit')}. The search for more, and for less time, was interrupted."
+        )
         choice = replace(smallest, is_interrupted=True)
     return replace(choice, notes=(*notes, *choice.notes))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dist._report.report import Report
 from keras_dist._report.tables import Lines, Section, Table
-from keras_dist._report.units import bytes_text, seconds_text
+from keras_dist._report.units import bytes_text, counted, seconds_text
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.planning.candidates import Candidate
@@ -86,13 +86,13 @@ class Choice(Report):
         }
 
     def __repr__(self) -> str:
-        return f"<Choice of {self.trials[0].candidate} among {len(self.trials)} candidates>"
+        return f"<Choice of {self.trials[0].candidate} among {counted(len(self.trials), 'candidate')}>"
 
     def _sections(self) -> Iterator[Section]:
         plan, capacity = self.plan, self.plan.memory.capacity
         devices = f"{plan.mesh.devices.size} x {plan.target}"
         limit = "" if capacity is None else f" Each device has {bytes_text(capacity)}."
-        chosen = f"{self.trials[0].candidate}. Chosen of {len(self.trials)} candidates for {devices}.{limit}"
+        chosen = f"{self.trials[0].candidate}. Chosen of {counted(len(self.trials), 'candidate')} for {devices}.{limit}"
         yield subject_text(plan), [Lines((chosen,))]
         yield trials_section(self.trials)
         yield "In Python", [Lines(tuple(self.source.splitlines()))]
@@ -132,7 +132,7 @@ def trials_section(trials: tuple[Trial, ...]) -> Section:
     """Returns a table of candidates."""
     rows = [_row(trial) for trial in trials[:_MOST_ROWS]]
     left = len(trials) - len(rows)
-    more = [Lines((f"{left} more candidates are in `trials`.",))] if left > 0 else []
+    more = [Lines((f"{counted(left, 'more candidate', 'is', 'are')} in `trials`.",))] if left > 0 else []
     columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
     return "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]
 

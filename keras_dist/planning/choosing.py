@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.choice import Choice, NothingFitsError
 from keras_dist.planning.compilation_cache import CompilationCache
@@ -169,16 +169,19 @@ def _notes(search: Search, chosen: Candidate) -> list[str]:
             f"{each}, {100 * (search.cost(search.plans[each]) / cost - 1):.1f}% slower" for each in nearest
         )
         notes.append(
-            f"{len(near)} other candidate{'s are' if len(near) > 1 else ' is'} nearer to the chosen one than the "
+            f"{counted(len(near), 'other candidate', 'is', 'are')} nearer to the chosen one than the "
             f"forecast is accurate ({100 * ACCURACY:.0f}%): {listed}. Measure them if it matters."
         )
     untried = search.untried
     if search.is_interrupted:
-        notes.append(f"The search was interrupted: {len(untried)} candidates that might be better are not compiled.")
+        notes.append(
+            f"The search was interrupted: {counted(len(untried), 'candidate', 'is', 'are')} not compiled, though "
+            "perhaps better."
+        )
     elif untried:
         notes.append(
-            f"{len(untried)} candidates that might be better are not compiled. The most promising is {untried[0]}. To "
-            f"try all of them, pass trials={search.compiled + len(untried)}."
+            f"{counted(len(untried), 'candidate', 'is', 'are')} not compiled, though perhaps better. The most "
+            f"promising is {untried[0]}. To try all of them, pass trials={search.compiled + len(untried)}."
         )
     if search.plans[chosen].roofline.forecast is None:
         notes.append(

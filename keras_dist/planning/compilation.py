@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
@@ -144,7 +144,7 @@ def compile_step(
         traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
     model_flops = _model_flops(step, traced, calls)
-    show_progress(f"Compiling the {step.name} step of {step.model.name} for {mesh.devices.size} devices")
+    show_progress(f"Compiling the {step.name} step of {step.model.name} for {counted(mesh.devices.size, 'device')}")
     with _refusals_explained(step):
         lowered = lowered_step(step, traced)
 
@@ -307,7 +307,10 @@ def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> t
             "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
         )
     if costs.unknown_loops:
-        notes.append(f"{costs.unknown_loops} loops have an unknown trip count; each counts as one iteration.")
+        notes.append(
+            f"{counted(costs.unknown_loops, 'loop', 'has', 'have')} an unknown trip count; each counts as one "
+            "iteration."
+        )
     if costs.opaque_calls:
         notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
     if costs.closed_forms:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, cpu_thread_count, platform_devices
 from keras_dist.mesh.topology import slice_of
@@ -73,7 +74,7 @@ class Target(Sequence):
         memory = self.hardware.memory_bytes
         each = "" if memory is None else f", {memory / 2**30:.2f} GiB each"
         kind = self.devices[0].device_kind
-        return f"<Target {self.name}{slices}: {len(self)} {kind} device{'s' * (len(self) > 1)}{each}>"
+        return f"<Target {self.name}{slices}: {counted(len(self), f'{kind} device')}{each}>"
 
     def __reduce__(self):
         return target, (self.name, self.slices)  # devices cannot leave their process

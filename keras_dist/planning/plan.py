@@ -12,7 +12,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.data_adapters import data_adapter_utils
 from keras_dist._report.progress import show_progress
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
@@ -139,7 +139,7 @@ def plan_step(
     exact: dict[int, dict[str, Any]] = {}
     compilations: dict[int, Compilation] = {}
     for blocks in (depth, *compile_depths):
-        report(f"Building {blocks} blocks")
+        report(f"Building {counted(blocks, 'block')}")
         with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
             exact[blocks] = _exact_fields(prepared, chip)
             if len(exact) == 3:
@@ -343,7 +343,9 @@ class UnequalBlocksError(ValueError):
 def _require_equal_blocks(state_bytes: Mapping[int, int]) -> None:
     (fewest, least), (fewer, less), (more, most) = sorted(state_bytes.items())
     if (most - least) * (fewer - fewest) != (less - least) * (more - fewest):
-        sizes = ", ".join(f"{size} bytes with {blocks} blocks" for blocks, size in sorted(state_bytes.items()))
+        sizes = ", ".join(
+            f"{size} bytes with {counted(blocks, 'block')}" for blocks, size in sorted(state_bytes.items())
+        )
         raise UnequalBlocksError(
             f"Cannot extrapolate to {more} blocks because the blocks are not equal: the variables of a device take "
             f"{sizes}. Omit depth to compile the full model."

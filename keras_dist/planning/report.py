@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
-from keras_dist._report.units import bytes_text, count_text, flops_text, percent_text, seconds_text
+from keras_dist._report.units import bytes_text, count_text, counted, flops_text, percent_text, seconds_text
 from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
@@ -214,7 +214,7 @@ def fits_text(plan: Plan) -> str:
 
 def subject_text(plan: Plan) -> str:
     """Returns what a plan is of: model, step and number of parameters."""
-    return f"{plan.model}, {plan.step} step, {count_text(plan.parameters)} parameters"
+    return f"{plan.model}, {plan.step} step, {counted(count_text(plan.parameters), 'parameter')}"
 
 
 def distribution_name(plan: Plan) -> str:
@@ -229,7 +229,7 @@ def bound_text(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> Section:
-    depth = f", {plan.depth} blocks" if plan.depth is not None else ""
+    depth = f", {counted(plan.depth, 'block')}" if plan.depth is not None else ""
     devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
     lines = f"{devices}, {distribution_name(plan)}", f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
     if plan.compiler_options:
@@ -328,7 +328,7 @@ def _bound_sentence(plan: Plan) -> str:
 
 
 def _attention_text(attention: Attention) -> str:
-    text = f"{attention.implementation}, {count_text(attention.calls)} call{'s' * (attention.calls != 1)}"
+    text = f"{attention.implementation}, {counted(count_text(attention.calls), 'call')}"
     if attention.logits_bytes:
         text += f", {bytes_text(attention.logits_bytes)} of logits each (queries x keys)"
     text += f", {attention.exchange}" if attention.exchange else ""
@@ -368,5 +368,5 @@ def _variables(plan: Plan) -> Section:
     weights = [variable for variable in plan.variables if variable.part == "weights"]
     replicated = [variable for variable in weights if variable.is_replicated]
     held = bytes_text(sum(variable.bytes for variable in replicated))
-    text = f"Replicated: {len(replicated)} of {len(weights)} weights, {held} per device."
+    text = f"Replicated: {len(replicated)} of {counted(len(weights), 'weight')}, {held} per device."
     return "Variables, bytes per device", [Table(("path, rule", *VARIABLE_COLUMNS), rows), Lines((text,))]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
 from keras_dist.planning.abstract_step import Step, prepared_step
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, DATA, MODEL, Candidate, enumerate_candidates
@@ -76,8 +77,8 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
         del distributions[each], sizes[each]  # on every mesh the same as the other
     if useless:
         notes.append(
-            f"{len(useless)} candidates of ZeRO-1, FSDP and HSDP were left out because they would shard nothing: no "
-            "weight is large enough, or has a dim that the axis divides."
+            f"Left out: {counted(len(useless), 'candidate')} of ZeRO-1, FSDP and HSDP that would shard nothing, "
+            "because no weight is large enough, or has a dim that the axis divides."
         )
     if len(devices) == 1:
         notes.append("There is one device, so there is nothing to choose.")
@@ -106,7 +107,7 @@ def _distributions(
     if not made:
         raise NoCandidateError(f"No candidate is left for {place}. {errors[0]}")
     if errors:
-        notes.append(f"{len(errors)} candidates were left out because they cannot be created. {errors[0]}")
+        notes.append(f"Left out: {counted(len(errors), 'candidate')} that cannot be created. {errors[0]}")
     return made
 
 

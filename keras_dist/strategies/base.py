@@ -232,7 +232,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         if base is not None:
             layout = TensorLayout(derived_axes(layout.axes, base.dims, shape, mesh.axis_sizes), mesh)
             of, ruled_shape = " before it is quantized", base.shape
-        problem = ruled_shape and layout_error(rule.layout.axes, ruled_shape, mesh.axis_sizes)
+        problem = None if ruled_shape is None else layout_error(rule.layout.axes, ruled_shape, mesh.axis_sizes)
         if problem and 0 not in shape:  # an empty tensor has no shards
             raise ValueError(
                 f"Cannot shard '{variable.path}' (shape {ruled_shape}{of}) by the rule {rule.pattern!r}, "

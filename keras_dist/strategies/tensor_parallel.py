@@ -12,7 +12,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.quantized_weights import record_variables
-from keras_dist._report.units import bytes_text
+from keras_dist._report.units import bytes_text, counted
 from keras_dist.layout.derived_weights import BaseWeight, axes_for_rule, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
@@ -343,7 +343,7 @@ def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
     replicas = [w for w in weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
-        count = f"{len(replicas)} weight{'s' * (len(replicas) > 1)}"
+        count = counted(len(replicas), "weight")
         warnings.warn(
             f"{count} ({bytes_text(sum(weight.bytes for weight in replicas))}) will be replicated over axis "
             f"{solution.axis!r} (size {solution.graph.axis_size}): no dim can be sharded together with the layers "

@@ -16,6 +16,7 @@ import numpy as np
 from keras_dist._keras import deferred_variables, internals
 from keras_dist._keras.active_distribution import distribution_of
 from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
+from keras_dist._report.units import counted
 from keras_dist.variables.fused_threefry import fused_key
 from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.variable_layouts import all_variables, is_on_attached_devices
@@ -110,7 +111,7 @@ def _require_attached(variable: keras.Variable) -> None:
     if not is_on_attached_devices(variable):
         devices = as_sharding(variable_layout(variable)).device_set
         raise ValueError(
-            f"Cannot materialize '{variable.path}': its layout uses {len(devices)} devices "
+            f"Cannot materialize '{variable.path}': its layout uses {counted(len(devices), 'device')} "
             f"({next(iter(devices)).device_kind}) that are not attached. First call "
             "keras_dist.redistribute(model, distribution) with a distribution on attached devices."
         )

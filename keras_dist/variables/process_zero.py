@@ -9,6 +9,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._report.units import counted
 from keras_dist.multihost import messaging
 from keras_dist.variables.gather import gather
 from keras_dist.variables.variable_layouts import all_variables
@@ -53,7 +54,7 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
     digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
     require_same_call(
         "work of process 0",
-        f"{task} ({len(variables)} variables, digest of their shapes: {digest})",
+        f"{task} ({counted(len(variables), 'variable')}, digest of their shapes: {digest})",
         "All processes must do the same with the same model.",
     )
     if messaging.process_index() != 0:

@@ -13,6 +13,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import distribution_of, is_of_this_package
 from keras_dist._keras.internals import as_sharding
 from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
+from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.devices import is_attached
 
@@ -106,8 +107,9 @@ def check_placement(model: keras.Model, variables: Iterable[keras.Variable], dis
         variable, problem = problems[0]
         raise ValueError(
             f"{model.name!r} was not built under {distribution}, or the distribution has changed since: "
-            f"{len(problems)} of {len(variables)} variables are placed differently. The first, '{variable.path}', "
-            f"{problem}. Call keras_dist.redistribute(model) to move the model, or set the distribution before you "
+            f"{len(problems)} of {counted(len(variables), 'variable')} {'is' if len(problems) == 1 else 'are'} placed "
+            f"differently. The first, '{variable.path}', {problem}. Call keras_dist.redistribute(model) to move the "
+            "model, or set the distribution before you "
             "create the model and its optimizer."
         )
 

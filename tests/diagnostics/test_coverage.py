@@ -264,7 +264,7 @@ def test_a_coverage_as_json():
     assert data["rules"] == {".*kernel": [None, "model"], ".*karnel": []}
     assert data["findings"][0]["kind"] == "no match"
     assert sum(math.prod(v["shape"]) for v in data["variables"] if v["part"] == "weights") == 816
-    assert repr(coverage) == f"<Coverage of 'blocks': {len(data['variables'])} variables, 1 findings>"
+    assert repr(coverage) == f"<Coverage of 'blocks': {len(data['variables'])} variables, 1 finding>"
 
 
 def test_a_model_without_variables():

@@ -80,7 +80,7 @@ class TestDeviceMeshManager:
             caller.create_hybrid_mesh(2, 2, "x", "x")
         with pytest.raises(ValueError, match="data:-1 x model:16 requires 16 devices"):
             caller.create_device_mesh({"data": -1, "model": 16})
-        with pytest.raises(ValueError, match="requires 1 devices, but only 0 are available"):
+        with pytest.raises(ValueError, match="requires 1 device, but only 0 are available"):
             caller.create_device_mesh({"data": 1}, [])
         with pytest.raises(TypeError, match="Invalid devices 4"):
             Manager(4)
