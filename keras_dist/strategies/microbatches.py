@@ -104,7 +104,7 @@ class _Step:
             others, metrics, sums = carry
             gradients, (logs, others, metrics) = compute(state._replace(others=others, metrics=metrics), part)
             parts = zip(sums, gradients, self._layouts, strict=True)
-            sums = [self._constrained(mine.plus(gradient), layouts) for mine, gradient, layouts in parts]
+            sums = [self._constrained(mine.plus(self._apart(its, layouts)), layouts) for mine, its, layouts in parts]
             return (others, metrics, sums), logs
 
         carry = state.others, state.metrics, sums
@@ -164,6 +164,18 @@ class _Step:
         return self._constrained(
             Summands(*(None if each is None else jnp.zeros(each.shape, _sum_dtype(each)) for each in summands)), layouts
         )
+
+    def _apart(self, gradient: Summands, layouts: WeightLayouts) -> Summands:
+        """Returns a gradient of which the compiler reduces what is to be reduced before it is added to the sum.
+
+        Otherwise XLA adds rows of a table's gradient directly to the sum: on one device, and on the others to zeros.
+        libtpu before 0.0.50 then moves the reduction out of the loop, where each iteration but the last loses what the
+        other devices have added (https://github.com/openxla/xla/issues/49143).
+        """
+        if gradient.reduced is None:
+            return gradient
+        reduced = with_sharding_constraint(gradient.reduced, layouts.update.backend_layout)
+        return gradient._replace(reduced=jax.lax.optimization_barrier(reduced))
 
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
         unreduced, reduced = sums

@@ -106,6 +106,13 @@ def test_gradients_are_reduced_in_each_microbatch(target):
     assert plan.memory.temporaries < once.memory.temporaries
 
 
+def test_no_reduction_is_moved_out_of_the_loop_over_microbatches(target):
+    """Where a compiler moves that of a table's gradient, it loses rows: https://github.com/openxla/xla/issues/49143."""
+    plan = planned(target, "DP", microbatches=4, reduce_gradients="microbatch")
+    table = 512 * 512 * 2  # bytes; a tenth of the gradients
+    assert wire_bytes(plan, "all-reduce") >= 4 * wire_bytes(planned(target, "DP", microbatches=4), "all-reduce") - table
+
+
 def test_gradients_are_reduced_in_float32(target):
     plan, half = planned(target, "DP", reduce_dtype="float32"), planned(target, "DP")
     assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
