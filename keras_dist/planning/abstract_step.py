@@ -17,7 +17,7 @@ from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_ste
 from keras_dist._report.units import counted
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.input_shapes import is_full, is_shape, is_spec
+from keras_dist.strategies.input_shapes import counterparts, is_full, is_shape, is_spec
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning
@@ -114,8 +114,8 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         batch = _derived_batch(model, int(batch), name)
 
-    def spec(leaf):
-        shape, dtype = _shape_and_dtype(leaf)
+    def spec(leaf, dtype):
+        shape, dtype = _shape_and_dtype(leaf, dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=distribution.batch_sharding(shape))
 
     parts = batch if isinstance(batch, tuple) and not is_shape(batch) else (batch,)
@@ -124,7 +124,11 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
             f"A batch must be x, (x, y) or (x, y, sample_weight), but got a tuple of {len(parts)}. Pass several inputs "
             "of a model as a list or a dict."
         )
-    return tuple(jax.tree.map(spec, part, is_leaf=is_spec) for part in parts)
+    specs = []
+    for part, dtypes in zip(parts, _dtypes_of_shapes(model, parts), strict=True):
+        leaves, structure = jax.tree.flatten(part, is_leaf=is_spec)
+        specs.append(jax.tree.unflatten(structure, map(spec, leaves, dtypes)))
+    return tuple(specs)
 
 
 def notes_on_batch(step: Step) -> tuple[str, ...]:
@@ -230,9 +234,25 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
 # ------------------------------------------------------------------------------------------------------ the batch
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _dtypes_of_shapes(model: keras.Model, parts: Sequence[Any]) -> Iterator[list[str]]:
+    """Yields, for each part of a batch, the dtypes that its leaves have where they are shapes."""
+    inputs, _ = internals.inputs_and_outputs(model)
+    x, *others = parts
+    yield [getattr(tensor, "dtype", keras.config.floatx()) for tensor in counterparts(x, inputs)]
+    for part, losses in zip(others, (model.loss if model.compiled else None, None), strict=False):
+        is_single = not isinstance(losses, (list, tuple, dict))
+        yield [_dtype_of_target(losses if is_single else loss) for loss in counterparts(part, losses)]
+
+
+def _dtype_of_target(loss: Any) -> str:
+    """Returns the dtype of the targets of a loss: class numbers of sparse ones, else numbers."""
+    label = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return "int32" if "sparse" in label.lower() else keras.config.floatx()
+
+
+def _shape_and_dtype(leaf: Any, dtype_of_shape: str) -> tuple[tuple[int, ...], Any]:
     if is_shape(leaf):
-        shape, dtype = tuple(leaf), keras.config.floatx()
+        shape, dtype = tuple(leaf), keras.backend.standardize_dtype(dtype_of_shape)
     else:
         if not hasattr(leaf, "shape") or np.dtype(getattr(leaf, "dtype", object)).kind in "OSUMm":
             raise ValueError(
@@ -271,12 +291,10 @@ def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
         return (x,)
 
     def target(output, loss):
-        label = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         if loss is None:
             return None
-        if "sparse" in label.lower():
-            return tensor(output.shape[:-1], "int32")
-        return tensor(output.shape, keras.config.floatx())
+        dtype = _dtype_of_target(loss)
+        return tensor(output.shape[:-1] if dtype == "int32" else output.shape, dtype)
 
     losses = model.loss if isinstance(model.loss, (list, tuple, dict)) else jax.tree.map(lambda _: model.loss, outputs)
     return x, jax.tree.map(target, outputs, losses)

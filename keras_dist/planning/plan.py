@@ -57,8 +57,9 @@ def plan(
             `depth`, a function of the number of blocks.
         distribution: The distribution to plan for. Its mesh determines the hardware.
         batch: Global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each is an array, a
-            `jax.ShapeDtypeStruct`, a shape (float32), or a list or dict of these. Or the number of rows, if the
-            model's inputs have static shapes and its targets follow from its losses.
+            `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the model's input;
+            int32 for targets of a sparse loss; otherwise float32. Or the number of rows, if the model's inputs have
+            static shapes and its targets follow from its losses.
         step: `"train"`, `"test"` or `"predict"`.
         depth: Number of blocks to extrapolate to. None compiles the full model.
         compile_depths: The two numbers of blocks to compile, if `depth` is given.

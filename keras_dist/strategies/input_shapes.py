@@ -69,17 +69,35 @@ def batch_specs(inputs: Any, batch: Any, axis_size: int) -> Any:
         1 if rows_are_fixed else axis_size // math.gcd(axis_size, *(rows for shape in shapes for rows in shape[:1]))
     )
     specs = []
-    for leaf, shape in zip(leaves, shapes, strict=True):
-        dtype = keras.config.floatx() if is_shape(leaf) else keras.backend.standardize_dtype(leaf.dtype)
+    for leaf, shape, tensor in zip(leaves, shapes, counterparts(x, inputs), strict=True):
+        known = getattr(tensor, "dtype", keras.config.floatx()) if is_shape(leaf) else leaf.dtype
+        dtype = keras.backend.standardize_dtype(known)
         shape = (*(rows * factor for rows in shape[:1]), *shape[1:])
         specs.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)))
     return jax.tree.unflatten(structure, specs)
 
 
+def counterparts(values: Any, known: Any) -> list[Any]:
+    """Returns, for each array or shape of a structure, what has its name or else its place in another; None if nothing.
+
+    >>> inputs = [keras.Input((4,), name="a"), keras.Input((4,), dtype="int32", name="b")]
+    >>> [tensor.dtype for tensor in counterparts({"b": (1, 4), "a": (1, 4)}, inputs)]  # JAX sorts keys
+    ['float32', 'int32']
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_spec)[0]]
+    leaves = jax.tree.leaves(known)
+    named = dict(zip(_names(known), leaves, strict=True))
+    placed = leaves if len(leaves) == len(paths) else [None] * len(paths)
+    return [
+        named.get(getattr(path[0], "key", ""), leaf) if len(path) == 1 else leaf
+        for path, leaf in zip(paths, placed, strict=True)
+    ]
+
+
 def _names(inputs: Any) -> list[str]:
     """Returns a name for each symbolic input of a model: its key in a dict, else the name of its tensor."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(inputs)
-    return [getattr(path[0], "key", tensor.name) if path else tensor.name for path, tensor in leaves]
+    return [getattr(path[0] if path else None, "key", getattr(tensor, "name", "")) for path, tensor in leaves]
 
 
 def candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[tuple[int, ...]]]:

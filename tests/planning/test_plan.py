@@ -14,6 +14,7 @@ from support.planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subc
 
 import keras_dist as kd
 from keras_dist._keras.internals import variable_value
+from keras_dist.planning.abstract_step import prepared_step
 from keras_dist.planning.compile_target import require_one_target
 
 
@@ -280,6 +281,32 @@ def test_depth_builds_each_model_once():
     planned = kd.plan(build, kd.DataParallel(), 8, depth=5, compile_depths=(1, 2))
     assert sorted(built) == [1, 2, 5]
     assert planned.memory.weights == 5 * (8 * 8 + 8) * 4
+
+
+def with_two_inputs(as_dict=False):
+    tokens = keras.Input((16,), dtype="int32", name="tokens")
+    image = keras.Input((8,), dtype="float16", name="image")
+    x = layers.Flatten()(layers.Embedding(32, 4)(tokens))
+    outputs = {
+        "label": layers.Dense(3, name="label")(layers.Concatenate()([x, layers.Dense(2)(image)])),
+        "size": layers.Dense(1, name="size")(x),
+    }
+    model = keras.Model({"tokens": tokens, "image": image} if as_dict else [image, tokens], outputs, name="two")
+    model.compile("sgd", {"label": "sparse_categorical_crossentropy", "size": keras.losses.MeanSquaredError()})
+    return model
+
+
+def test_shapes_have_the_dtypes_of_inputs_and_losses():
+    y, planned = {"size": (8, 1), "label": (8,)}, {"label": "int32[8]", "size": "float32[8, 1]"}
+    by_name, in_order = {"tokens": (8, 16), "image": (8, 8)}, [(8, 8), (8, 16)]
+    for model, x, expected in (
+        (with_two_inputs(), in_order, ["float16[8, 8]", "int32[8, 16]"]),
+        (with_two_inputs(), by_name, {"image": "float16[8, 8]", "tokens": "int32[8, 16]"}),
+        (with_two_inputs(as_dict=True), by_name, {"image": "float16[8, 8]", "tokens": "int32[8, 16]"}),
+    ):
+        with prepared_step(model, kd.DataParallel(), (x, y, (8,)), "train") as step:
+            batch = jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", step.batch)
+        assert batch == (expected, planned, "float32[8]")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def space():
     return search_space(build, "train", (*STRATEGIES, CONTEXT_PARALLEL), place_of("cpu:8", None), ROWS)
 
 
+def test_shapes_have_the_candidates_of_a_number_of_rows(space):
+    shapes = (ROWS, 16), (ROWS, 16)
+    of_shapes = search_space(build, "train", (*STRATEGIES, CONTEXT_PARALLEL), place_of("cpu:8", None), shapes)
+    assert of_shapes.candidates.keys() == space.candidates.keys()
+    assert any("context" in candidate.axes for candidate in of_shapes.candidates)
+
+
 def plan_of(candidate, sizes, exposure):
     """A plan in which a fraction of each collective's time is exposed, and state takes all memory."""
     part = sizes.sharded_fraction / candidate.size("model") + 1 - sizes.sharded_fraction
