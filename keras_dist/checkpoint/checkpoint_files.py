@@ -59,9 +59,19 @@ class CheckpointFiles:
         if problem is None and messaging.process_index() == 0:
             self._lock = DirectoryLock(directory)
             problem = self._lock.problem
-        for found in messaging.exchange("TrainingCheckpoint directory", problem):
-            if found is not None:
-                raise ValueError(found)
+        _raise_on_all_processes(problem)
+
+    def _keep_lock(self) -> None:
+        """Locks the directory again if it was removed: another job may have it by now."""
+        if "://" in self._directory:
+            return
+        if self._lock is not None and self._lock.lock() and self._lock.problem is None:
+            warnings.warn(
+                f"{self._directory}, or .in_use in it, was removed while this job uses it. It is created again, and "
+                "the next checkpoint is saved in it. Remove it only when training has ended.",
+                stacklevel=3,
+            )
+        _raise_on_all_processes(None if self._lock is None else self._lock.problem)
 
     def _open(self, directory: Any) -> Any:
         ocp = restore.orbax()
@@ -139,6 +149,7 @@ class CheckpointFiles:
 
     def save(self, batches: int, model: Any, progress: dict) -> None:
         """Saves all variables of a model, and what JSON can represent, for each process its own."""
+        self._keep_lock()
         arrays = jax.tree.map(lent, restore.state_tree(model))
         content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
         with self._writing():
@@ -178,7 +189,7 @@ class CheckpointFiles:
             self.waiting_time += time.perf_counter() - begin
 
     def _progress(self, path: str) -> dict:
-        folder = self._checkpointer.directory / path / PROGRESS
+        folder = restore.etils_path(path) / PROGRESS
         file = folder / _file_name()
         if file.exists():
             return json.loads(file.read_text())
@@ -197,6 +208,12 @@ class CheckpointFiles:
                 stacklevel=2,
             )
         return progress
+
+
+def _raise_on_all_processes(problem: str | None) -> None:
+    for found in messaging.exchange("TrainingCheckpoint directory", problem):
+        if found is not None:
+            raise ValueError(found)
 
 
 def _is_of_files(error: Exception) -> bool:

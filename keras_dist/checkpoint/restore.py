@@ -124,7 +124,7 @@ def restore(
     damaged: dict[str, str] = {}
     for step in messaging.exchange("checkpoints to restore", list(steps)[:_MAX_TRIED])[0]:
         path, content = os.path.join(directory, step), None
-        damage = checksums.damage(_etils_path(path))
+        damage = checksums.damage(etils_path(path))
         if damage is None:
             try:
                 content = _read(model, path, skip_mismatch, with_metrics, read_more)
@@ -281,7 +281,7 @@ def steps(directory: str) -> list[str]:
         return [str(checkpoint.step) for checkpoint in reversed(checkpointer.checkpoints)]
 
 
-def _etils_path(path: str) -> Any:
+def etils_path(path: str) -> Any:
     from etils import epath  # Orbax needs it, too
 
     return epath.Path(path)

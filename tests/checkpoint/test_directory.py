@@ -77,6 +77,51 @@ input()
     lock.release()
 
 
+def test_a_directory_that_is_removed_during_training_is_locked_and_written_again(tmp_path):
+    directory = tmp_path / "checkpoints"
+
+    def remove():
+        shutil.rmtree(directory)
+
+    with pytest.warns(UserWarning, match=f"{directory}, or .in_use in it, was removed while this job uses it"):
+        assert train(directory, Steps(6, remove)) == [0, 1]
+    assert {path.name for path in directory.iterdir()} == {".in_use", "16"}
+    assert train(directory) == [1]  # the end of its last batch
+
+
+def test_a_directory_that_is_removed_and_taken_by_another_job_is_named(tmp_path):
+    directory, others = tmp_path / "checkpoints", []
+
+    def take():
+        shutil.rmtree(directory)
+        directory.mkdir()
+        code = f"import fcntl; file = open({str(directory / '.in_use')!r}, 'a'); fcntl.lockf(file, fcntl.LOCK_EX)"
+        command = [sys.executable, "-uc", f"{code}; input(print())"]
+        others.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        others[0].stdout.readline()
+
+    try:
+        with pytest.raises(ValueError, match=f"{directory} is used by another job that is running: unknown.*delete"):
+            train(directory, Steps(6, take))
+        assert {path.name for path in directory.iterdir()} == {".in_use"}
+    finally:
+        others[0].kill()
+        others[0].communicate()
+    assert train(directory) == [0, 1]
+
+
+def test_a_file_of_nobody_does_not_keep_a_directory_busy(tmp_path):
+    lock = tmp_path / ".in_use"
+    lock.write_bytes(b"\xff stale")  # of a job that was killed
+    assert train(tmp_path) == [0, 1]
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(ValueError, match=rf"{lock} cannot be opened \(Is a directory\).*Delete that file"):
+        train(tmp_path, epochs=3)
+    lock.rmdir()
+    assert train(tmp_path, epochs=3) == [1, 2]
+
+
 def test_a_full_disk_costs_no_complete_checkpoint(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fill = Steps(6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1])))  # bytes of a file

@@ -104,7 +104,7 @@ def another_number_of_processes():
     with open(os.path.join(folder, "process_0-of-4.json"), "w") as file:
         file.write('{"data": {"source": "grain"}}')
     with kd.DataParallel().scope(), contextlib.closing(CheckpointFiles(directory, optimizer_built(), 1, True)) as files:
-        files._progress("7")
+        files._progress(os.path.join(directory, "7"))
 
 
 def optimizer_built():
@@ -142,6 +142,23 @@ def used_by_another_job():
     fit_where(directory, fcntl, "lockf", side_effect=BlockingIOError)
 
 
+def removed_during_training():
+    class Remove(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            shutil.rmtree("checkpoints")
+
+    directory = new_directory()
+    with kd.DataParallel().scope():
+        new_model(8, 1).fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(directory), Remove()])
+
+
+def not_locked():
+    directory = new_directory()
+    os.makedirs(os.path.join(directory, ".in_use"))
+    with kd.DataParallel().scope():
+        fit(new_model(8, 1))
+
+
 def other_batches():
     checkpoint = kd.TrainingCheckpoint("checkpoints")
     checkpoint.set_params({"steps": 50})
@@ -164,6 +181,8 @@ CASES = {
     "the directory is not writable": not_writable,
     "the directory is too small": too_small,
     "the directory is used by another job": used_by_another_job,
+    "the directory is removed during training": removed_during_training,
+    "the file that locks the directory cannot be opened": not_locked,
     "an epoch has another number of batches": other_batches,
     "the disk is full": disk_is_full,
     "save_freq is out of range": lambda: kd.TrainingCheckpoint("checkpoints", save_freq=0),
