@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,11 +44,13 @@ class CheckpointFiles:
         self._directory, self._max_to_keep, self._on_background = directory, max_to_keep, on_background
         self._lock: DirectoryLock | None = None
         self._checkpointer: Any = None
+        self._writing: _Writing | None = None
         try:
             if "://" not in directory:
                 directory = os.path.abspath(directory)
                 self._reserve(directory, model)
-            self._checkpointer = self._open(directory)
+            self._checkpointer = restore.orbax().training.Checkpointer(directory, cleanup_tmp_directories=True)
+            self._saved: list[int] = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
             self.newest = self._find_newest()
         except BaseException:
             self.close()
@@ -73,23 +76,8 @@ class CheckpointFiles:
             )
         _raise_on_all_processes(None if self._lock is None else self._lock.problem)
 
-    def _open(self, directory: Any) -> Any:
-        ocp = restore.orbax()
-        context, registry = ocp.Context(), ocp.handlers.local_registry()
-        registry.add(checksums.array_handler(ocp), checkpointable_name=restore.ARRAYS)
-        context.checkpointables.registry = registry
-        keep, policies = self._max_to_keep, ocp.training.preservation_policies
-        return ocp.training.Checkpointer(
-            directory,
-            context=context,
-            preservation_policy=None if keep is None else policies.LatestN(keep),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            cleanup_tmp_directories=True,
-        )
-
     def _find_newest(self) -> int | None:
-        latest = self._checkpointer.latest
-        step = None if latest is None else latest.step
+        step = self._saved[-1] if self._saved else None
         steps = messaging.exchange("TrainingCheckpoint", step)
         if any(other != step for other in steps):
             found = ", ".join(
@@ -113,14 +101,11 @@ class CheckpointFiles:
         """
         if self.newest is None:
             return None
-        directory = self._checkpointer.directory
-        steps = [str(checkpoint.step) for checkpoint in reversed(self._checkpointer.checkpoints)]
+        directory, steps = self._checkpointer.directory, list(map(str, reversed(self._saved)))
         restored = restore.restore(model, str(directory), steps, with_metrics=True, read_more=self._progress)
         if restored.damaged:
-            checkpointer, self._checkpointer = self._checkpointer, None
-            checkpointer.close()
             renamed = self._rename_damaged(directory, list(restored.damaged))
-            self._checkpointer = self._open(directory)
+            self._saved = [step for step in self._saved if str(step) not in restored.damaged]
             warnings.warn(
                 f"{restore.damage_text(str(directory), restored.damaged)}. Training continues from "
                 f"{directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it when "
@@ -148,43 +133,56 @@ class CheckpointFiles:
         return renamed
 
     def save(self, batches: int, model: Any, progress: dict) -> None:
-        """Saves all variables of a model, and what JSON can represent, for each process its own."""
+        """Saves all variables of a model, and what JSON can represent, for each process its own.
+
+        Raises:
+            OSError: this checkpoint or the one before could not be written.
+            ProcessFailure: another process could not write its part, or failed otherwise.
+        """
         self._keep_lock()
         arrays = jax.tree.map(lent, restore.state_tree(model))
         content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
-        with self._writing():
-            if self._on_background:
-                self._checkpointer.save_checkpointables_async(batches, content)
-            else:
-                self._checkpointer.save_checkpointables(batches, content)
+        with self._waiting():
+            self._finish()
+            self._saved.append(batches)
+            obsolete = [] if self._max_to_keep is None else self._saved[: -self._max_to_keep]
+            self._saved = self._saved[len(obsolete) :]
+            self._writing = _Writing(self._checkpointer.directory, batches, content, obsolete)
+            _wait_for(self._writing.is_copied.is_set, self._writing.is_copied.wait)
+            if not self._on_background:
+                self._finish()
+
+    def raise_failure(self) -> None:
+        """Raises what `save` raises, if the last checkpoint is known to fail. Does not wait."""
+        if self._writing is not None and (self._writing.error is not None or messaging.known_failure() is not None):
+            self._finish()
 
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs use the directory. May be called again."""
         checkpointer, self._checkpointer = self._checkpointer, None
         lock, self._lock = self._lock, None
         try:
+            with self._waiting():
+                self._finish()
             if checkpointer is not None:
-                with self._writing():
-                    checkpointer.close()
+                checkpointer.close()
         finally:
             if lock is not None:
                 lock.release()
 
+    def _finish(self) -> None:
+        """Waits until the last checkpoint is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            _wait_for(lambda: not writing.is_alive(), writing.join)
+            if writing.error is not None:
+                raise writing.error
+
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Adds to `waiting_time`, and explains errors of files, also of a checkpoint that was written before."""
+    def _waiting(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
-        except Exception as error:
-            if not _is_of_files(error):  # but of another process, for example
-                raise
-            reason = " ".join(str(error).split())
-            raise OSError(
-                f"A checkpoint could not be written to {self._directory}: {reason[:300]}. The complete ones before it "
-                "are not changed. Free some space or repair the file system, and start the program again to continue "
-                "from the newest."
-            ) from error
         finally:
             self.waiting_time += time.perf_counter() - begin
 
@@ -216,9 +214,69 @@ def _raise_on_all_processes(problem: str | None) -> None:
             raise ValueError(found)
 
 
-def _is_of_files(error: Exception) -> bool:
-    """Whether an error is from the file system: one of Python, or one of TensorStore, which is a ValueError."""
-    return (isinstance(error, OSError) and error.errno is not None) or "os_error_code" in str(error)
+def _wait_for(is_done: Callable[[], bool], wait: Callable[[float], Any]) -> None:
+    """Waits for what may need other processes; raises ProcessFailure when one of them has failed."""
+    while not is_done():
+        wait(messaging.TICK)
+        failure = messaging.known_failure()
+        if failure is not None and not is_done():
+            raise messaging.ProcessFailure(failure)
+
+
+class _Writing(threading.Thread):
+    """Writes a checkpoint, and then deletes others.
+
+    Processes wait for one another in Orbax, without an end where one of them could not write. Threads that Orbax starts
+    are daemons since this one is, so none keeps a program from ending.
+
+    Attributes:
+        is_copied: set when the values may change.
+        error: why the checkpoint is not complete.
+    """
+
+    def __init__(self, directory: Any, batches: int, content: dict[str, Any], obsolete: list[int]):
+        super().__init__(name="keras_dist_checkpoint", daemon=True)
+        self.is_copied = threading.Event()
+        self.error: Exception | None = None
+        self._arguments = directory / str(batches), content
+        self._obsolete = [directory / str(step) for step in obsolete]
+        self._directory = directory
+        self.start()
+
+    def run(self) -> None:
+        orbax = restore.orbax()
+        registry = orbax.handlers.local_registry()
+        registry.add(checksums.array_handler(orbax), checkpointable_name=restore.ARRAYS)
+        # By default threads that nothing ends wait minutes for a folder that could not be created.
+        context = orbax.Context(async_options=orbax.options.AsyncOptions(create_directories_asynchronously=False))
+        context.checkpointables.registry = registry
+        try:
+            with context:
+                response = orbax.save_checkpointables_async(*self._arguments)
+            del self._arguments
+            self.is_copied.set()
+            response.result()
+            if messaging.process_index() == 0:
+                for path in self._obsolete:
+                    path.rmtree(missing_ok=True)
+        except Exception as error:
+            self.error = _explained(error, self._directory)
+            messaging.report_failure(self.error)  # the others wait for this process, which may be in a step
+        finally:
+            self.is_copied.set()
+
+
+def _explained(error: Exception, directory: Any) -> Exception:
+    """Returns an OSError for an error of files: one of Python, or one of TensorStore, which is a ValueError."""
+    if not (isinstance(error, OSError) and error.errno is not None) and "os_error_code" not in str(error):
+        return error
+    explained = OSError(
+        f"A checkpoint could not be written to {directory}: {' '.join(str(error).split())[:300]}. The complete ones "
+        "before it are not changed. Free some space or repair the file system, and start the program again to continue "
+        "from the newest."
+    )
+    explained.__cause__ = error
+    return explained
 
 
 class _ProcessFile:

@@ -1,5 +1,6 @@
 """`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             directory is not writable, has too little space or is used by another running job; the processes find
             different checkpoints; all of them are damaged; or the checkpoint is of another model or of another number
             of batches in an epoch.
-        OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay.
+        OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay. Where one
+            of several processes cannot write its part, the others raise a `ProcessFailure` that names it, or end.
         SystemExit: in `fit`, after a signal.
 
     Example:
@@ -186,6 +188,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves after every `save_freq` batches, and after the last one before an exit."""
+        assert self._files is not None
+        self._files.raise_failure()
         self._trained = _Place.now()
         self._batches = self._trained.batches
         self._is_stopping = self._is_due()
@@ -272,7 +276,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         if self._preemption is not None:
             self._preemption.abandon()
             self._preemption = None
-        self._close()
+        with contextlib.suppress(messaging.ProcessFailure):  # which is known, and perhaps why fit ends
+            self._close()
 
     def _close(self) -> None:
         if self._files is not None:

@@ -92,7 +92,7 @@ def _watch_failures() -> None:
             report = messaging.reported_failure()
             if report is not None and report[0] == messaging.process_index():
                 time.sleep(2 * END_GRACE)  # it ends by itself, unless its main thread is blocked in a collective
-                _end(report[1])
+                _end(report[1], status=1)
             if report is not None:
                 _fail(report[1])
             silent = everyone - _live
@@ -123,10 +123,10 @@ def _watch_heartbeats() -> None:
 # ------------------------------------------------------------------------------------------------------------ ending
 
 
-def _end(reason: str) -> None:
+def _end(reason: str, status: int = FOLLOWER_STATUS) -> None:
     sys.stdout.flush()
     _print_reason(reason)
-    os._exit(FOLLOWER_STATUS)
+    os._exit(status)
 
 
 def _print_reason(reason: str) -> None:

@@ -179,8 +179,8 @@ def _timeout_message(directory: str, place: str) -> str:
     others = [f"process {process} waits at {other}" for process, other in waiting.items() if other not in (None, place)]
     if others:
         return (
-            f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}. "
-            "Let all processes call the same methods of a model in the same order, with the same epochs and "
+            f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}."
+            " Let all processes call the same methods of a model in the same order, with the same epochs and "
             "validation_data."
         )
     return (

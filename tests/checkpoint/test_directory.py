@@ -145,3 +145,29 @@ def test_a_position_in_epochs_of_other_batches_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="after 3 of 8 batches of an epoch, but an epoch of this fit has 4"):
         train(tmp_path, batch_size=16)
     assert train(tmp_path) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_program_can_end_after_a_checkpoint_that_could_not_be_written(tmp_path):
+    """Threads of Orbax wait five minutes for a folder that cannot be created."""
+    code = f"""
+import os, keras, numpy as np
+import keras_dist as kd
+
+def replace(batch, logs=None):
+    if batch == 2:
+        os.rename({str(tmp_path / "used")!r}, {str(tmp_path / "moved")!r})
+        open({str(tmp_path / "used")!r}, "w").close()
+
+kd.simulate_devices(2)
+kd.set_distribution(kd.DataParallel())
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.ones((80, 4), "float32")
+callbacks = [kd.TrainingCheckpoint({str(tmp_path / "used")!r}, save_freq=2)]
+callbacks += [keras.callbacks.LambdaCallback(on_train_batch_begin=replace)]
+model.fit(x, x[:, :1], batch_size=8, callbacks=callbacks)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert f"OSError: A checkpoint could not be written to {tmp_path / 'used'}: " in done.stderr

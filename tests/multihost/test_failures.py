@@ -4,6 +4,7 @@ import pytest
 from multihost.programs import failures
 from support.run_processes import output_of, run_processes
 
+from keras_dist.checkpoint import restore
 from keras_dist.multihost import launcher
 
 pytestmark = pytest.mark.multiprocess
@@ -69,6 +70,28 @@ def test_a_process_is_named_that_misses_a_message_before_a_heartbeat():
     assert done[0].returncode in ENDS, output_of(done)
     assert "for process 1 (" in done[0].stderr, output_of(done)
     assert "Exception in thread" not in done[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("who", "file", "arguments"),
+    [
+        (1, "arrays", {"save_freq": 4}),  # the last save, at the eighth batch, of which the end of fit learns
+        pytest.param(0, "progress", {"save_freq": 4}, marks=pytest.mark.slow),
+        (0, "progress", {"save_freq": 3, "save_on_background": False, "max_to_keep": 2}),
+        pytest.param(1, "arrays", {"save_freq": 3, "save_on_background": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, file, arguments, tmp_path):
+    call = failures.cannot_write, str(tmp_path), who, file, arguments
+    done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
+    output = output_of(done)
+    assert done[who].returncode == 1, output
+    assert done[1 - who].returncode in ENDS, output
+    reason = "No space left on device" if file == "progress" else "File too large"
+    assert "OSError: A checkpoint could not be written to" in done[who].stderr, output
+    assert f"Process {who} (" in done[1 - who].stderr, output
+    assert reason in done[1 - who].stderr, output
+    assert restore.newest(str(tmp_path)) == str(tmp_path / ("6" if arguments["save_freq"] == 3 else "4"))
 
 
 def run(work, failure, who, wait):

@@ -1,6 +1,8 @@
 """Two processes that work together until one of them fails."""
 
+import errno
 import os
+import resource
 import signal
 import sys
 import time
@@ -10,6 +12,7 @@ import keras
 import numpy as np
 
 import keras_dist as kd
+from keras_dist.checkpoint import checkpoint_files
 from keras_dist.multihost import messaging
 
 
@@ -73,3 +76,31 @@ def _fit(act, epochs):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, epochs=epochs, verbose=0, callbacks=[Act()])
+
+
+def cannot_write(directory, who, file, arguments):
+    """Trains with checkpoints, of which process `who` cannot write its part from the seventh batch on."""
+
+    class Full(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch != 6:
+                return
+            checkpoint._files._finish()  # the checkpoint before is complete
+            if messaging.process_index() != who:
+                return
+            if file == "progress":
+                checkpoint_files._ProcessFile.save = _no_space
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+
+    kd.set_distribution(kd.FullyShardedDataParallel(min_shard_bytes=0))
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).random((128, 64), dtype="float32")
+    checkpoint = kd.TrainingCheckpoint(directory, **arguments)
+    model.fit(x, x, batch_size=16, verbose=0, callbacks=[Full(), checkpoint])
+
+
+async def _no_space(self, directory):
+    raise OSError(errno.ENOSPC, "No space left on device")
