@@ -59,13 +59,12 @@ class BatchPlacer:
         shards = self.num_batch_shards
         return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
 
-    def warning_for(self, rows: int, axes: Sequence[str], reason: str = "") -> str | None:
+    def warning_for(self, rows: int, axes: Sequence[str]) -> str | None:
         """Returns, once, a warning that a step splits a batch over fewer devices than it could; otherwise None.
 
         Args:
             rows: the number of rows of the batch.
             axes: the batch axes over which the step splits them.
-            reason: why they are not split over all, if the number of rows and the mesh alone do not say so.
         """
         shards, sizes = self.num_batch_shards, self.device_mesh.axis_sizes
         used = math.prod(sizes[name] for name in axes)
@@ -79,7 +78,7 @@ class BatchPlacer:
             effect = f"each row is computed {shards // used} times"
         return (
             f"Batches of {counted(rows, 'row')} are {fault} the {shards} shards of the batch axes ({over}), so "
-            f"{effect}{reason}. Use a batch size that is a multiple of {shards}."
+            f"{effect}. Use a batch size that is a multiple of {shards}."
         )
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:

@@ -1,6 +1,7 @@
 """Evaluates jaxprs, the programs that JAX traces, in whole or in parts."""
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -53,6 +54,36 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     """Returns the programs among the parameters of an equation, such as the body of a loop."""
     values = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
     return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
+
+
+def with_equations(program: Any, replace: Callable[[Any], Any]) -> Any:
+    """Returns a jaxpr, open or closed, with each equation replaced, also in its inner programs.
+
+    A program whose equations all stay the same object does so, too: JAX lowers each object once.
+    """
+    if not isinstance(program, Jaxpr):
+        jaxpr = with_equations(program.jaxpr, replace)
+        return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
+
+    def in_parameter(value: Any) -> Any:
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            return with_equations(value, replace)
+        if isinstance(value, tuple) and all(isinstance(each, (Jaxpr, ClosedJaxpr)) for each in value):
+            return unless_same(value, tuple(map(in_parameter, value)))
+        return value
+
+    def unless_same(before: Any, after: Any) -> Any:
+        return before if all(map(operator.is_, before, after)) else after
+
+    def replaced(equation: Any) -> Any:
+        other, values = replace(equation), tuple(equation.params.values())
+        inner = unless_same(values, tuple(map(in_parameter, values)))
+        if other is not equation or inner is values:
+            return other
+        return equation.replace(params=dict(zip(equation.params, inner, strict=True)))
+
+    equations = unless_same(program.eqns, list(map(replaced, program.eqns)))
+    return program if equations is program.eqns else program.replace(eqns=equations)
 
 
 class Values:

@@ -1,8 +1,7 @@
 """Splits the rows of a batch over all devices in a step, also where the batch axes do not divide them."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
-from keras_dist.strategies.attention import record_attention, recorded_attention
-from keras_dist.strategies.jaxpr_evaluation import inner_jaxprs
+from keras_dist.strategies.scatter_indices import with_int32_indices
 from keras_dist.strategies.step_options import StepOptions
 
-_are_split: ThreadValue[bool] = ThreadValue(False)  # whether the step that is being traced has unequal shards of rows
+# Whether the step that is being traced has unequal shards of rows; None if none is.
+_are_split: ThreadValue[bool | None] = ThreadValue(None)
 
 
 def axes_for_rows(placer: BatchPlacer, rows: int) -> tuple[str, ...]:
@@ -47,11 +46,11 @@ class RowSharding:
     options: StepOptions
 
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
-        """Returns the batch axes over which a step splits a number of rows, unless it sorts."""
+        """Returns the batch axes over which a step splits a number of rows."""
         return self.placer.batch_axes if self._splits(step, rows) else self.placer.axes_for(rows)
 
     def rows_of_device(self, step: str, rows: int) -> int:
-        """Returns how many rows the devices with most of them compute in a step, unless it sorts."""
+        """Returns how many rows the devices with most of them compute in a step."""
         sizes = self.placer.device_mesh.axis_sizes
         return -(-rows // math.prod(sizes[name] for name in self.axes_in_step(step, rows)))
 
@@ -62,24 +61,22 @@ class RowSharding:
     def compute(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
 
-        The function is traced to a program, which then runs on the rows that are split. XLA ends the process where it
-        partitions the gradient of a sort in unequal shards, so a train step that sorts is computed in equal ones.
+        The function is traced to a program, which then runs on the rows that are split, with scatters as XLA can
+        partition them. It may do so in unequal shards where the rows have equal ones, of a slice for example.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
-        rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
         is_traced = all(isinstance(leaf, Tracer) for leaf in leaves)  # a batch of `run_eagerly` or with sparse arrays
-        if not is_traced or _are_split.value or not self._splits(step, rows):
+        if not is_traced or _are_split.value is not None or self.placer.device_mesh.backend_mesh.size == 1:
             return function(state, batch)
-        with _are_split.set_to(True), recorded_attention() as calls:
+        rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
+        splits = self._splits(step, rows)
+        with _are_split.set_to(splits):
             program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
-        if step == "train" and any(name == "sort" for name in _primitives(program.jaxpr)):
-            self._warn_of_sort(rows)
-            return function(state, batch)
-        record_attention(calls)
-        batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
-        outputs = jaxpr_as_fun(program)(*jax.tree.leaves((state, batch)))
+        if splits:
+            batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
+        outputs = jaxpr_as_fun(with_int32_indices(program))(*jax.tree.leaves((state, batch)))
         outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-        return jax.tree.map(self._joined, outputs), state
+        return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
     def _splits(self, step: str, rows: int) -> bool:
         is_in_parts = step == "train" and self.options.splits_gradients  # each device computes gradients of its rows
@@ -94,17 +91,3 @@ class RowSharding:
     def _joined(self, output: Any) -> Any:
         # Logs may be Python numbers, which have no shape.
         return with_sharding_constraint(jnp.asarray(output), self.placer.sharding(np.shape(output)))
-
-    def _warn_of_sort(self, rows: int) -> None:
-        reason = ", because the train step sorts, and XLA cannot partition the gradient of a sort in unequal shards"
-        message = self.placer.warning_for(rows, self.placer.axes_for(rows), reason)
-        if message is not None:
-            warnings.warn(message, stacklevel=2)
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """Returns the names of the operations of a traced program, with those of its inner programs."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in inner_jaxprs(equation.params):
-            yield from _primitives(inner)

@@ -16,13 +16,6 @@ X, Y = np.ones((24, 4), "float32"), np.ones((24, 1), "float32")
 KERNEL, BIAS = ("dense/kernel", "(4, 8) float32"), ("dense/bias", "(8,) float32")
 
 
-class Sorted(keras.layers.Layer):
-    """Sorts the features of each row."""
-
-    def call(self, x):
-        return keras.ops.sort(x, axis=-1)
-
-
 def fit(x, y, *between, batch_size=8, **options):
     with kd.DataParallel(**options).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), *between])
@@ -92,7 +85,6 @@ CASES = {
     "batches that microbatches need in equal shards": lambda: fit(
         X, Y, batch_size=12, step_options=kd.StepOptions(microbatches=2)
     ),
-    "batches that a sort needs in equal shards": lambda: fit(X, Y, Sorted(), batch_size=12),
     "processes run different steps": lambda: compare((X, Y), (X, Y[:]), step="test"),
     "processes pass different steps_per_epoch": lambda: compare((X, Y), (X, Y[:]), steps_per_epoch=3),
     "processes pass arrays of different shapes": lambda: compare((X, Y), (X[:, :3], Y)),
