@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,3 +48,27 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_plain_data(each) for each in value]
     return value
+
+
+def from_plain_data(kind: Any, data: Any) -> Any:
+    """Returns the value of a type that `to_plain_data` converted. Raises an error if the data are not of the type.
+
+    Types are numbers, strings, dataclasses, `tuple[..., ...]`, and each of these or None.
+
+    >>> from_plain_data(tuple[tuple[int, ...], ...] | None, [[2, 3], []])
+    ((2, 3), ())
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType and data is None:
+        return None
+    if origin is types.UnionType:
+        [kind] = [each for each in arguments if each is not types.NoneType]
+        return from_plain_data(kind, data)
+    if origin is tuple and isinstance(data, list):
+        return tuple(from_plain_data(arguments[0], each) for each in data)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        fields = typing.get_type_hints(kind)
+        return typing.cast(Any, kind)(**{name: from_plain_data(fields[name], each) for name, each in data.items()})
+    if type(data) is not kind and (kind, type(data)) != (float, int):
+        raise TypeError(f"Data of type {type(data).__name__} are not of type {kind}.")
+    return data

@@ -158,7 +158,7 @@ def compile_step(
     compiler = first.device_kind, is_attached(first), first.client.platform_version
     parts = mesh.axis_sizes, places, compiler, hardware, options, calls
     texts = lowered.as_text(), step.name, *map(repr, parts)
-    return cache.get_or_make(texts, read)
+    return cache.get_or_make(texts, Compilation, read)
 
 
 def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import hashlib
+import json
 import os
-import pickle
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from keras_dist._report.report import from_plain_data, to_plain_data
 from keras_dist.checkpoint.atomic_write import write_atomically
 
 # What determines, besides the program, what a compiler makes of it and what is read from that.
@@ -19,18 +20,22 @@ _PACKAGES = ("keras-dist", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
+_FORMAT = 1  # of the files
+
+
 class CompilationCache:
     """Results by key in files of a folder. Files that cannot be read or written are left alone.
 
     The folder is `keras_dist` in JAX's compilation cache, if there is one (`jax_compilation_cache_dir`), or else in the
-    user's cache folder. It can be deleted at any time.
+    user's cache folder. It can be deleted at any time. Others may be able to write to it, so the files are JSON, which
+    unlike pickles cannot execute anything.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     cache = CompilationCache(Path(folder))
-    ...     cache.put("key", {"flops": 3})
-    ...     cache.get("key"), cache.get("other")
-    ({'flops': 3}, None)
+    ...     cache.put("key", (3.5, 2.5))
+    ...     cache.get("key", tuple[float, ...]), cache.get("other", tuple[float, ...])
+    ((3.5, 2.5), None)
     """
 
     def __init__(self, folder: Path | None = None):
@@ -43,27 +48,33 @@ class CompilationCache:
             digest.update(b"\0" + part.encode())
         return digest.hexdigest()
 
-    def get_or_make(self, texts: Iterable[str], make: Callable[[], Any]) -> Any:
-        """Returns what was made for these texts before, or makes and keeps it."""
+    def get_or_make(self, texts: Iterable[str], kind: Any, make: Callable[[], Any]) -> Any:
+        """Returns what was made for these texts before, of a type for `from_plain_data`, or makes and keeps it."""
         key = self.key(*texts)
-        found = self.get(key)
+        found = self.get(key, kind)
         if found is None:
             found = make()
             self.put(key, found)
         return found
 
-    def get(self, key: str) -> Any:
-        """Returns what was put under a key, None if there is nothing or it cannot be read."""
+    def get(self, key: str, kind: Any) -> Any:
+        """Returns what was put under a key, None if there is nothing of this type, or it cannot be read."""
         try:
-            return pickle.loads((self.folder / key).read_bytes())
+            content = json.loads(self._file(key).read_text("utf-8"))
+            return from_plain_data(kind, content["value"]) if content["format"] == _FORMAT else None
         except Exception:  # another version of this package wrote it, or the disk damaged it: it is compiled again
             return None
 
     def put(self, key: str, value: Any) -> None:
         """Keeps a value under a key, if the folder can be written."""
+        content = {"format": _FORMAT, "value": to_plain_data(value)}
+        text = json.dumps(content, default=lambda number: number.item())  # NumPy's numbers
         with contextlib.suppress(OSError):  # without a cache, the next search compiles again
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.folder / key, lambda path: Path(path).write_bytes(pickle.dumps(value)))
+            write_atomically(self._file(key), lambda path: Path(path).write_text(text, "utf-8"))
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
 
 
 def _default_folder() -> Path:
