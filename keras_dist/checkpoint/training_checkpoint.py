@@ -311,9 +311,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         before, now = progress.get("batches_of_epoch"), self._batches_of_epoch()
         if progress["batches"] and None not in (before, now) and before != now:
             raise ValueError(
-                f"{self.directory} has a checkpoint after {progress['batches']} of {counted(before, 'batch')} of an "
-                f"epoch, but an epoch of this fit has {now}. Pass the data and the batch_size with which it was "
-                "saved, or use another directory."
+                f"{self.directory} has a checkpoint after batch {progress['batches']} of {before} of an epoch, but "
+                f"an epoch of this fit has {now}. Pass the data and the batch_size with which it was saved, or use "
+                "another directory."
             )
 
 
