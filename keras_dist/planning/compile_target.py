@@ -218,6 +218,11 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
             f"Target {name!r} exceeds the largest slice of {entry.name}, which has {limit} chips. Use several slices "
             "with slices=2 or more."
         )
+    if any(chips > 1 and chips % 2 for chips in (x, y)):
+        raise ValueError(
+            f"There is no slice {name!r}: hosts of {entry.name} have 2x2 chips, so each of its first two sides must be "
+            f"even or 1. Write, for example, '{entry.name}:{'4x4' if generation.is_2d else '2x2x4'}'."
+        )
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError(
             f"Target {name!r} needs libtpu to compile for TPUs, which is not installed. Run: pip install "

@@ -45,8 +45,7 @@ def parse_target_name(name: str) -> tuple[Hardware, tuple[int, ...]]:
 
 def _slice_shape(name: str, entry: Hardware, chips: int) -> tuple[int, ...]:
     """Returns the usual shape of a TPU slice of a power of two chips: 2D 8 -> 2x4, 3D 4 -> 2x2x1, 32 -> 2x4x4."""
-    generation = tpu_generation_of(entry.device_kind)
-    dims = 2 if generation is not None and generation.is_2d else 3
+    dims = _sides(entry) or 3
     exponent = chips.bit_length() - 1
     if chips != 2**exponent:
         example = "2x4" if dims == 2 else "2x2x4"
@@ -69,11 +68,21 @@ def _suggestion(name: str) -> str:
         chip, shape = match[1], match[2]
     else:
         wrong, _, shape = text.partition(":")
-        chip = next(iter(difflib.get_close_matches(wrong, names, 1)), None)
-        if chip is None:
+        near = difflib.get_close_matches(wrong, names, 3)
+        if not near:
             return ""
+        sides = shape.count("x") + 1
+        chip = next((each for each in near if _sides(hardware[names[each]]) == sides > 1), near[0])
     entry = hardware[names[chip]]
-    generation = tpu_generation_of(entry.device_kind)
-    if not re.fullmatch(r"(\d+x){0,2}\d+", shape or ""):
-        shape = "8" if generation is None else "4x4" if generation.is_2d else "2x2x2"
+    dims = _sides(entry)
+    if not re.fullmatch(r"([1-9]\d*x){0,2}[1-9]\d*", shape or "") or (dims and shape.count("x") >= dims):
+        shape = {None: "8", 2: "4x4", 3: "2x2x2"}[dims]
+    elif dims == 3 and shape.count("x") == 1:
+        shape += "x1"
     return f"Did you mean '{entry.name}:{shape}'?"
+
+
+def _sides(entry: Hardware) -> int | None:
+    """Returns the number of sides of a TPU slice, None for other hardware."""
+    generation = tpu_generation_of(entry.device_kind)
+    return None if generation is None else 2 if generation.is_2d else 3

@@ -16,6 +16,7 @@ from keras_dist.planning import compilation, compile_target
 from keras_dist.planning.candidates import Candidate
 from keras_dist.planning.choice import Choice, Trial
 from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.fitting_options import plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.roofline import Roofline
 
@@ -69,6 +70,14 @@ def target_without_compilers(name):
     with mock.patch("importlib.util.find_spec", return_value=None), mock.patch.dict("os.environ"):
         compile_target.os.environ.pop("TPU_LIBRARY_PATH", None)
         return kd.target(name)
+
+
+def notes_of_search(error):
+    def compile(distribution):
+        raise error
+
+    planned = example_plan(fits=False, memory=TOO_LARGE)
+    return plan_with_fitting_options(planned, kd.DataParallel(), compile, ("microbatches", "offload")).notes
 
 
 def target_refused_by_the_compiler(name, error):
@@ -276,8 +285,11 @@ CASES = {
     "no compiler for TPUs": lambda: target_without_compilers("v5e:2x4"),
     "no compiler for GPUs": lambda: target_without_compilers("h100:8"),
     "a shape that libtpu refuses": lambda: target_refused_by_the_compiler(
-        "v5e:3x3", jax.errors.JaxRuntimeError("INVALID_ARGUMENT: 3x3 is not divisible by 2x2")
+        "v5e:2x6", jax.errors.JaxRuntimeError("INVALID_ARGUMENT: 2x6 is no topology")
     ),
+    "a slice that does not exist": lambda: kd.target("v5e:3x5"),
+    "no GPUs": lambda: kd.target("h100:0"),
+    "a near miss with two sides": lambda: kd.target("v5x:2x4"),
     "libtpu in use by another process": lambda: target_refused_by_the_compiler(
         "v5e:2x2", jax.errors.JaxRuntimeError("ABORTED: accessing libtpu multi-process lockfile")
     ),
@@ -288,6 +300,8 @@ CASES = {
     # The compiler
     "a program without tile sizes": without_triton,
     "an internal error of the compiler": lambda: failing_compiler("INTERNAL: another failure"),
+    "step options that cannot be compiled": lambda: str(notes_of_search(RuntimeError("internal error\nin line 2"))),
+    "a search for step options that is interrupted": lambda: str(notes_of_search(KeyboardInterrupt())),
     # Compiler options
     "a plan that fits with step options": lambda: str(
         example_plan(

@@ -130,6 +130,8 @@ def test_unknown_hardware_lists_the_known():
         ("v5e:6", 1, "6 chips"),
         ("v5litepod-12", 1, "12 chips"),
         ("v6e:2x2x2", 1, "'v6e:2x2x2'"),
+        ("v5e:3x5", 1, "no slice 'v5e:3x5'.*'v5e:4x4'"),
+        ("v5p:2x3x4", 1, "no slice 'v5p:2x3x4'.*'v5p:2x2x4'"),
         ("v5e:32x8", 1, "16x16 chips"),
         ("v5p:16x24x24", 1, "8960 chips"),
         ("h100:2x2x2", 1, "3 sizes"),

@@ -101,6 +101,13 @@ def test_names_of_cloud_slices_and_machines(name, chip, shape):
         ("V5E:4x4", "v5e:4x4"),
         ("v5e", "v5e:4x4"),
         ("cpu", "cpu:8"),
+        ("h100:0", "h100:8"),
+        ("h100:2x0", "h100:8"),
+        ("v5x:2x4", "v5e:2x4"),
+        ("v5:2x4", "v5e:2x4"),
+        ("v5:2x2x4", "v5p:2x2x4"),
+        ("v5p 2x4", "v5p:2x4x1"),
+        ("v5e 2x2x2", "v5e:4x4"),
     ],
 )
 def test_near_misses_have_a_suggestion_that_is_a_target(name, suggested):
