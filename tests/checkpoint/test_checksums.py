@@ -14,17 +14,7 @@ from keras_dist.checkpoint import checksums, restore
 
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 EPOCH, EPOCHS = 4, 3  # batches
-WAYS = {
-    "half": lambda content: content[: len(content) // 2],
-    "empty": lambda content: b"",
-    "flipped": lambda content: (
-        content[: len(content) // 2]
-        + bytes([content[len(content) // 2] ^ 1 << 3])
-        # the rest
-        + content[len(content) // 2 + 1 :]
-    ),
-    "gone": None,
-}
+WAYS = ("half", "empty", "flipped", "gone")
 
 
 def build(seed=1):
@@ -75,7 +65,9 @@ def damage(file, way):
     if way == "gone":
         file.unlink()
     elif way == "flipped":
-        file.write_bytes(content[:middle] + bytes([content[middle] ^ 8]) + content[middle + 1 :])
+        file.write_bytes(
+            content[:middle] + bytes(byte ^ 8 for byte in content[middle : middle + 1]) + content[middle + 1 :]
+        )
     else:
         file.write_bytes(content[:middle] if way == "half" else b"")
     return content
@@ -101,14 +93,18 @@ def test_no_damage_of_a_file_gives_wrong_values(copy, quiet_orbax):
         for way in WAYS:
             content = damage(newest / name, way)
             problem = checksums.damage(restore.etils_path(str(newest)))
-            if problem is None:  # nothing is read from this file, or only checksums are missing
+            if problem is None:  # Orbax needs no value from this file, or only checksums are missing
                 found_in_no_checksum.add(Path(name).name if way != "gone" else "")
-                for value, other in zip(loaded(newest), expected, strict=True):
-                    np.testing.assert_array_equal(value, other)
-            else:
-                assert name in problem
+                try:
+                    values = loaded(newest)
+                except ValueError as error:
+                    problem = str(error)
+                else:
+                    for value, other in zip(values, expected, strict=True):
+                        np.testing.assert_array_equal(value, other)
+            assert problem is None or name in problem
             (newest / name).write_bytes(content)
-    assert found_in_no_checksum <= {"", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert found_in_no_checksum <= {"", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
     assert checksums.damage(restore.etils_path(str(newest))) is None
 
 
