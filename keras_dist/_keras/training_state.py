@@ -1,5 +1,6 @@
 """Moves the state of a running model: from its variables into steps, from step to step, and back."""
 
+import itertools
 import sys
 from collections import UserList
 from collections.abc import Callable
@@ -79,8 +80,9 @@ def step_function(
     """
 
     def from_variables(state) -> tuple:
-        _require_arrays(model, step, state)
-        _give_own_arrays(model, step, state)
+        variables = state_variables(model, step)
+        _require_arrays(model, step, variables, state)
+        _give_own_arrays(variables, state)
         parts = list(state)
         if accumulation is not None:
             parts[_OPTIMIZER] = accumulation.from_variables(parts[_OPTIMIZER])
@@ -123,19 +125,18 @@ def _references(values: list, index: int) -> int:
 _FROM_LIST = _references([object()], 0)  # to an object to which only a list refers
 
 
-def _give_own_arrays(model, step: str, state: tuple) -> None:
+def _give_own_arrays(variables: list[list], state: tuple) -> None:
     """Copies the arrays of variables to which anything else refers, since a step donates its arrays, each of them once.
 
     Two variables have one array after `a.assign(b)`, and so do each weight and its average after a `fit` with a moving
     average of the weights. Users keep arrays too: `variable.value`.
 
     Args:
-        model: the model.
-        step: the step.
-        state: lists of the values of the variables, in which arrays are replaced.
+        variables: the variables of a step, in parts.
+        state: their values, in lists, in which arrays are replaced.
     """
-    for variables, values in zip(state_variables(model, step), state, strict=True):
-        for index, variable in enumerate(variables):
+    for part, values in zip(variables, state, strict=True):
+        for index, variable in enumerate(part):
             has_value = variable._value is values[index]  # not in `fit`, `evaluate` and `predict`
             if _references(values, index) > _FROM_LIST + has_value:
                 values[index] = own_copy(values[index])
@@ -157,10 +158,10 @@ def lent(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards, dtype=array.dtype)
 
 
-def _require_arrays(model, step: str, state: tuple) -> None:
+def _require_arrays(model, step: str, variables: list[list], state: tuple) -> None:
     """Raises ValueError for an array that was deleted. JAX 0.10 ends the process where a step takes one."""
-    each = [pair for part in zip(state_variables(model, step), state, strict=True) for pair in zip(*part, strict=True)]
-    deleted = [(variable, value) for variable, value in each if value.is_deleted()]
+    parts = itertools.starmap(zip, zip(variables, state, strict=True))
+    deleted = [pair for pair in itertools.chain.from_iterable(parts) if pair[1].is_deleted()]
     for variable, value in deleted:
         variable._value = value  # Keras would initialize a variable without a value
     if deleted:

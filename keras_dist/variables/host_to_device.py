@@ -82,7 +82,7 @@ def _have_a_shard_in_common(array: jax.Array, sharding: Sharding) -> bool:
     return any(before.get(device) == bounds for device, bounds in after.items())
 
 
-def _bounds_by_device(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Bounds]:
+def _bounds_by_device(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
     indices = sharding.addressable_devices_indices_map(shape).items()
     return {
         device: tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
