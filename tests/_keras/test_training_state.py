@@ -113,7 +113,7 @@ CASES = {
     "ZeRO-1": (functools.partial(kd.DataParallel, shard_optimizer_state=True), {}),
     "FSDP": (fsdp, {}),
     "FSDP, accumulated gradients": (fsdp, {"gradient_accumulation_steps": 2}),
-    "FSDP, offload": (functools.partial(fsdp, offload="optimizer"), {}),
+    "FSDP, offload": (lambda: fsdp().with_step_options(kd.StepOptions(offload="optimizer")), {}),
     "ModelParallel": (by_columns, {}),
 }
 
