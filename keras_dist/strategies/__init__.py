@@ -10,7 +10,7 @@
 * `lookups.py`: rows of embedding tables.
 * `activations.py`: inputs and outputs of layers.
 * `rows.py`: the rows of a batch, split over all devices in a step.
-* `scatter_indices.py`: sums by index, in a step, as XLA can partition them.
+* `xla_workarounds.py`: operations of a step in a form that XLA can compile.
 * `sequences.py`: sequences, sharded in a step or gathered where they cannot be split.
 * `convolution.py`: convolutions, each device computing its rows where XLA would be wrong.
 * `tensor_parallel.py`: rules for tensor and sequence parallelism, derived from what a model computes.

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
-from keras_dist.strategies.scatter_indices import with_int32_indices
 from keras_dist.strategies.step_options import StepOptions
+from keras_dist.strategies.xla_workarounds import with_workarounds
 
 # Whether the step that is being traced has unequal shards of rows; None if none is.
 _are_split: ThreadValue[bool | None] = ThreadValue(None)
@@ -61,12 +61,13 @@ class RowSharding:
     def compute(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
 
-        The function is traced to a program, which then runs on the rows that are split, with scatters as XLA can
-        partition them. It may do so in unequal shards where the rows have equal ones, of a slice for example.
+        The function is traced to a program, which then runs on the rows that are split, with what XLA cannot compile in
+        another form. XLA may choose unequal shards, of a slice for example, where those of the rows are equal.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         is_traced = all(isinstance(leaf, Tracer) for leaf in leaves)  # a batch of `run_eagerly` or with sparse arrays
-        if not is_traced or _are_split.value is not None or self.placer.device_mesh.backend_mesh.size == 1:
+        mesh = self.placer.device_mesh.backend_mesh
+        if not is_traced or _are_split.value is not None or mesh.size == 1:
             return function(state, batch)
         rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
         splits = self._splits(step, rows)
@@ -74,7 +75,8 @@ class RowSharding:
             program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
-        outputs = jaxpr_as_fun(with_int32_indices(program))(*jax.tree.leaves((state, batch)))
+        program = with_workarounds(program, mesh.devices.flat[0].platform)
+        outputs = jaxpr_as_fun(program)(*jax.tree.leaves((state, batch)))
         outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 

@@ -61,6 +61,17 @@ def test_rows_that_the_devices_do_not_divide(name):
     assert_same_numbers(actual, trained(transform, LENGTH, None, rows=11), 1e-5)
 
 
+def test_sequences_that_are_gathered_in_microbatches():
+    """XLA:CPU chooses a layout for what it gathers in the loop in which it cannot compute the transform."""
+    mesh, options = kd.create_device_mesh("data:2,context:4"), kd.StepOptions(microbatches=2)
+    distribution = kd.DataParallel(mesh, sequence_dim_name="context", step_options=options)
+
+    def filtered(x):
+        return ops.irfft(tuple(0.5 * part for part in ops.rfft(x)))
+
+    assert_same_numbers(trained(filtered, 8, distribution), trained(filtered, 8, None), 1e-5)
+
+
 @pytest.mark.parametrize("length", [9, 8])
 def test_signals_whose_samples_are_sharded(length):
     """Dim 1 is transformed, and sharded over the sequence axis before."""

@@ -1,4 +1,4 @@
-"""Scatters in shards of unequal sizes, where XLA ends the process if indices are not int32."""
+"""Operations that XLA cannot compile: the numbers of one device where it would end the process, or fail later."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from support.strategy_models import assert_same_numbers
 
 import keras_dist as kd
 from keras_dist.strategies.jaxpr_evaluation import inner_jaxprs
-from keras_dist.strategies.scatter_indices import with_int32_indices
+from keras_dist.strategies.xla_workarounds import with_workarounds
 
 X = np.random.default_rng(0).normal(size=(13, 4)).astype("float32")
 
@@ -45,7 +45,7 @@ def test_sums_by_index_in_unequal_shards(dtype):
         if dtype.endswith("64"):
             indices[5] = 2**32 + 1  # 1, if its first bits are dropped
         program = jax.make_jaxpr(sums)(X, indices)
-        changed = with_int32_indices(program)
+        changed = with_workarounds(program, "cpu")
         assert dtypes_of_indices(program.jaxpr) == {dtype}
         assert dtypes_of_indices(changed.jaxpr) == {"int32"}
         mesh = kd.create_device_mesh("data:8").backend_mesh
@@ -60,7 +60,7 @@ def test_sums_by_index_in_unequal_shards(dtype):
 
 def test_a_program_without_such_scatters_is_not_changed():
     program = jax.make_jaxpr(sums)(X, np.arange(13, dtype="int32"))
-    assert with_int32_indices(program) is program
+    assert with_workarounds(program, "cpu") is program
 
 
 def sorted_by_jax(x):
