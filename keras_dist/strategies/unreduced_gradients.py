@@ -268,8 +268,10 @@ def _has_number(equation: Any) -> bool:
 
 def _is_zero(variable: Any) -> bool:
     # What JAX passes as the gradient of an integer, in dtype float0, cannot be compared.
-    is_number = isinstance(variable, Literal) and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    return is_number and bool(np.all(np.asarray(variable.val) == 0))
+    if not isinstance(variable, Literal):
+        return False
+    value = np.asarray(variable.val)
+    return jnp.issubdtype(value.dtype, jnp.inexact) and bool(np.all(value == 0))
 
 
 def _apply_linear(equation: Any, operands: Sequence[Any]) -> Summands:
