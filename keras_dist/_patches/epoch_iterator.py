@@ -97,7 +97,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             for first, last, pipeline in steps:
                 if not self._is_in_epoch:
                     self._is_in_epoch = True
-                    check_values_agree(self._model(), "the begin of an epoch")
+                    check_values_agree(self._model(), "the start of an epoch")
                     begun = self._current_iterator if pipeline is NOTHING_LEFT else pipeline
                     self._begin_epoch(begun, 0 if start is None else start[0])
                 yield first, last, pipeline

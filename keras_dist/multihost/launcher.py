@@ -242,9 +242,9 @@ def _wait(
             event = events.get(timeout=None if deadline is None else max(0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        if event in (signal.SIGINT, signal.SIGHUP):
-            return 128 + event, None, event
         if isinstance(event, int):
+            if event in (signal.SIGINT, signal.SIGHUP):
+                return 128 + event, None, event
             number = event if event in STOP_SIGNALS else signal.SIGTERM
             for process in group:
                 process.send_signal(number)  # not to its child processes, which may read its data

@@ -7,7 +7,7 @@ them differ. Nothing fails then: each device computes with what it has.
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ class _Shard(NamedTuple):
     """A shard that this process and others hold."""
 
     name: str
-    index: str  # which part of the value it is
+    part: str  # of the value: its index
     holders: str  # indices of the processes, joined by commas
     data: jax.Array  # on one device of this process
 
 
-def require_same_values(owner: str, place: str, values: Iterable[tuple[str, jax.Array]]) -> None:
+def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]]) -> None:
     """Raises a ValueError on all processes if shards that several of them hold differ in any bit.
 
     Each process computes checksums on its own devices, and sends one message.
@@ -36,10 +36,10 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, jax.
     Args:
         owner: the name of the model, for errors.
         place: where in the program this is; an error says where processes are if they are at different places.
-        values: names and values, in the same order on all processes.
+        values: names and arrays, in the same order on all processes.
     """
     shards = [shard for name, array in values for shard in _shared_shards(name, array)]
-    checksums = [int(checksum) for checksum in jax.device_get([_checksum(shard.data) for shard in shards])]
+    checksums = [int(checksum) for checksum in jax.device_get([_checksum(_on_device(shard.data)) for shard in shards])]
     digests = {}
     for shard, checksum in zip(shards, checksums, strict=True):
         digests.setdefault(shard.holders, hashlib.blake2b(digest_size=8)).update(checksum.to_bytes(4, "little"))
@@ -56,7 +56,7 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, jax.
     shared = {holders for digests_of_process in sent for holders in digests_of_process}
     if all(len({sent[process].get(holders) for process in map(int, holders.split(","))}) == 1 for holders in shared):
         return
-    rows = [[s.name, s.index, checksum, _text(s.data)] for s, checksum in zip(shards, checksums, strict=True)]
+    rows = [[s.name, s.part, checksum, _text(s.data)] for s, checksum in zip(shards, checksums, strict=True)]
     found = _differences(messaging.exchange("shared values in full", rows))
     more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
     raise ValueError(
@@ -82,6 +82,15 @@ def _holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[st
     return {index: ",".join(map(str, sorted(processes))) for index, processes in found.items()}
 
 
+def _on_device(data: jax.Array) -> jax.Array:
+    """Returns an array of one device in the memory that the device computes in."""
+    (device,) = data.devices()
+    kind = device.default_memory().kind
+    if data.sharding.memory_kind in (None, kind):
+        return data
+    return jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
     """Returns a sum of all bits, each 32 of them times an odd number that depends on their position."""
@@ -105,8 +114,8 @@ def _differences(rows: list[list[list]]) -> list[str]:
     """Returns what differs, with the processes that hold it; scalars first, with their values."""
     received: dict[tuple[str, str], dict[int, list]] = {}
     for process, of_process in enumerate(rows):
-        for name, index, *value in of_process:
-            received.setdefault((name, index), {})[process] = value
+        for name, part, *value in of_process:
+            received.setdefault((name, part), {})[process] = value
     found: dict[str, tuple[bool, str]] = {}
     for (name, _), values in received.items():
         first, *others = values

@@ -117,15 +117,15 @@ def _timeout(other=None):
         return messaging._timeout_message("keras_dist/data 1/0", "'data 1' of evaluate")
 
 
-def _different_values(place="the begin of an epoch", rate=0.2):
+def _different_values(place="the start of an epoch", rate=0.2):
     """Process 1 has another learning rate, and other values of five kernels."""
     values = {f"layer_{number}/kernel": [["[:]", number, None]] for number in range(5)}
     values["sgd/learning_rate"] = [["[]", 7, "0.01"]]
     rows = [[name, *row] for name, of_name in values.items() for row in of_name]
     others = [[*row[:2], row[2] + 1, None if row[3] is None else f"{rate:g}"] for row in rows]
-    answers = iter([[["the begin of an epoch", {"0,1": "a"}], [place, {"0,1": "b"}]], [rows, others]])
+    answers = iter([[["the start of an epoch", {"0,1": "a"}], [place, {"0,1": "b"}]], [rows, others]])
     with _messages_of(lambda topic, message: next(answers)):
-        value_comparison.require_same_values("gpt", "the begin of an epoch", [])
+        value_comparison.require_same_values("gpt", "the start of an epoch", [])
 
 
 def _nothing_listens():

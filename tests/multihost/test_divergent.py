@@ -65,9 +65,10 @@ DIFFERENT_CALLS = [
         "values between fits",
         ["rate' (0.01 on process 0 and 0.5 on process 1)", "kernel' (on process 0 and on process 1)"],
     ),
+    ("values of shards", ["first/kernel' (on process 0 and on process 1)"]),
     ("values at the end", ["bias' (on process 0 and on process 1)"]),
     ("values in an epoch", ["bias' (on process 0 and on process 1)"]),
-    ("epochs", ["process 0 is at the end of fit, process 1 at the begin of an epoch"]),
+    ("epochs", ["process 0 is at the end of fit, process 1 at the start of an epoch"]),
     (
         "order of devices",
         ["[0, 1, ", "on process 0, [3, 2, 1, 0] on process 1|on process 0, [2049, 2048, 1, 0] on process 1"],

@@ -95,6 +95,7 @@ def divergent():
         "an error in a source": lambda: model().fit(raising(), verbose=0),
         "rate of an epoch": lambda: model().fit(x, y, batch_size=7, epochs=3, verbose=0, callbacks=[rate]),
         "values between fits": lambda: fitted_twice(),
+        "values of shards": lambda: fitted_twice_in_shards(),
         "values at the end": lambda: model().fit(x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_epoch_end")]),
         "values in an epoch": lambda: model().fit(
             x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_train_batch_end"), noted]
@@ -142,6 +143,20 @@ def divergent():
             made.optimizer.learning_rate = 0.5
             made.layers[0].kernel.assign(made.layers[0].kernel + 1)
         made.fit(x, y, batch_size=7, verbose=0)
+
+    def fitted_twice_in_shards():
+        """Each process holds the whole kernel, in two shards, of which process 1 changes the second one."""
+        mesh = kd.create_device_mesh("data:2,model:2")
+        rules = kd.LayoutMap(mesh)
+        rules["first/kernel"] = (None, "model")
+        with kd.ModelParallel(layout_map=rules, batch_dim_name="data").scope():
+            keras.utils.set_random_seed(1)
+            made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="first"), keras.layers.Dense(3)])
+            made.compile("sgd", "mse")
+            made.fit(x, y, batch_size=7, verbose=0)
+            if is_other:
+                made.layers[0].kernel.assign(made.layers[0].kernel + np.repeat([0.0, 1.0], 4).astype("float32"))
+            made.fit(x, y, batch_size=7, verbose=0)
 
     results = {}
     for name, case in cases.items():
