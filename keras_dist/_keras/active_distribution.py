@@ -90,8 +90,8 @@ def installed_in_this_thread(distribution: DistributionHooks) -> Iterator[None]:
     before = _by_thread.get(thread, _keras_global())
     scope = _Scope(thread, distribution, weakref.WeakSet(threading.enumerate()))
     with _lock:
-        _scopes += (scope,)
         _set_in_this_thread(distribution)
+        _scopes += (scope,)
     try:
         yield
     finally:
@@ -144,9 +144,12 @@ def fallback() -> DistributionHooks | None:
 
 
 def warn_of_other_scopes(path: str) -> None:
-    """Warns once in a thread without a distribution that creates a variable while other threads have scopes."""
+    """Warns once in a thread without a distribution that creates a variable while other threads have scopes.
+
+    Not in the main thread, which no other thread started or passed work to.
+    """
     thread, scopes = threading.current_thread(), _scopes
-    if scopes and is_unset() and thread not in _warned:
+    if scopes and is_unset() and thread not in _warned and thread is not threading.main_thread():
         _warned.add(thread)
         others = ", ".join(dict.fromkeys(f"that of {s.distribution} in {s.thread.name!r}" for s in scopes))
         cause = (

@@ -226,11 +226,6 @@ def test_a_model_trains_in_another_thread_as_on_one_device():
     assert_same_numbers(train_elsewhere(kd), losses_on_one_device(1))
 
 
-def test_a_scope_is_of_its_thread():
-    with kd.DataParallel().scope():
-        assert in_a_thread(kd.distribution) is None
-
-
 # ------------------------------------------------------------------------------------- trained outside of the scope
 
 
