@@ -15,7 +15,7 @@ ENDS = {
     "internal error": "expected = 1; keras.ops.reshape(keras.ops.ones(3), (2, 2))",
 }
 # One for each strategy, of those that run quickest.
-NUMBERS = (2, 17, 20, 26, 27, 29, 30, 43, 69, 78, 99)
+NUMBERS = (1, 5, 10, 11, 13, 14, 15, 19, 29, 31, 50)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -26,7 +26,7 @@ def test_a_draw_gives_the_numbers_of_one_device(number):
 
 
 def test_a_small_difference_is_a_wrong_number():
-    source = script.render(draws.draw(0, 26))
+    source = script.render(draws.draw(0, 13))
     changed = source.replace("found = run(distribution())", "x = 1.001 * x; found = run(distribution()); x = x / 1.001")
     assert changed != source
     verdict = verdicts.judge(changed)

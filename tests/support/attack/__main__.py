@@ -42,9 +42,10 @@ def run(arguments):
     numbers = sorted(numbers, key=lambda number: draws.draw(arguments.seed, number).is_x64)
     kinds, begin = Counter(), time.monotonic()
 
+    sources = {number: script.render(draws.draw(arguments.seed, number)) for number in numbers}
+
     def judge(numbers):
-        sources = {number: script.render(draws.draw(arguments.seed, number)) for number in numbers}
-        for number, verdict in verdicts.judge_all(sources, arguments.time_limit):
+        for number, verdict in verdicts.judge_all({n: sources[n] for n in numbers}, arguments.time_limit):
             kinds[verdict.kind] += 1
             chosen = draws.draw(arguments.seed, number)
             line = f"{number}: {verdict.kind}, {chosen.model}, {chosen.strategy}. {verdict.place} {verdict.text}"

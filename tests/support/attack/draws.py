@@ -133,7 +133,7 @@ def draw(seed, number):
 
     strategy = STRATEGIES[number % len(STRATEGIES)]
     names = [name for name, model in models.MODELS.items() if model.kind == "sequences" or "CP" not in strategy]
-    name = random.choices(names, [4 if n == "function" else 0.5 if models.MODELS[n].backbone else 1 for n in names])[0]
+    name = random.choices(names, [9 if n == "function" else 0.5 if models.MODELS[n].backbone else 1 for n in names])[0]
     model = models.MODELS[name]
     function, mixes_rows = _function(random) if name == "function" else ("", model.mixes_rows)
 
@@ -142,14 +142,14 @@ def draw(seed, number):
     if policy == "mixed_bfloat16" and name in ("function", "experts", "Mixtral", "QwenMoe"):
         policy = "float32"  # Values that bfloat16 rounds to equal ones are in no particular order.
 
-    split = some(0.35, MICROBATCHES) if not mixes_rows and name != "own_step" else ""
+    split = some(0.5, MICROBATCHES) if not mixes_rows and name != "own_step" else ""
     gather = some(0.3, ("gather_weights='update'",)) if split and "FSDP" in strategy else ""
     remat = some(0.5, REMATS) if model.repeats else ""
-    dtype = some(0.25, DTYPES) if "reduce_gradients" not in split else ""
+    dtype = some(0.35, DTYPES) if "reduce_gradients" not in split else ""
     offload = some(0.1, ("offload='optimizer'",)) if "offload" not in remat else ""
     options = ", ".join(filter(None, (split, gather, remat, dtype, offload)))
 
-    rows, batch = random.choice((16, 16, 13, 7, 24, 9, 1)), random.choice((8, 8, 16, 5))
+    rows, batch = random.choice((16, 24, 13, 13, 7, 9, 3, 1)), random.choice((8, 8, 16, 5))
     weight = some(0.3, ("sample_weight", "class_weight") if model.y == "classes({rows})" else ("sample_weight",))
     if model.y.startswith(("(", "{")):
         weight = ""  # Several outputs have several weights.
@@ -167,7 +167,7 @@ def draw(seed, number):
         policy=policy,
         is_x64=is_x64,
         rows=rows,
-        length=random.choice((8, 8, 8, 12, 9, 5)),
+        length=random.choice((8, 8, 12, 9, 5)),
         source=source,
         batch_size=batch,
         weight=weight,
@@ -242,10 +242,10 @@ def _calls(random, some, rows, batch, source, weight):
     if source == "arrays":
         fields["data"] = f"x, y, batch_size={batch}" + (", sample_weight=weight" if weighted else "")
     texts = [FIT, *random.sample(CALLS, random.choice((1, 2, 2, 3))), some(0.3, (FIT,))]
-    if source == "arrays" and not weight:
-        texts[0] = some(0.1, (RESUME,), FIT)
     if random.random() < 0.4:
         random.shuffle(texts)
+    if source == "arrays" and not weight:
+        texts.insert(0, some(0.1, (RESUME,)))  # the model that goes on is a new one, with nothing frozen
     texts.append(some(0.06, ("model.quantize('int8'); yield 'int8', model.predict(x, verbose=0)",)))
     return tuple(
         text.format(some=random.choice((rows, 8, 7, 1)), moved=random.choice(MOVED), **fields)

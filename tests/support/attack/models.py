@@ -146,7 +146,7 @@ def cross_attention(rate):
     x = layers.Add()([query, layers.Attention(dropout=rate)([query, keys]), layers.AdditiveAttention()([query, keys])])
     y, scores = layers.MultiHeadAttention(2, 4)(x, keys, return_attention_scores=True)
     y = layers.Concatenate()([x, y, layers.Lambda(lambda s: ops.max(s, axis=(1, 3))[..., None])(scores)])
-    return keras.Model({"query": query, "keys": keys}, layers.EinsumDense("bld,df->blf", (None, 4), "f")(y))
+    return keras.Model({"query": query, "keys": keys}, layers.EinsumDense("bld,df->blf", (None, 4), bias_axes="f")(y))
 
 
 @keras.saving.register_keras_serializable("attack")
