@@ -45,21 +45,21 @@ class _StatelessCall(NamedTuple):
     model: keras.Layer
     trace: Any  # that the call began in
     values: set[int]  # ids of the values of variables that were passed to it
-    reads: dict[tuple, tuple[Any, Any]]  # a trace, and what a weight is in it that is read once for all
+    reads: dict[tuple, tuple[Any, Any, Any]]  # a trace, a value of a weight, and what it is there, read once for all
 
     def is_in_loop(self) -> bool:
         return _current_trace() is not self.trace
 
-    def read_once(self, variable, value, distribute: Callable[[], Any]) -> Any:
-        """Returns what `distribute` returned for the first read of a weight in the dtype of `value`.
+    def read_once(self, variable, value, dtype: Any, distribute: Callable[[], Any]) -> Any:
+        """Returns what `distribute` returned for the first read of a weight with this value, in a dtype.
 
-        XLA:GPU would gather the weight for each read.
+        XLA:GPU would gather the weight for each read. A layer may assign another value (`SpectralNormalization`).
         """
         trace = _current_trace()
-        key = id(variable), value.dtype, id(trace)
+        key = id(variable), id(value), dtype, id(trace)
         if key not in self.reads:
-            self.reads[key] = trace, distribute()  # with the trace, so that no other one gets its id
-        return self.reads[key][1]
+            self.reads[key] = trace, value, distribute()  # with trace and value, so that no other ones get their ids
+        return self.reads[key][-1]
 
     def outside_of_loops(self, value) -> contextlib.AbstractContextManager:
         """Runs a block in the trace that the call began in, if the value is known there."""
@@ -108,9 +108,11 @@ def _read_variable(original, self, value):
     if _reads_stored_table.value:
         return original(self, value)
     with call.outside_of_loops(value):
-        value = original(self, value)
-        distribute = functools.partial(distribution.distribute_weight, self, value)
-        return call.read_once(self, value, distribute) if distribution.reduces_later(self) else distribute()
+        cast = original(self, value)
+        distribute = functools.partial(distribution.distribute_weight, self, cast)
+        if distribution.reduces_later(self):
+            return call.read_once(self, value, cast.dtype, distribute)
+        return distribute()
 
 
 _reads_stored_table: ThreadValue[bool] = ThreadValue(False)  # whether a layer reads its table as it is stored

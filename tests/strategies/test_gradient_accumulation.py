@@ -264,3 +264,20 @@ def test_gradients_are_sent_in_updates_only(strategy):
     assert any("gradient_accumulation_steps=3" in note for note in plan.notes)
     accumulators = [v for v in plan.variables if v.path.endswith("gradient_accumulator")]
     assert sum(v.bytes for v in accumulators) == weights  # on each device
+
+
+def test_a_layer_computes_with_the_value_that_it_has_assigned_to_its_weight():
+    """`SpectralNormalization` normalizes its kernel in `call`, after it has read it."""
+    x, y = np.random.default_rng(0).normal(size=(2, 24, 8)).astype("float32")
+
+    def losses(distribution=None):
+        start_anew()
+        with scope(distribution):
+            wrapped = keras.layers.SpectralNormalization(keras.layers.Dense(8))
+            model = keras.Sequential([keras.Input((8,)), wrapped, keras.layers.Dense(8)])
+            model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+            return [float(model.train_on_batch(x[i : i + 8], y[i : i + 8])) for i in (0, 8, 16)]
+
+    expected = losses()
+    for distribution in (kd.DataParallel(), fsdp()):
+        np.testing.assert_allclose(losses(distribution), expected, rtol=1e-5)
