@@ -31,20 +31,28 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
             f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
             f"{type(model).__name__}. {advice_on_batch(None)}"
         )
-    weights, others = (
-        [jax.ShapeDtypeStruct(variable.shape, internals.stored_dtype(variable)) for variable in variables]
-        for variables in (model.trainable_variables, model.non_trainable_variables)
-    )
     first_error: Exception | None = None
     specs = None
     for specs in candidates:
         try:
             with _LayerNames(device_mesh).scope():
-                return jax.make_jaxpr(model.stateless_call)(weights, others, specs)
+                return _trace_call(model, specs)
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
     assert first_error is not None  # there is at least one candidate
     raise _untraceable(model, inputs, batch and specs, first_error) from first_error
+
+
+def _trace_call(model: keras.Model, specs: Any) -> Any:
+    def of_all(variables: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(each.shape, internals.stored_dtype(each)) for each in variables]
+
+    while True:
+        count = len(model.variables)
+        weights, others = of_all(model.trainable_variables), of_all(model.non_trainable_variables)
+        program = jax.make_jaxpr(model.stateless_call)(weights, others, specs)
+        if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
+            return program
 
 
 def _candidates(inputs: Any, axis_size: int) -> Iterator[Any]:

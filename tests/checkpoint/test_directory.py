@@ -142,7 +142,7 @@ def test_a_position_in_epochs_of_other_batches_is_an_error(tmp_path):
             self.model.stop_training = batch == 2
 
     train(tmp_path, Stop())
-    with pytest.raises(ValueError, match="after 3 of 8 batches of an epoch, but an epoch of this fit has 4"):
+    with pytest.raises(ValueError, match="after batch 3 of 8 of an epoch, but an epoch of this fit has 4"):
         train(tmp_path, batch_size=16)
     assert train(tmp_path) == [0, 1]
 

@@ -72,7 +72,7 @@ def test_invalid_arguments_are_refused(calls, arguments, error, message):
 
 def test_joining_after_jax_started_is_refused():
     kd.get_device_count()
-    with pytest.raises(RuntimeError, match=r"8 cpu device\(s\)"):
+    with pytest.raises(RuntimeError, match="8 cpu devices"):
         kd.initialize("127.0.0.1:1", 1, 0)
 
 

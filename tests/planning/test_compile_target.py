@@ -169,8 +169,8 @@ class TestCompilers:
 
     def test_refusal_of_the_compiler_has_the_target_and_the_reason(self, compilers):
         compilers.answer = jax.errors.JaxRuntimeError("INVALID_ARGUMENT: not divisible\nmore")
-        with pytest.raises(ValueError, match="'v5e:3x3': INVALID_ARGUMENT: not divisible"):
-            target("v5e:3x3")
+        with pytest.raises(ValueError, match="'v5e:4x4': INVALID_ARGUMENT: not divisible"):
+            target("v5e:4x4")
 
     def test_lock_of_another_process_names_the_variable(self, compilers):
         compilers.answer = jax.errors.JaxRuntimeError("ABORTED: accessing libtpu multi-process lockfile")

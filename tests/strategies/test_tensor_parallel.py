@@ -449,6 +449,17 @@ class TestModelsThatUsedToFail:
             with strategy(layout_map=layout_map).scope():
                 np.testing.assert_allclose(losses_of(build, optimizer), expected, rtol=1e-5)
 
+    def test_weights_that_the_first_call_creates_have_their_own_rules(self):
+        def with_activations():
+            up = layers.Dense(64, activation=layers.PReLU(), name="up")  # alpha is created when `up` is called
+            return keras.Sequential([keras.Input((16,)), up, layers.Dense(WIDTH, name="down")])
+
+        found = kd.tensor_parallel_layout_map(with_activations, kd.create_device_mesh("data:2,model:4"))
+        axes = {pattern: found[pattern].axes for pattern in found}
+        assert axes["up/kernel"] == (None, "model")
+        assert axes["down/kernel"] == ("model", None)
+        assert axes["up/bias"] == ("model",)
+
     def test_a_layer_that_a_call_creates_has_no_rule(self):
         class Block(layers.Layer):
             def __init__(self):
