@@ -286,11 +286,9 @@ class _ProcessFile:
         self.text = text
 
     async def save(self, directory):
-        async def write():
-            path = await directory.await_creation()
-            await asyncio.to_thread(self._write, path)
-
-        return write()
+        # At once: what is written later may come after another process has committed the checkpoint.
+        await asyncio.to_thread(self._write, await directory.await_creation())
+        return _nothing()
 
     def _write(self, folder) -> None:
         file = folder / _file_name()
@@ -300,6 +298,10 @@ class _ProcessFile:
     async def load(self, directory):
         """Is not called: a process may read the file of another one."""
         raise NotImplementedError
+
+
+async def _nothing() -> None:
+    """What is left to be done in the background."""
 
 
 def _file_name() -> str:

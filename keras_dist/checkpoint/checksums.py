@@ -36,15 +36,10 @@ def array_handler(ocp: Any) -> type:
         # A checkpoint has the name of the class that reads it, which is Orbax's.
         __module__, __qualname__ = orbax_handler.__module__, orbax_handler.__qualname__
 
-        async def save(self, directory, checkpointable):
-            written = await super().save(directory, checkpointable)
-
-            async def write_and_sum():
-                await written  # by all processes; process 0 has merged their indices
-                folder = await directory.await_creation()
-                await asyncio.to_thread(lambda: write(folder, _written_by_this_process(folder)))
-
-            return write_and_sum()
+        async def _finalize(self, directory):
+            """Is called between two barriers: all processes have written, and none may commit the checkpoint yet."""
+            await super()._finalize(directory)  # process 0 merges the indices of all
+            await asyncio.to_thread(lambda: write(directory, _written_by_this_process(directory)))
 
     return Handler
 
