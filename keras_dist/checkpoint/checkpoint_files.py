@@ -247,9 +247,10 @@ class _Writing(threading.Thread):
         orbax = restore.orbax()
         registry = orbax.handlers.local_registry()
         registry.add(checksums.array_handler(orbax), checkpointable_name=restore.ARRAYS)
-        # By default threads that nothing ends wait minutes for a folder that could not be created.
-        context = orbax.Context(async_options=orbax.options.AsyncOptions(create_directories_asynchronously=False))
+        context = orbax.Context()
         context.checkpointables.registry = registry
+        # By default threads that nothing ends wait minutes for a folder that could not be created.
+        context.asynchronous.create_directories_asynchronously = False
         try:
             with context:
                 response = orbax.save_checkpointables_async(*self._arguments)
