@@ -19,6 +19,7 @@ from keras_dist._keras.internals import compute_dtypes, is_read_in_compute_dtype
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.strategies.jaxpr_evaluation import as_function
 from keras_dist.strategies.resharding import layout_of_summands, to_compute_layout
 from keras_dist.strategies.step_gradients import StepGradients, reduced_later
@@ -170,9 +171,10 @@ class _Step:
 
         Otherwise XLA adds rows of a table's gradient directly to the sum: on one device, and on the others to zeros.
         libtpu before 0.0.50 then moves the reduction out of the loop, where each iteration but the last loses what the
-        other devices have added (https://github.com/openxla/xla/issues/49143).
+        other devices have added (https://github.com/openxla/xla/issues/49143). It leaves a reduce-scatter where it is.
         """
-        if gradient.reduced is None:
+        is_scattered = set(self._axes).intersection(axis_names(layouts.update.axes))
+        if gradient.reduced is None or gradient.reduced.ndim < 2 or is_scattered:
             return gradient
         reduced = with_sharding_constraint(gradient.reduced, layouts.update.backend_layout)
         return gradient._replace(reduced=jax.lax.optimization_barrier(reduced))
