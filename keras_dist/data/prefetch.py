@@ -1,5 +1,6 @@
 """An iterator that a thread runs ahead of its consumer: the next item is produced while the current one is used."""
 
+import atexit
 import contextlib
 import contextvars
 import math
@@ -12,6 +13,9 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 _AHEAD = 2  # items that are produced before they are requested
+_EXIT_GRACE = 2.0  # seconds that a thread has to produce its last item when the program ends
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 class Prefetcher(Iterator[T], Generic[T]):
@@ -50,7 +54,9 @@ class Prefetcher(Iterator[T], Generic[T]):
         if self._items is not None:
             # A daemon thread, because the source may block forever.
             arguments = (_produce, iter(self._items), self._permits, self._is_stopped, self._finished)
-            threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True).start()
+            thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
+            thread.start()
+            _threads.add(thread)
             self._items = None
         item, error = self._finished.get()
         if error is not None:
@@ -93,3 +99,10 @@ def _produce(items: Iterator, permits: SimpleQueue, is_stopped: threading.Event,
         if error is not None:
             return
         del item
+
+
+@atexit.register
+def _join() -> None:
+    """Waits for the threads, which have been told to stop: Python aborts if it ends while one of them is inside JAX."""
+    for thread in [*_threads]:
+        thread.join(_EXIT_GRACE)

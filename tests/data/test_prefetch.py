@@ -2,6 +2,9 @@
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -180,3 +183,30 @@ def test_stopping_training_ends_prefetching():
 def forever():
     while True:
         yield BATCH
+
+
+ENDS_EARLY = """
+import atexit, threading, time
+
+atexit.register(lambda: print(threading.active_count()))  # the first is called last
+from keras_dist.data.prefetch import Prefetcher
+
+is_preparing = threading.Event()
+
+def source():
+    yield 0
+    is_preparing.set()
+    time.sleep(0.2)  # as JAX does to copy a batch
+    yield 1
+
+prefetcher = Prefetcher(source())
+next(prefetcher)
+is_preparing.wait()
+"""
+
+
+def test_no_thread_is_preparing_a_batch_when_python_ends():
+    """Python aborts if it ends while another thread drops an array of JAX."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    program = subprocess.run([sys.executable, "-c", ENDS_EARLY], env=environment, capture_output=True, text=True)
+    assert (program.returncode, program.stdout) == (0, "1\n"), program.stderr
