@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 
-assert "jax" not in sys.modules, "something imports JAX before this file, so JAX would not read the settings below"
+if "jax" in sys.modules:
+    raise RuntimeError("JAX was imported before this file, so it would not read the settings below.")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by both processes that run the tests, to compile for TPUs
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -38,7 +39,7 @@ hypothesis.settings.register_profile("random", print_blob=True)
 
 
 def pytest_configure(config):
-    # Layout maps in tests shard what the test is about, and nothing else. In pyproject.toml this filter would import JAX.
+    # Layout maps in tests shard what the test is about, and nothing else. (In pyproject.toml it imports JAX first.)
     config.addinivalue_line("filterwarnings", "ignore::keras_dist.LayoutMapWarning")
     if not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("gate")

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.strategy_models import fsdp, slow_unless
+from support.slow_cases import slow_unless
+from support.strategy_models import fsdp
 
 import keras_dist as kd
 from keras_dist._keras import internals, training_state

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist._keras.data_adapters import STACK_BATCHES
@@ -288,8 +289,7 @@ def run_source(method, source, **compile_options):
     return method(one_input(**compile_options), source())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "method"), crossed(SOURCES, METHODS))
 def test_a_data_source_gives_the_numbers_of_one_device(distribution, method, source):
     assert_same_as_on_one_device(distribution, run_source, method, source)
 
@@ -404,8 +404,9 @@ def single_batch_with_scalar(method, scalar):
     return numbers, weights(model)
 
 
-@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch", "predict_on_batch"])
-@pytest.mark.parametrize("scalar", SCALARS)
+@pytest.mark.parametrize(
+    ("scalar", "method"), crossed(SCALARS, ["train_on_batch", "test_on_batch", "predict_on_batch"])
+)
 def test_a_scalar_in_a_single_batch_gives_the_numbers_of_one_device(distribution, method, scalar):
     assert_same_as_on_one_device(distribution, single_batch_with_scalar, method, scalar)
 
@@ -417,8 +418,7 @@ def generator_with_scalar(method, scalar):
     return method(scaled(), Source(batches, steps=3))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scalar", SCALARS)
+@pytest.mark.parametrize(("scalar", "method"), crossed(SCALARS, METHODS))
 def test_a_scalar_from_a_generator_gives_the_numbers_of_one_device(distribution, method, scalar):
     assert_same_as_on_one_device(distribution, generator_with_scalar, method, scalar)
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import KERNEL, use_kernel_of
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist.strategies import attention
@@ -79,14 +80,21 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("platform", "name"), crossed(["tpu", "gpu"], MASKS), indirect=["platform"])
 def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
     assert assert_equals_one_device(kd.DataParallel(), *operands(150), MASKS[name]) == [(KERNEL[platform], None)]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(128, 128), (197, 197), (130, 300), (300, 130)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths(platform, queries, keys, is_causal):
+LENGTHS_TO_TRY = [(128, 128), (197, 197), (130, 300), (300, 130)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "case"),
+    crossed(["tpu", "gpu"], [(is_causal, lengths) for is_causal in (False, True) for lengths in LENGTHS_TO_TRY]),
+    indirect=["platform"],
+)
+def test_lengths(platform, case):
+    is_causal, (queries, keys) = case
     assert_equals_one_device(kd.DataParallel(), *operands(queries, keys), is_causal=is_causal)
 
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import KERNEL, use_kernel_of
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist.strategies import attention
@@ -106,8 +107,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("exchange", "mask"), CASES)
-def test_masks_give_the_numbers_of_one_device(platform, exchange, mask):
+@pytest.mark.parametrize(("platform", "case"), crossed(["cpu", "tpu"], CASES), indirect=["platform"])
+def test_masks_give_the_numbers_of_one_device(platform, case):
+    exchange, mask = case
     mesh, heads, key_heads = EXCHANGES[exchange]
     result = exchange_of(context_parallel(mesh), heads, key_heads, 250, make_mask=MASKS[mask])
     assert result == (KERNEL.get(platform, "XLA in blocks"), exchange)

@@ -6,6 +6,7 @@ import pytest
 from keras import layers, ops
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
 from support.keras_scenarios import start_anew
+from support.slow_cases import crossed
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -46,8 +47,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "distribution"), crossed(TRANSFORMS, DISTRIBUTIONS))
 def test_same_numbers(name, distribution):
     transform = TRANSFORMS[name]
     actual = trained(transform, LENGTH, DISTRIBUTIONS[distribution]())

@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
-from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope, slow_unless
+from support.slow_cases import slow_unless
+from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
 
@@ -83,7 +84,12 @@ def test_constraints_of_weights():
 
 @pytest.mark.parametrize(
     "options",
-    [{"microbatches": 2}, {"reduce_gradients": "microbatch"}, {"reduce_dtype": "float32"}, {"offload": "optimizer"}],
+    [
+        {"microbatches": 2},
+        pytest.param({"reduce_gradients": "microbatch"}, marks=pytest.mark.slow),
+        pytest.param({"reduce_dtype": "float32"}, marks=pytest.mark.slow),
+        {"offload": "optimizer"},
+    ],
     ids=str,
 )
 def test_step_options(options, monkeypatch):
@@ -175,7 +181,14 @@ def state_after_nine_batches():
     return state_of(model)
 
 
-@pytest.mark.parametrize("others", [None, STRATEGIES["TP"], STRATEGIES["ZeRO-1"]])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        STRATEGIES["TP"],
+        pytest.param(STRATEGIES["ZeRO-1"], marks=pytest.mark.slow),
+    ],
+)
 def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):
     build, x, y = mixture_and_data()
     start_anew()

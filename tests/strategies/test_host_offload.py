@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.slow_cases import crossed
 from support.strategy_models import fsdp, has_layouts_of
 
 import keras_dist as kd
@@ -37,17 +38,16 @@ def memory_kinds(model):
     return large, other
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [
-        lambda: keras.optimizers.Adam(1e-3, amsgrad=True, clipnorm=1.0, use_ema=True, weight_decay=1e-3),
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)),
-        lambda: keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2),
-    ],
-    ids=["adam", "scaled", "accumulating"],
-)
-def test_state_in_host_memory_leaves_losses_unchanged(strategy, make_optimizer):
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-3, amsgrad=True, clipnorm=1.0, use_ema=True, weight_decay=1e-3),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)),
+    "accumulating": lambda: keras.optimizers.Adam(1e-3, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize(("strategy", "optimizer"), crossed(STRATEGIES, OPTIMIZERS))
+def test_state_in_host_memory_leaves_losses_unchanged(strategy, optimizer):
+    make_optimizer = OPTIMIZERS[optimizer]
     expected = losses(build(make_optimizer()))
     distribution = STRATEGIES[strategy]().with_step_options(ON_HOST)
     with distribution.scope():

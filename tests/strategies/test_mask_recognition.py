@@ -1,7 +1,5 @@
 """Attention masks are taken apart exactly, in each of the ways in which JAX traces what made them."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import keras
@@ -10,6 +8,7 @@ import pytest
 from jax.lax import with_sharding_constraint
 from jax.sharding import SingleDeviceSharding
 from keras import ops
+from support.slow_cases import crossed
 
 from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 
@@ -179,7 +178,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "mode"), list(itertools.product(CASES, Traced.MODES)))
+@pytest.mark.parametrize(("case", "mode"), crossed(CASES, Traced.MODES))
 def test_masks(case, mode):
     make_mask, expected = CASES[case]
     argument = SEGMENTS if case in ("packed", "tokens") else PADDING

@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from support.slow_cases import crossed
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -96,8 +97,7 @@ def four_devices(**options):
     return kd.DataParallel(devices=jax.devices()[:4], step_options=kd.StepOptions(**options))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("reduce_gradients", ["update", "microbatch"])
+@pytest.mark.parametrize(("name", "reduce_gradients"), crossed(LOSSES, ["update", "microbatch"]))
 def test_numbers_are_those_of_undivided_batches(name, reduce_gradients):
     """Batches of 20 rows: 5 for each device, in parts of 2, 2 and 1; the last one has 8."""
     data = LOSSES[name]

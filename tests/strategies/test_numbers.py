@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow_unless
 from support.strategy_models import (
     MODELS,
     ROWS,
@@ -16,7 +17,6 @@ from support.strategy_models import (
     fsdp,
     has_layouts_of,
     scope,
-    slow_unless,
     transformer,
     two_layers,
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import OLDER_KERAS
+from support.slow_cases import crossed, slow_unless
 from support.strategy_models import OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -186,8 +187,7 @@ def fully_sharded(**options):
     return kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, **options)
 
 
-@pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}], ids=["", "resharding"])
+@pytest.mark.parametrize(("name", "options"), crossed(BUILDS, [{}, {"reshard_after_forward": True}]), ids=str)
 def test_remat_changes_no_number(name, options):
     expected = numbers(name, fully_sharded(**options))
     found = numbers(name, fully_sharded(**options, step_options=kd.StepOptions(remat="full")))
@@ -200,7 +200,14 @@ def test_each_mode_changes_no_number(remat):
     assert_same_numbers(numbers("layers", fully_sharded(step_options=kd.StepOptions(remat=remat))), expected, 1e-4)
 
 
-@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in BUILDS), ("layers", {"reduce_dtype": "float32"})])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *(slow_unless(name in ("layers", "nested"), name, {}) for name in BUILDS),
+        ("flat", {"reduce_dtype": "float32"}),
+    ],
+    ids=str,
+)
 def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     """Blocks with dropout take seeds, which are integers and have no gradient."""
     monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
@@ -208,7 +215,9 @@ def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "dots", "offload": "activations"}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"remat": "full"}, marks=pytest.mark.slow), {"remat": "dots", "offload": "activations"}]
+)
 def test_steps_that_run_eagerly(options, monkeypatch):
     monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
     x, y = VECTORS[:8], TOKENS[:8] % 4
@@ -255,7 +264,7 @@ def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     assert exist == [True] * 6
 
 
-@pytest.mark.parametrize("name", ["flat", "nested"])
+@pytest.mark.parametrize("name", ["flat", pytest.param("nested", marks=pytest.mark.slow)])
 def test_remat_of_microbatches(name):
     """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
     expected = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from support.keras_scenarios import OLDER_KERAS, start_anew
+from support.slow_cases import crossed
 from support.strategy_models import (
     LENGTH,
     MODELS,
@@ -438,8 +439,7 @@ def losses_of(build, make_optimizer):
 
 
 class TestModelsThatUsedToFail:
-    @pytest.mark.parametrize("sequence_parallel", [False, True])
-    @pytest.mark.parametrize("build", [nested, shared, odd])
+    @pytest.mark.parametrize(("build", "sequence_parallel"), crossed([nested, shared, odd], [False, True]))
     def test_layers_that_share_a_path(self, build, sequence_parallel):
         optimizer = functools.partial(keras.optimizers.SGD, 0.1)
         expected = losses_of(build, optimizer)

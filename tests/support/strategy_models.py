@@ -5,7 +5,6 @@ import contextlib
 import jax
 import keras
 import numpy as np
-import pytest
 from keras import layers, ops
 
 import keras_dist as kd
@@ -152,11 +151,6 @@ STRATEGIES = {
     ),
     "HSDP x TP": lambda build: fsdp(layout_map=tensor_parallel(build, "replica:2,fsdp:2,model:2")),
 }
-
-
-def slow_unless(is_fast, *values):
-    """Values of a parametrized test."""
-    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
 
 
 def scope(distribution):

@@ -1,0 +1,27 @@
+"""Cases of parametrized tests, of which some are slow."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_unless(is_fast: bool, *values: Any) -> Any:
+    """Returns the values of a case."""
+    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
+
+
+def crossed(*dims: Iterable[Any]) -> list[Any]:
+    """Returns all combinations of values as parameters, of which as few are fast as let each value occur.
+
+    >>> [(each.values, len(each.marks)) for each in crossed("ab", [1, 2])]
+    [(('a', 1), 0), (('a', 2), 1), (('b', 1), 1), (('b', 2), 0)]
+    """
+    values = [[*dim] for dim in dims]
+    longest = max(map(len, values))
+    fast = {tuple(index % len(dim) for dim in values) for index in range(longest)}
+    return [
+        slow_unless(indices in fast, *(dim[index] for dim, index in zip(values, indices, strict=True)))
+        for indices in itertools.product(*(range(len(dim)) for dim in values))
+    ]
