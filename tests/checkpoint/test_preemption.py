@@ -10,6 +10,7 @@ import time
 import keras
 import numpy as np
 import pytest
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.checkpoint.preemption import Preemption
@@ -90,8 +91,8 @@ def undisturbed():
     ("moment", "first"),
     [
         *((moment, True) for moment in MOMENTS),
-        pytest.param("at the last batch of an epoch", False, marks=pytest.mark.slow),
-        pytest.param("at the end of validation", False, marks=pytest.mark.slow),
+        slow("at the last batch of an epoch", False),
+        slow("at the end of validation", False),
     ],
 )
 def test_training_is_saved_at_a_signal_and_continues(moment, first, undisturbed, tmp_path):

@@ -7,6 +7,7 @@ import random
 import keras
 import numpy as np
 import pytest
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.data.position import DataPosition, RandomState
@@ -140,7 +141,7 @@ def assert_resumes(found, uninterrupted, at):
 
 @pytest.mark.parametrize(
     "source",
-    [name if name in ONE_OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow) for name in SOURCES],
+    [name if name in ONE_OF_EACH_KIND else slow(name) for name in SOURCES],
 )
 def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     uninterrupted = train(None, source)
@@ -152,10 +153,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
 
 @pytest.mark.parametrize(
     "source",
-    [
-        name if name in ("arrays", "PyDataset with workers") else pytest.param(name, marks=pytest.mark.slow)
-        for name in SOURCES
-    ],
+    [name if name in ("arrays", "PyDataset with workers") else slow(name) for name in SOURCES],
 )
 def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.
@@ -194,7 +192,7 @@ def test_training_resumes_with_several_steps_per_execution(tmp_path):
     assert_resumes(train(tmp_path, "arrays", steps_per_execution=2), uninterrupted, (1, 3))
 
 
-@pytest.mark.parametrize("save_freq", [pytest.param(100, marks=pytest.mark.slow), "epoch"])
+@pytest.mark.parametrize("save_freq", [slow(100), "epoch"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
     class Stop(keras.callbacks.Callback):

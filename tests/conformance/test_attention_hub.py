@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import DEVICES, KERNEL, use_kernel_of
+from support.slow_cases import slow
 from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
@@ -281,9 +282,7 @@ def test_a_soft_cap(strategy, monkeypatch):
     assert_trains_as_on_one_device("tpu", monkeypatch, "Gemma 2", strategy)
 
 
-@pytest.mark.parametrize(
-    ("platform", "name"), [("tpu", "BERT"), pytest.param("gpu", "Llama 3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("platform", "name"), [("tpu", "BERT"), slow("gpu", "Llama 3")])
 def test_mixed_precision(platform, name, monkeypatch):
     assert_trains_as_on_one_device(platform, monkeypatch, name, "TP", "mixed_bfloat16", tolerance=3e-2)
 
@@ -323,7 +322,7 @@ def cache_shapes(model, given):
 
 @pytest.mark.parametrize(
     ("name", "key_heads"),
-    [("Llama 3", 4), ("Gemma", 4), ("Qwen", 4), pytest.param("Llama 3", 2, marks=pytest.mark.slow)],
+    [("Llama 3", 4), ("Gemma", 4), ("Qwen", 4), slow("Llama 3", 2)],
 )
 def test_generated_tokens_and_a_cache_that_is_sharded_as_the_heads(name, key_heads):
     build = functools.partial(GENERATORS[name], num_key_value_heads=key_heads)

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import keras
 import pytest
+from support.slow_cases import slow
 
 # Tests of Keras that keras_dist fails on purpose, with the reason.
 EXCLUDED = {
@@ -21,7 +22,7 @@ FILES = (
     "initializers/initializer_test.py",
     "callbacks/orbax_checkpoint_test.py",
 )
-SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in FILES]
+SLOW = [slow(file) for file in FILES]
 
 
 def defined_tests(path):

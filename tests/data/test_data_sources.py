@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support.slow_cases import crossed
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist._keras.data_adapters import STACK_BATCHES
@@ -50,7 +50,7 @@ def model_parallel() -> kd.Distribution:
 
 
 @pytest.fixture(
-    params=[data_parallel, pytest.param(model_parallel, marks=pytest.mark.slow)],
+    params=[data_parallel, slow(model_parallel)],
     ids=["data_parallel", "model_parallel"],
 )
 def distribution(request) -> kd.Distribution:

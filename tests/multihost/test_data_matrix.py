@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import process_matrix
 from support.run_processes import run_processes
+from support.slow_cases import slow
 
 # Relative to the largest value of an array, and absolute for arrays that are all below 1. Adam divides a gradient by
 # its size, and so enlarges the rounding of one that nearly cancels.
@@ -18,6 +19,11 @@ MISSING = {source for source, package in NEEDED.items() if importlib.util.find_s
 # Every source where rows lie on devices of several processes in turn, and two under the other distributions.
 SOURCES = dict.fromkeys(process_matrix.DISTRIBUTIONS, ("numpy_arrays", "generator"))
 SOURCES["model_parallel_across"] = tuple(s for s in process_matrix.SOURCES if s not in {*MISSING, "torch_loader"})
+# Arrays are passed by cases that all sources share.
+MANY = {2: SOURCES, 4: dict.fromkeys(SOURCES, ("generator",))}
+FEW = {
+    2: {"data_parallel": ("generator",), "model_parallel_across": ("numpy_arrays",), "fully_sharded": ("py_dataset",)}
+}
 
 # Keras says so where it finds the end of a source without a length, on one device too.
 pytestmark = [pytest.mark.filterwarnings("ignore:Your input ran out of data"), pytest.mark.multiprocess]
@@ -62,20 +68,22 @@ def assert_same_on_all(expected, completed):
             assert_same(of_process, of_case, f"{case}, process {rank}")
 
 
-def test_several_processes_give_the_numbers_of_one(tmp_path_factory):
-    """In one test, since the numbers of one process, which both compare with, take long to compute."""
-    of_one = process_matrix.everything(SOURCES, str(tmp_path_factory.mktemp("one")))
-    for processes, sources in (
-        (2, SOURCES),
-        (4, dict.fromkeys(SOURCES, ("generator",))),  # arrays are passed by cases that all sources share
-    ):
+@pytest.mark.parametrize("sources_by_processes", [FEW, slow(MANY)], ids=["few", "many"])
+def test_several_processes_give_the_numbers_of_one(sources_by_processes, tmp_path_factory):
+    """In one test, since the numbers of one process, which all compare with, take long to compute."""
+    of_one = process_matrix.everything(sources_by_processes[2], str(tmp_path_factory.mktemp("one")))
+    for processes, sources in sources_by_processes.items():
         folder = str(tmp_path_factory.mktemp(f"{processes}"))
         completed = run_processes(
             process_matrix.everything, sources, folder, processes=processes, devices=8 // processes, timeout=900
         )
-        read = {*itertools.chain(*sources.values())}
-        left_out = [f", {source}, " for source in process_matrix.SOURCES if source not in read]
-        expected = {case: numbers for case, numbers in of_one.items() if not any(other in case for other in left_out)}
+        left_out = [
+            f"{name}, {source}, "
+            for name in sources
+            for source in process_matrix.SOURCES
+            if source not in sources[name]
+        ]
+        expected = {case: numbers for case, numbers in of_one.items() if not case.startswith(tuple(left_out))}
         assert all(process.result.keys() == expected.keys() for process in completed)
         assert_same_on_all(expected, completed)
         of_batch, of_a_row_each = completed[0].result["data_parallel, flops"]

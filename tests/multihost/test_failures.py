@@ -3,6 +3,7 @@
 import pytest
 from multihost.programs import failures
 from support.run_processes import output_of, run_processes
+from support.slow_cases import slow
 
 from keras_dist.checkpoint import restore
 from keras_dist.multihost import launcher
@@ -76,9 +77,9 @@ def test_a_process_is_named_that_misses_a_message_before_a_heartbeat():
     ("who", "file", "arguments"),
     [
         (1, "arrays", {"save_freq": 4}),  # the last save, at the eighth batch, of which the end of fit learns
-        pytest.param(0, "progress", {"save_freq": 4}, marks=pytest.mark.slow),
+        slow(0, "progress", {"save_freq": 4}),
         (0, "progress", {"save_freq": 3, "save_on_background": False, "max_to_keep": 2}),
-        pytest.param(1, "arrays", {"save_freq": 3, "save_on_background": False}, marks=pytest.mark.slow),
+        slow(1, "arrays", {"save_freq": 3, "save_on_background": False}),
     ],
 )
 def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, file, arguments, tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
 from support.planned_models import gpt, tensor_parallel
+from support.slow_cases import slow_unless
 from test_roofline import collective, gpus, groups_along, tpus
 
 import keras_dist as kd
@@ -195,7 +196,7 @@ def require_consistent(planned):
 @pytest.mark.usefixtures("full_compilation")
 class TestCompiled:
     @pytest.mark.parametrize("target", [*EIGHT_DEVICES, pytest.param("v5p:2x2x2", marks=needs_libtpu)])
-    @pytest.mark.parametrize("strategy", ["data", "fsdp", "tensor"])
+    @pytest.mark.parametrize("strategy", [slow_unless(s == "fsdp", s) for s in ("data", "fsdp", "tensor")])
     def test_parts_of_a_train_step_add_up(self, target, strategy):
         distribution = {
             "data": lambda: kd.DataParallel(mesh_of(target, "data:8")),

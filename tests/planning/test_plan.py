@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subclassed, tensor_parallel
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist._keras.internals import variable_value
@@ -23,7 +24,7 @@ def figures(planned):
     return planned.memory, variables, planned.traffic, planned.flops, planned.model_flops
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", pytest.param("fully sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["tensor parallel", slow("fully sharded")])
 def test_build_functions_deferred_models_and_real_models_have_the_same_plan(layout):
     distribution = LAYOUTS[layout]()
     build = functools.partial(gpt, depth=1)
@@ -79,7 +80,7 @@ def test_automatic_names_are_the_same_in_every_plan():
     assert paths[0][0] == "sequential/dense/kernel"
 
 
-SLOW_MODELS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "convnet", "two branches")]
+SLOW_MODELS = [slow(name) for name in ("gpt", "convnet", "two branches")]
 
 
 @pytest.mark.parametrize("name", ["perceptron", "subclassed", *SLOW_MODELS])

@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
 from support.planned_models import LargestDim, gpt, rules, tensor_parallel
 
 import keras_dist as kd
@@ -37,7 +37,7 @@ def test_data_parallel_reduces_the_gradients_and_nothing_else(target):
     assert planned.roofline.dcn_seconds == 0
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
     moved = []
@@ -79,7 +79,7 @@ def test_collectives_across_slices_or_hosts_are_distinguished(target, slices):
 
 
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_extrapolation_equals_the_compiled_model(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
 

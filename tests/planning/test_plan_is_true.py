@@ -6,6 +6,7 @@ import jax
 import keras
 import pytest
 from support.planned_models import LAYOUTS, MODELS, gpt
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist._keras import internals
@@ -48,9 +49,7 @@ def collectives(found):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name", ["perceptron", "subclassed", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)]
-)
+@pytest.mark.parametrize("name", ["perceptron", "subclassed", *(slow(name) for name in SLOW_MODELS)])
 def test_state_and_collectives_equal_those_of_fit(name, layout, compiled_texts):
     build, (x, y) = MODELS[name]
     distribution = LAYOUTS[layout]()

@@ -10,6 +10,7 @@ import keras
 import pytest
 from keras import layers
 from support.compilers import EIGHT_DEVICES
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -56,8 +57,8 @@ def fully_sharded_and_tensor_parallel(mesh, build):
 @pytest.mark.parametrize(
     ("make_distribution", "axes", "heads"),
     [
-        (data_parallel, "batch:8", HEADS),
-        (tensor_parallel, "batch:1,model:8", HEADS // 8),
+        slow(data_parallel, "batch:8", HEADS),
+        slow(tensor_parallel, "batch:1,model:8", HEADS // 8),
         (fully_sharded_and_tensor_parallel, "fsdp:4,model:2", HEADS // 2),
     ],
 )

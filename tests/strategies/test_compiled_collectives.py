@@ -11,7 +11,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
 
 import keras_dist as kd
 
@@ -21,9 +21,13 @@ BLOCKS = 2  # of the models whose bytes grow with activations: those of weights 
 
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.parametrize("target", EIGHT_DEVICES),
     pytest.mark.usefixtures("full_compilation", "half_precision"),
 ]
+
+
+@pytest.fixture(params=EIGHT_DEVICES)
+def target(request):
+    return request.param
 
 
 def gpt(vocabulary=VOCABULARY, blocks=1):
@@ -71,6 +75,7 @@ def kinds(plan):
     return {each.kind for each in plan.traffic}
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_zero_1(target):
     plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))
     large = elements(plan, large=True)
@@ -89,6 +94,7 @@ def assert_fully_sharded(plan):
     assert "all-to-all" not in kinds(plan)
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_fully_sharded_without_and_with_reshard_after_forward(target):
     kept = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")))
     assert_fully_sharded(kept)
@@ -100,6 +106,7 @@ def test_fully_sharded_without_and_with_reshard_after_forward(target):
     assert plan.memory.state == kept.memory.state
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_fully_sharded_where_no_axis_divides_the_vocabulary(target):
     """The table is sharded along its columns, and devices send each other indices and rows."""
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")), lambda: gpt(4099))
@@ -108,6 +115,7 @@ def test_fully_sharded_where_no_axis_divides_the_vocabulary(target):
     assert plan.memory.state <= 12 * (elements(plan, large=True) / 8 + elements(plan, large=False)) + 64
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_hybrid_sharded(target):
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "replica:2,fsdp:4")))
     large, table = elements(plan, large=True), VOCABULARY * WIDTH

@@ -6,15 +6,21 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES
+from support.compilers import EIGHT_DEVICES, H100_FIRST
+from support.slow_cases import slow
 
 import keras_dist as kd
 
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.parametrize("target", EIGHT_DEVICES),
     pytest.mark.usefixtures("full_compilation", "half_precision"),
 ]
+
+
+@pytest.fixture(params=EIGHT_DEVICES)
+def target(request):
+    return request.param
+
 
 LENGTH = 128
 FEW, MANY = 3, 6  # blocks; tests that need these models share their plans, which take most of the time
@@ -71,7 +77,7 @@ def wire_bytes(plan, *kinds):
     return sum(each.wire_bytes for each in plan.traffic if not kinds or each.kind in kinds)
 
 
-@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+@pytest.mark.parametrize("strategy", [slow("DP"), slow("ZeRO-1"), "FSDP"])
 def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     undivided = planned(target, strategy)
     plan = planned(target, strategy, microbatches=4)
@@ -83,7 +89,7 @@ def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+@pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
 def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
     """In the branch with the update, which also gathers the weights of ZeRO-1."""
     single, plan = planned(target, strategy), planned(target, strategy, accumulation=4)
@@ -118,6 +124,7 @@ def test_gradients_are_reduced_in_float32(target):
     assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_microbatches_hold_the_activations_of_one_part(target):
     undivided, plan = (
         planned(target, "FSDP", rows=2048, blocks=2, width=256, **options)
@@ -128,6 +135,7 @@ def test_microbatches_hold_the_activations_of_one_part(target):
     assert plan.model_flops == pytest.approx(undivided.model_flops)
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     by_hand = planned(target, "FSDP", 1024, FEW, 256, by_hand=True)
     plan = planned(target, "FSDP", 1024, FEW, 256, remat="full")
@@ -136,7 +144,7 @@ def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
 
 
-@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
+@pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
 def test_optimizer_state_is_in_host_memory(target, strategy):
     """The devices hold no state but that of small weights, and fetch the rest once and put it back once."""
     held, plan = (planned(target, strategy, 64, 1, 1024, offload=names) for names in ((), "optimizer"))

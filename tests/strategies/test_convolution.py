@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers, ops
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -59,8 +60,8 @@ def tensor_parallel(rule):
         ("depthwise", None),
         ("depthwise", (None, "model", None)),
         ("groups", (None, None, "model")),
-        pytest.param("separable", None, marks=pytest.mark.slow),
-        pytest.param("groups", None, marks=pytest.mark.slow),
+        slow("separable", None),
+        slow("groups", None),
     ],
 )
 def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
@@ -73,7 +74,7 @@ def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
     "convolution",
     [pytest.param(name, marks=() if name in ("strided", "depthwise") else pytest.mark.slow) for name in CONVOLUTIONS],
 )
-@pytest.mark.parametrize("length", [9, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [9, slow(16)])
 def test_convolutions_of_sharded_sequences(convolution, length):
     mesh = kd.DeviceMesh((2, 4), ["data", "context"])
     distribution = kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, sequence_dim_name="context")

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -86,8 +86,8 @@ def test_constraints_of_weights():
     "options",
     [
         {"microbatches": 2},
-        pytest.param({"reduce_gradients": "microbatch"}, marks=pytest.mark.slow),
-        pytest.param({"reduce_dtype": "float32"}, marks=pytest.mark.slow),
+        slow({"reduce_gradients": "microbatch"}),
+        slow({"reduce_dtype": "float32"}),
         {"offload": "optimizer"},
     ],
     ids=str,
@@ -184,9 +184,9 @@ def state_after_nine_batches():
 @pytest.mark.parametrize(
     "others",
     [
-        pytest.param(None, marks=pytest.mark.slow),
+        slow(None),
         STRATEGIES["TP"],
-        pytest.param(STRATEGIES["ZeRO-1"], marks=pytest.mark.slow),
+        slow(STRATEGIES["ZeRO-1"]),
     ],
 )
 def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):

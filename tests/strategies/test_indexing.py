@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
+from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers
 
 LENGTH = 13
@@ -48,9 +49,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "strategy", ["tensor parallel", "context parallel", pytest.param("all", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategy", ["tensor parallel", "context parallel", slow("all")])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_indices_in_unequal_shards(name, strategy):
     """XLA adds the padding of shards to sums by index, among them the gradients of lookups."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 from support.strategy_models import STRATEGIES, fsdp, has_layouts_of, model_parallel, scope, tensor_parallel
 
 import keras_dist as kd
@@ -115,7 +116,7 @@ def test_a_deferred_model_is_materialized_and_trained(make):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["TP", *(pytest.param(n, marks=pytest.mark.slow) for n in ("FSDP", "HSDP x TP"))])
+@pytest.mark.parametrize("name", ["TP", *(slow(n) for n in ("FSDP", "HSDP x TP"))])
 def test_lora_then_quantization(name):
     def run(distribution):
         start_anew()

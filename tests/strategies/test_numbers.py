@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import (
     MODELS,
     ROWS,
@@ -85,7 +85,7 @@ def test_all_methods_of_a_model(name, strategies):
         assert_same_numbers(run_all_methods(build, x, y, STRATEGIES[strategy](build)), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["FSDP, resharding", slow_unless(False, "HSDP x TP")])
+@pytest.mark.parametrize("strategy", ["FSDP, resharding", slow("HSDP x TP")])
 def test_dropout(strategy):
     _, x, y = MODELS["transformer"]
     build = functools.partial(transformer, dropout=0.3)

@@ -14,6 +14,7 @@ from jax.experimental import rnn
 from keras import layers
 from support.compilers import needs_cuda
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
@@ -81,8 +82,8 @@ def tensor_parallel():
     ("make", "rows", "local"),
     [
         pytest.param(kd.DataParallel, 16, 2, id="data parallel"),
-        pytest.param(kd.DataParallel, 6, 6, id="rows that the axis does not divide", marks=pytest.mark.slow),
-        pytest.param(fsdp, 16, 2, id="FSDP", marks=pytest.mark.slow),
+        slow(kd.DataParallel, 6, 6, id="rows that the axis does not divide"),
+        slow(fsdp, 16, 2, id="FSDP"),
         pytest.param(tensor_parallel, 16, 8, id="tensor parallel"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import OLDER_KERAS
-from support.slow_cases import crossed, slow_unless
+from support.slow_cases import crossed, slow, slow_unless
 from support.strategy_models import OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -215,9 +215,7 @@ def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({"remat": "full"}, marks=pytest.mark.slow), {"remat": "dots", "offload": "activations"}]
-)
+@pytest.mark.parametrize("options", [slow({"remat": "full"}), {"remat": "dots", "offload": "activations"}])
 def test_steps_that_run_eagerly(options, monkeypatch):
     monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
     x, y = VECTORS[:8], TOKENS[:8] % 4
@@ -264,7 +262,7 @@ def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     assert exist == [True] * 6
 
 
-@pytest.mark.parametrize("name", ["flat", pytest.param("nested", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["flat", slow("nested")])
 def test_remat_of_microbatches(name):
     """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
     expected = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3)))

@@ -11,6 +11,7 @@ from keras import layers, ops
 from support.applied_functions import Applied
 from support.keras_scenarios import start_anew
 from support.kernels_on_cpus import KERNEL, use_kernel_of
+from support.slow_cases import slow
 from support.strategy_models import MODELS, assert_same_numbers, fsdp, model_parallel, scope
 
 import keras_dist as kd
@@ -45,9 +46,7 @@ CASES = [("transformer", "FSDP", 11)]  # batch normalization: tests/data/test_ke
 OTHER_CASES = [(name, strategy, rows) for name in MODELS for strategy in DISTRIBUTIONS for rows in (3, 13)]
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "rows"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CASES)]
-)
+@pytest.mark.parametrize(("name", "strategy", "rows"), [*CASES, *(slow(*case) for case in OTHER_CASES)])
 @pytest.mark.usefixtures("shard_small_optimizer_state")
 def test_numbers_are_those_of_one_device(name, strategy, rows):
     distribution = DISTRIBUTIONS[strategy]()
@@ -81,7 +80,7 @@ def flops_over_ideal(rows, step):
         (13, "train"),
         (13, "test"),
         (13, "predict"),
-        *[pytest.param(rows, "train", marks=pytest.mark.slow) for rows in (2, 3, 8, 12, 23, 31, 50, 63)],
+        *[slow(rows, "train") for rows in (2, 3, 8, 12, 23, 31, 50, 63)],
     ],
 )
 def test_a_device_computes_its_share_of_rows(rows, step):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -70,7 +71,7 @@ def in_epochs(distribution, build, rows=10):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["model parallel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data parallel", "fully sharded"))],
+    ["model parallel", *(slow(name) for name in ("data parallel", "fully sharded"))],
 )
 def test_sequences_that_the_axis_does_not_divide(strategy, mesh):
     assert_same_numbers(in_epochs(DISTRIBUTIONS[strategy](mesh), tagger), in_epochs(None, tagger), 1e-5)
@@ -103,13 +104,13 @@ class Sorted(layers.Layer):
     [
         lambda x: ops.sort(x, axis=1),
         lambda x: ops.sort(x, axis=-1),
-        pytest.param(lambda x: ops.median(x, axis=1, keepdims=True), marks=pytest.mark.slow),
-        pytest.param(lambda x: ops.quantile(x, 0.3, axis=(1, 2), keepdims=True), marks=pytest.mark.slow),
-        pytest.param(lambda x: ops.sparsemax(x, axis=1), marks=pytest.mark.slow),
-        pytest.param(lambda x: ops.sparsemax(x), marks=pytest.mark.slow),
-        pytest.param(lambda x: ops.cumsum(x, axis=1) + ops.flip(x, 1) + ops.roll(x, 2, 1), marks=pytest.mark.slow),
+        slow(lambda x: ops.median(x, axis=1, keepdims=True)),
+        slow(lambda x: ops.quantile(x, 0.3, axis=(1, 2), keepdims=True)),
+        slow(lambda x: ops.sparsemax(x, axis=1)),
+        slow(lambda x: ops.sparsemax(x)),
+        slow(lambda x: ops.cumsum(x, axis=1) + ops.flip(x, 1) + ops.roll(x, 2, 1)),
         lambda x: ops.max_pool(x, (3,), (1,), padding="same"),
-        pytest.param(lambda x: ops.average_pool(x, (3,), (1,), padding="same"), marks=pytest.mark.slow),
+        slow(lambda x: ops.average_pool(x, (3,), (1,), padding="same")),
     ],
     ids=[
         "sort",
@@ -161,10 +162,8 @@ def test_adaptive_max_pool(mesh):
     "layer",
     [
         lambda: layers.GRU(WIDTH, return_sequences=True),
-        pytest.param(
-            lambda: layers.Bidirectional(layers.LSTM(8, return_sequences=True, dropout=0.2)), marks=pytest.mark.slow
-        ),
-        pytest.param(lambda: layers.RNN(layers.SimpleRNNCell(WIDTH), go_backwards=True), marks=pytest.mark.slow),
+        slow(lambda: layers.Bidirectional(layers.LSTM(8, return_sequences=True, dropout=0.2))),
+        slow(lambda: layers.RNN(layers.SimpleRNNCell(WIDTH), go_backwards=True)),
     ],
     ids=["GRU", "Bidirectional LSTM", "last output, backwards"],
 )

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers, ops
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -186,8 +187,8 @@ def trained_router(distribution=None, accumulated=None):
     ("make", "options", "accumulated"),
     [
         (kd.DataParallel, {"microbatches": 2}, None),
-        pytest.param(fsdp, {"microbatches": 2}, None, marks=pytest.mark.slow),
-        pytest.param(kd.DataParallel, {"reduce_dtype": "float32"}, None, marks=pytest.mark.slow),
+        slow(fsdp, {"microbatches": 2}, None),
+        slow(kd.DataParallel, {"reduce_dtype": "float32"}, None),
         (kd.DataParallel, {}, 2),
     ],
 )

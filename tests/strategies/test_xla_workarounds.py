@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
+from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers
 
 import keras_dist as kd
@@ -72,9 +73,9 @@ def sorted_by_jax(x):
 @pytest.mark.parametrize(
     ("make", "rows"),
     [
-        pytest.param(kd.DataParallel, ROWS, marks=pytest.mark.slow),
+        slow(kd.DataParallel, ROWS),
         (kd.DataParallel, 13),
-        pytest.param(lambda: distribution_of("tensor parallel"), ROWS, marks=pytest.mark.slow),
+        slow(lambda: distribution_of("tensor parallel"), ROWS),
         (lambda: distribution_of("context parallel"), ROWS),
     ],
     ids=["data parallel", "odd rows", "tensor parallel", "context parallel"],

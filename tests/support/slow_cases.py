@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 
+def slow(*values: Any, id: str | None = None) -> Any:
+    """Returns the values of a slow case."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
 def slow_unless(is_fast: bool, *values: Any) -> Any:
     """Returns the values of a case."""
-    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
+    return pytest.param(*values) if is_fast else slow(*values)
 
 
 def crossed(*dims: Iterable[Any]) -> list[Any]:
