@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -168,7 +169,7 @@ def quantized_kernels(mode):
     return made, outputs
 
 
-@pytest.mark.parametrize("mode", ["int4", "gptq", "awq"])
+@pytest.mark.parametrize("mode", ["int4", slow("gptq"), "awq"])
 def test_a_rule_is_for_the_float_kernel(mode):
     rules = distribution({f"{name}/kernel": axes for name, (*_, axes) in KERNELS.items()})
     alone, expected = quantized_kernels(mode)

@@ -6,13 +6,11 @@ import jax
 import keras
 import pytest
 from support.planned_models import LAYOUTS, MODELS, gpt
-from support.slow_cases import slow
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist._keras import internals
 from keras_dist.planning.hlo.module_costs import read_module
-
-SLOW_MODELS = ("gpt", "convnet", "two branches")
 
 
 @pytest.fixture
@@ -48,8 +46,13 @@ def collectives(found):
     return Counter((c.kind, c.axes, c.tensors, c.bytes, c.wire_bytes, c.count, c.dtype) for c in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["perceptron", "subclassed", *(slow(name) for name in SLOW_MODELS)])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *crossed(LAYOUTS, ["perceptron", "subclassed"]),
+        *(slow(layout, name) for layout in LAYOUTS for name in ("gpt", "convnet", "two branches")),
+    ],
+)
 def test_state_and_collectives_equal_those_of_fit(name, layout, compiled_texts):
     build, (x, y) = MODELS[name]
     distribution = LAYOUTS[layout]()

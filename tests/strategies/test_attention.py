@@ -149,8 +149,9 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
     assert [call.implementation for call in calls] == [KERNEL[platform]]
 
 
-@pytest.mark.parametrize("lengths", [(149, 149), (150, 149), (149, 150), (150, 150)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "biased"), crossed([(149, 149), (150, 149), (149, 150), (150, 150)], [False, True])
+)
 def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     seen = np.random.default_rng(2).random((ROWS, HEADS, *lengths)) < 0.5

@@ -115,7 +115,7 @@ def test_masks_give_the_numbers_of_one_device(platform, case):
     assert result == (KERNEL.get(platform, "XLA in blocks"), exchange)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("exchange", "platform"), crossed(EXCHANGES, ["cpu", "tpu"]), indirect=["platform"])
 def test_half_precision_has_the_digits_of_one_device(platform, exchange):
     mesh, heads, key_heads = EXCHANGES[exchange]
     operands = random_operands(heads, key_heads, 250)

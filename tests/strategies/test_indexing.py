@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import ops
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
-from support.slow_cases import slow
+from support.slow_cases import crossed
 from support.strategy_models import assert_same_numbers
 
 LENGTH = 13
@@ -49,8 +49,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["tensor parallel", "context parallel", slow("all")])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "strategy"), crossed(FUNCTIONS, ["tensor parallel", "context parallel", "all"]))
 def test_indices_in_unequal_shards(name, strategy):
     """XLA adds the padding of shards to sums by index, among them the gradients of lookups."""
     function = FUNCTIONS[name]

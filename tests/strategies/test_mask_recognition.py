@@ -294,18 +294,21 @@ def test_other_biases_are_not_masks():
     jax.eval_shape(lambda: [pytest.fail("recognized")] if recognize_bias(jnp.where(tril(), 1.0, -1e9)) else [])
 
 
-@pytest.mark.parametrize("layer", ["MultiHeadAttention", "GroupQueryAttention"])
 @pytest.mark.parametrize(
-    ("sliding_window", "call", "expected"),
-    [
-        (None, {}, (None, None, ["query_valid", "key_valid"])),
-        (None, {"use_causal_mask": True}, (None, 0, ["query_valid", "key_valid"])),
-        (3, {}, (-2, 2, ["query_valid", "key_valid"])),
-        (3, {"use_causal_mask": True}, (-2, 0, ["query_valid", "key_valid"])),
-        (None, {"attention_mask": np.tri(T, S, 1, dtype=bool)[None]}, (None, 1, ["query_valid", "key_valid"])),
-    ],
+    ("case", "layer"),
+    crossed(
+        [
+            (None, {}, (None, None, ["query_valid", "key_valid"])),
+            (None, {"use_causal_mask": True}, (None, 0, ["query_valid", "key_valid"])),
+            (3, {}, (-2, 2, ["query_valid", "key_valid"])),
+            (3, {"use_causal_mask": True}, (-2, 0, ["query_valid", "key_valid"])),
+            (None, {"attention_mask": np.tri(T, S, 1, dtype=bool)[None]}, (None, 1, ["query_valid", "key_valid"])),
+        ],
+        ["MultiHeadAttention", "GroupQueryAttention"],
+    ),
 )
-def test_layers_of_keras(monkeypatch, layer, sliding_window, call, expected):
+def test_layers_of_keras(monkeypatch, case, layer):
+    sliding_window, call, expected = case
     found, compute = [], jax.nn.dot_product_attention
 
     def attention(*args, mask=None, **kwargs):

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.slow_cases import crossed
+from support.slow_cases import crossed, slow
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -115,7 +115,7 @@ def test_each_strategy_computes_the_numbers_of_one_device(strategy):
     assert_same_numbers(fitted(build, x, y, distribution=distribution, batch_size=16), expected, 1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("rows", [slow(1), 5, slow(12)])
 def test_any_number_of_rows(rows):
     build, x, y, _ = LOSSES["masked"]
     expected = fitted(build, x[:rows], y[:rows], batch_size=rows)
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_taken_on_with_other_options(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "axes", "kernel"),
     [
-        ("float32", "data:4", None),
+        slow("float32", "data:4", None),
         ("bfloat16", "data:4", ("data", None)),
         ("bfloat16", "data:2,model:2", ("model", None)),
     ],

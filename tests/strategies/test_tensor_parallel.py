@@ -331,7 +331,7 @@ class TestContextParallel:
     @pytest.mark.parametrize(
         ("axes", "sequence_parallel", "fully_sharded"),
         [
-            ("data:2,context:2,model:2", False, False),
+            slow("data:2,context:2,model:2", False, False),
             ("data:1,context:4,model:2", True, False),
             slow("data:2,context:2,model:2", True, True),
         ],

@@ -70,8 +70,11 @@ def layer_of_one_weight(shape, initializer, dtype):
     return layer
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("initializer", INITIALIZERS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    ("initializer", "dtype"),
+    crossed(INITIALIZERS, ["float32", "bfloat16", "float16"]),
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
 def test_every_initializer_gives_the_values_of_keras(initializer, dtype):
     def build():
         return layer_of_one_weight((16, 16), initializer, dtype)

@@ -20,6 +20,7 @@ from support.keras_scenarios import (
     shard_shape,
     start_anew,
 )
+from support.slow_cases import crossed
 
 import keras_dist as kd
 
@@ -382,8 +383,7 @@ def moving(moment, to, model):
     return callback
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("begin", [None, kd.DataParallel], ids=["from one device", "from a mesh"])
+@pytest.mark.parametrize(("moment", "begin"), crossed(MOMENTS, [None, kd.DataParallel]))
 def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     verb = {"test": "evaluate", "predict": "predict"}.get(moment.split("_")[1], "fit")
     more = {"epochs": 2} if verb == "fit" else {"batch_size": 8}

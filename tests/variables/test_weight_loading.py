@@ -10,6 +10,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist._keras.internals import saving_lib
@@ -173,8 +174,7 @@ def load(path):
 FILES = ["w.weights.h5", "w.weights.json", "m.keras", "m.h5", "directory"]
 
 
-@pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model")])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "spec"), crossed(FILES, [(None, "model"), ("model", None), ("data", "model")]))
 def test_every_file_format_is_read_by_shards(name, spec, tmp_path, largest_transfer, monkeypatch):
     expected = new_model()
     expected.optimizer.variables[2].assign(np.full(expected.optimizer.variables[2].shape, 3.0))
