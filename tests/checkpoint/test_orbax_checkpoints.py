@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from support.slow_cases import slow_unless
 
 import keras_dist as kd
 from keras_dist.checkpoint import path_matching
@@ -95,7 +96,7 @@ def assert_placed(model, distribution):
         assert len(variable.value.sharding.device_set) == distribution.device_mesh.devices.size
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [slow_unless(name in ("ZeRO-1", "tensor parallel"), name) for name in STRATEGIES])
 def test_a_model_is_loaded_under_any_distribution(strategy, tmp_path):
     expected, distribution = saved(tmp_path, sequential), STRATEGIES[strategy]()
     with distribution.scope():

@@ -7,7 +7,7 @@ import random
 import keras
 import numpy as np
 import pytest
-from support.slow_cases import slow
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.data.position import DataPosition, RandomState
@@ -93,7 +93,7 @@ SOURCES = {
     "grain DataLoader": lambda: {"x": grain_loader(), "shuffle": False},
     "generator": lambda: {"x": generator(5 * EPOCHS), "steps_per_epoch": 5, "shuffle": False},
 }
-ONE_OF_EACH_KIND = ("arrays", "PyDataset with workers", "grain", "generator")
+FAST = ("PyDataset with workers", "generator")
 
 
 def build(dropout=0.2, **compile_arguments):
@@ -141,7 +141,7 @@ def assert_resumes(found, uninterrupted, at):
 
 @pytest.mark.parametrize(
     "source",
-    [name if name in ONE_OF_EACH_KIND else slow(name) for name in SOURCES],
+    [slow_unless(name in FAST, name) for name in SOURCES],
 )
 def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     uninterrupted = train(None, source)

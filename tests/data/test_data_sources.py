@@ -354,7 +354,7 @@ def run_eagerly(method, source):
     return run_source(method, source, run_eagerly=True)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [fit, slow(evaluate), slow(predict)])
 def test_an_eager_run_gives_the_numbers_of_one_device(distribution, method):
     assert_same_as_on_one_device(distribution, run_eagerly, method, numpy_arrays)
 
@@ -379,8 +379,7 @@ def run_two_inputs_and_outputs(method, container):
     return method(two_inputs_and_outputs(container), source, **options)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("container", [by_name, by_position])
+@pytest.mark.parametrize(("method", "container"), crossed(METHODS, [by_name, by_position]))
 def test_several_inputs_and_outputs_give_the_numbers_of_one_device(distribution, method, container):
     assert_same_as_on_one_device(distribution, run_two_inputs_and_outputs, method, container)
 

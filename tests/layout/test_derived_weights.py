@@ -86,7 +86,7 @@ def test_training_with_lora_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(losses(), alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", [slow("int8"), "int4"])
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_quantized_weights_and_their_scales(mode):
     x = np.arange(48).reshape(8, 6) % 64
@@ -169,7 +169,7 @@ def quantized_kernels(mode):
     return made, outputs
 
 
-@pytest.mark.parametrize("mode", ["int4", slow("gptq"), "awq"])
+@pytest.mark.parametrize("mode", [slow("int4"), slow("gptq"), "awq"])
 def test_a_rule_is_for_the_float_kernel(mode):
     rules = distribution({f"{name}/kernel": axes for name, (*_, axes) in KERNELS.items()})
     alone, expected = quantized_kernels(mode)

@@ -53,7 +53,7 @@ def trained_on_one_device(name, optimizer="AdamW"):
 
 
 pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
-FAST = [("transformer", "ZeRO-1"), ("mixture", "FSDP")]
+FAST = [("mixture", "FSDP")]
 
 
 @pytest.mark.parametrize(("name", "strategy"), [slow_unless((n, s) in FAST, n, s) for n in MODELS for s in STRATEGIES])
@@ -63,7 +63,7 @@ def test_numbers_are_those_of_one_device(name, strategy):
     assert_same_numbers(actual, trained_on_one_device(name), 1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["schedule", "moving average"])
+@pytest.mark.parametrize("optimizer", [slow("schedule"), "moving average"])
 def test_other_optimizers(optimizer):
     """Learning rates follow updates, and Keras changes moving averages of weights after every batch."""
     build, _, _ = MODELS["mixture"]
@@ -114,7 +114,7 @@ class Eager(keras.Model):
         super().compile(*args, **kwargs, run_eagerly=True)
 
 
-@pytest.mark.parametrize("kind", [Logs, OwnStep, Eager])
+@pytest.mark.parametrize("kind", [slow(Logs), OwnStep, slow(Eager)])
 def test_steps_that_are_not_those_of_keras(kind):
     def build(optimizer):
         inputs = keras.Input((4,))
@@ -203,7 +203,7 @@ def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):
     assert_same_numbers(found, state_after_nine_batches(), 1e-4)
 
 
-@pytest.mark.parametrize("save_freq", [3, 5])
+@pytest.mark.parametrize("save_freq", [slow(3), 5])
 def test_checkpoint_within_an_accumulation(save_freq, tmp_path):
     """Also one that was written after the last batch of an epoch, so that no batch of the epoch is left."""
 
@@ -265,7 +265,7 @@ def test_interrupted_in_an_accumulation():
 # --------------------------------------------------------------------------------------------- the compiled step
 
 
-@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+@pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
 def test_gradients_are_sent_in_updates_only(strategy):
     build, x, y = mixture_and_data()
     plan = kd.plan(lambda: build(accumulating()), STRATEGIES[strategy](build), (x[:8], y[:8]))

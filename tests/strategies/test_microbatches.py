@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.slow_cases import crossed, slow
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -84,6 +84,9 @@ LOSSES = {
 }
 
 
+FAST = {("masked and weighted", "update"), ("two losses", "update"), ("recurrent", "microbatch")}
+
+
 def fitted(build, x, y, sample_weight=None, distribution=None, batch_size=24):
     """The losses and metrics of two epochs, and predictions after them."""
     keras.utils.set_random_seed(0)
@@ -97,7 +100,10 @@ def four_devices(**options):
     return kd.DataParallel(devices=jax.devices()[:4], step_options=kd.StepOptions(**options))
 
 
-@pytest.mark.parametrize(("name", "reduce_gradients"), crossed(LOSSES, ["update", "microbatch"]))
+@pytest.mark.parametrize(
+    ("name", "reduce_gradients"),
+    [slow_unless((name, reduce) in FAST, name, reduce) for name in LOSSES for reduce in ("update", "microbatch")],
+)
 def test_numbers_are_those_of_undivided_batches(name, reduce_gradients):
     """Batches of 20 rows: 5 for each device, in parts of 2, 2 and 1; the last one has 8."""
     data = LOSSES[name]

@@ -81,7 +81,7 @@ def tensor_parallel():
 @pytest.mark.parametrize(
     ("make", "rows", "local"),
     [
-        pytest.param(kd.DataParallel, 16, 2, id="data parallel"),
+        slow(kd.DataParallel, 16, 2, id="data parallel"),
         slow(kd.DataParallel, 6, 6, id="rows that the axis does not divide"),
         slow(fsdp, 16, 2, id="FSDP"),
         pytest.param(tensor_parallel, 16, 8, id="tensor parallel"),

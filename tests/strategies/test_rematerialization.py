@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import OLDER_KERAS
-from support.slow_cases import crossed, slow, slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -52,7 +52,9 @@ def losses_and_weights(scope):
     return history, [np.asarray(weight.value) for weight in model.weights]
 
 
-@pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "list_of_layers", "layer_names": ["block0", "block1"]}])
+@pytest.mark.parametrize(
+    "scope", [slow({"mode": "full"}), {"mode": "list_of_layers", "layer_names": ["block0", "block1"]}]
+)
 def test_numbers_are_those_without(scope):
     expected_losses, expected_weights = losses_and_weights({"mode": None})
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
@@ -187,7 +189,16 @@ def fully_sharded(**options):
     return kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, **options)
 
 
-@pytest.mark.parametrize(("name", "options"), crossed(BUILDS, [{}, {"reshard_after_forward": True}]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("layers", {}),
+        ("nested", {"reshard_after_forward": True}),
+        *(slow(name, {}) for name in BUILDS if name != "layers"),
+        *(slow(name, {"reshard_after_forward": True}) for name in BUILDS if name != "nested"),
+    ],
+    ids=str,
+)
 def test_remat_changes_no_number(name, options):
     expected = numbers(name, fully_sharded(**options))
     found = numbers(name, fully_sharded(**options, step_options=kd.StepOptions(remat="full")))
@@ -205,7 +216,7 @@ def test_each_mode_changes_no_number(remat):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *(slow_unless(name in ("layers", "nested"), name, {}) for name in BUILDS),
+        *(slow_unless(name == "nested", name, {}) for name in BUILDS),
         ("flat", {"reduce_dtype": "float32"}),
     ],
     ids=str,
@@ -217,7 +228,7 @@ def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
-@pytest.mark.parametrize("options", [slow({"remat": "full"}), {"remat": "dots", "offload": "activations"}])
+@pytest.mark.parametrize("options", [slow({"remat": "full"}), slow({"remat": "dots", "offload": "activations"})])
 def test_steps_that_run_eagerly(options, monkeypatch):
     monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
     x, y = VECTORS[:8], TOKENS[:8] % 4
@@ -237,7 +248,7 @@ def test_steps_that_run_eagerly(options, monkeypatch):
     [({"step_options": kd.StepOptions(remat="full")}, None), ({"reshard_after_forward": True}, None), ({}, "full")],
     ids=["remat", "resharding", "nested scopes"],
 )
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, slow(True)])
 def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     """Keras finds the losses of a layer by `id`, so another one with the id of a lost one would count twice."""
     losses, exist = [], []
@@ -264,7 +275,7 @@ def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     assert exist == [True] * 6
 
 
-@pytest.mark.parametrize("name", ["flat", slow("nested")])
+@pytest.mark.parametrize("name", [slow("flat"), slow("nested")])
 def test_remat_of_microbatches(name):
     """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
     expected = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3)))

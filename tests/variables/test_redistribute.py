@@ -114,9 +114,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("second", "shape"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_another_distribution_between_fits(second, shape, optimizer):
+@pytest.mark.parametrize(("change", "optimizer"), crossed(CHANGES, ["sgd", "adam"]))
+def test_another_distribution_between_fits(change, optimizer):
+    second, shape = CHANGES[change]
+
     def train_twice(api, between):
         start_anew()
         api.set_distribution(model_parallel(api, BY_COLUMNS))
