@@ -418,6 +418,7 @@ def process(*arguments: str, directory: Path) -> subprocess.CompletedProcess:
     return run(code)
 
 
+@pytest.mark.multiprocess
 def test_cpu_devices_of_a_target_are_simulated_before_a_user_module_starts_jax(tmp_path):
     (tmp_path / "early.py").write_text(f"import jax; jax.numpy.zeros(1); print('loud')\n{FUNCTIONS}")
     arguments = ["plan", "early:build", "--target", "cpu:6", "--mesh", "data:6", "--batch", "6", "--json"]
@@ -427,6 +428,7 @@ def test_cpu_devices_of_a_target_are_simulated_before_a_user_module_starts_jax(t
     assert "loud" in done.stderr
 
 
+@pytest.mark.multiprocess
 def test_exit_status_of_an_error_in_a_process(tmp_path):
     done = process("mesh", "data:5", "--target", "cpu:4", directory=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

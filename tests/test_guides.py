@@ -1,8 +1,7 @@
 """The guides run, and what they print is so.
 
 Each runs here as a script. CI has run them before, when it built the documentation, which fails if a guide does: it
-sets KERAS_DIST_EXECUTED_GUIDES to the folder of the documentation, so that they need not run a second time. For the
-oldest versions no documentation is built: there the fast guides run as scripts.
+sets KERAS_DIST_EXECUTED_GUIDES to the folder of the documentation, so that they need not run a second time.
 """
 
 import html
@@ -18,6 +17,7 @@ import pytest
 pytest.importorskip("sklearn", reason="the guides read scikit-learn's digits: pip install scikit-learn")
 GUIDES = pathlib.Path(__file__).parent.parent / "guides"
 EXECUTED = os.environ.get("KERAS_DIST_EXECUTED_GUIDES")
+pytestmark = pytest.mark.multiprocess
 
 
 def output_of(name: str, *arguments: str) -> str:

@@ -87,6 +87,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.multiprocess
 def test_what_keras_lacks_is_named():
     done = run(f"import sys; sys.argv = ['', {json.dumps(REMOVED)!r}]\n{IMPORT_WITHOUT}", KERAS_BACKEND="jax")
     assert done.returncode == 0, done.stderr

@@ -55,6 +55,7 @@ def test_a_directory_that_is_too_small_is_named_before_the_first_step(tmp_path, 
         train(tmp_path)  # three values for each of 6,001 weights
 
 
+@pytest.mark.multiprocess
 def test_a_directory_of_a_running_job_is_named_and_free_when_it_has_ended(tmp_path):
     code = f"""
 from keras_dist.checkpoint.directory import DirectoryLock
@@ -89,6 +90,7 @@ def test_a_directory_that_is_removed_during_training_is_locked_and_written_again
     assert train(directory) == [1]  # the end of its last batch
 
 
+@pytest.mark.multiprocess
 def test_a_directory_that_is_removed_and_taken_by_another_job_is_named(tmp_path):
     directory, others = tmp_path / "checkpoints", []
 

@@ -31,6 +31,7 @@ def defined_tests(path):
     return sum(node.name.startswith("test_") for each in classes for node in each.body if hasattr(node, "name"))
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("file", ["distribution/distribution_lib_test.py", *SLOW])
 def test_all_tests_of_keras_but_the_excluded_pass(file, tmp_path):
     """Every test of the file runs, and passes or is excluded."""

@@ -333,6 +333,7 @@ def assert_runs(code):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.multiprocess
 def test_a_mesh_of_names_outlives_cleared_backends():
     assert_runs(
         "import jax.extend\n"
@@ -360,6 +361,7 @@ def test_a_mesh_of_names_outlives_cleared_backends():
     )
 
 
+@pytest.mark.multiprocess
 def test_showing_a_mesh_does_not_start_jax():
     assert_runs(
         "mesh = kd.DeviceMesh('data:4', devices=[f'cpu:{i}' for i in range(4)])\n"

@@ -33,6 +33,7 @@ def test_names_and_devices_are_converted_to_devices():
         to_jax_devices(["abacus:0"])
 
 
+@pytest.mark.multiprocess
 def test_devices_can_be_simulated_until_jax_starts():
     code = (
         "import keras_dist as kd, jax, os\n"
@@ -58,11 +59,13 @@ def test_other_than_a_positive_integer_cannot_be_simulated(count, error):
         kd.simulate_devices(count)
 
 
+@pytest.mark.multiprocess
 def test_jax_is_the_default_backend():
     done = run("import keras_dist, keras; print(keras.backend.backend())")
     assert done.stdout.strip() == "jax", done.stderr
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "code",
     ["import keras_dist", "import os; os.environ['KERAS_BACKEND'] = 'numpy'; import keras, keras_dist"],

@@ -72,6 +72,7 @@ def test_axis_dims_include_the_slices(monkeypatch):
     assert [[device.slice_index for device in row] for row in mesh.devices] == [[0, 0, 1, 1]] * 2
 
 
+@pytest.mark.multiprocess
 def test_no_mesh_keeps_devices_of_cleared_backends():
     code = (
         "import keras_dist as kd\n"

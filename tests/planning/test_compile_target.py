@@ -61,10 +61,12 @@ def compilers(monkeypatch):
 
 
 class TestCpu:
+    @pytest.mark.multiprocess
     def test_jax_starts_with_as_many_devices_as_the_target_has(self):
         done = run("import keras_dist as kd, jax; print(len(kd.target('cpu:6')), jax.device_count('cpu'))")
         assert done.stdout == "6 6\n", done.stderr
 
+    @pytest.mark.multiprocess
     def test_simulated_devices_are_kept(self):
         code = (
             "import keras_dist as kd, jax; kd.simulate_devices(5); print(len(kd.target('cpu:2')), jax.device_count())"

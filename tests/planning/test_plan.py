@@ -431,6 +431,7 @@ def test_unused_mesh_axis_is_noted():
     assert kd.plan(perceptron, tensor_parallel(kd.create_device_mesh("data:4,model:2")), 16).notes == ()
 
 
+@pytest.mark.slow
 def test_the_exchange_of_attention_is_part_of_a_plan():
     mesh = kd.create_device_mesh("data:2,context:4")
     planned = kd.plan(gpt, kd.DataParallel(mesh, sequence_dim_name="context"), 16, depth=6, compile_depths=(1, 2))

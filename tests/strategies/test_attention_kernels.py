@@ -73,6 +73,7 @@ def test_gpus_without_units_for_a_dtype_multiply_in_float32(dtype, needed, soft_
     np.testing.assert_array_equal(output, compute(*wide).astype(dtype))
 
 
+@pytest.mark.slow
 def test_gradients_in_half_precision_are_as_good_as_those_of_attention_at_once():
     arguments = operands(2048)
     in_blocks, at_once = both(2048)

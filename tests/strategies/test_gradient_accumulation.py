@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import slow
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -53,10 +53,11 @@ def trained_on_one_device(name, optimizer="AdamW"):
 
 
 pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
-FAST = [("mixture", "FSDP")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), [slow_unless((n, s) in FAST, n, s) for n in MODELS for s in STRATEGIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_numbers_are_those_of_one_device(name, strategy):
     build, _, _ = MODELS[name]
     actual = trained(build, *rows_of(name), STRATEGIES[strategy](build))
@@ -88,7 +89,7 @@ def test_constraints_of_weights():
         {"microbatches": 2},
         slow({"reduce_gradients": "microbatch"}),
         slow({"reduce_dtype": "float32"}),
-        {"offload": "optimizer"},
+        slow({"offload": "optimizer"}),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from support.strategy_models import (
 import keras_dist as kd
 
 STEPS, TOLERANCE = 20, 1e-4
-FAST = {("transformer", "HSDP x TP"), ("mixture", "TP")}
+FAST = {("mixture", "TP")}
 
 pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
 
