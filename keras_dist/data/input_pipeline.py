@@ -1,5 +1,6 @@
 """Host batches on their way to the training step: read, compared among processes and placed ahead of time."""
 
+import atexit
 import dataclasses
 import heapq
 import itertools
@@ -108,6 +109,7 @@ class InputPipeline(Iterator):
         self._prefetcher.close()
 
 
+@atexit.register
 def close_all() -> None:
     """Stops prefetching in all pipelines, before this process ends and while the others do."""
     for pipeline in [*_pipelines]:

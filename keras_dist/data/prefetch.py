@@ -6,7 +6,7 @@ import contextvars
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 _AHEAD = 2  # items that are produced before they are requested
 _EXIT_GRACE = 2.0  # seconds that a thread has to produce its last item when the program ends
 
-_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], Any]]" = weakref.WeakKeyDictionary()
 
 
 class Prefetcher(Iterator[T], Generic[T]):
@@ -56,7 +56,7 @@ class Prefetcher(Iterator[T], Generic[T]):
             arguments = (_produce, iter(self._items), self._permits, self._is_stopped, self._finished)
             thread = threading.Thread(target=contextvars.copy_context().run, args=arguments, daemon=True)
             thread.start()
-            _threads.add(thread)
+            _stops[thread] = self._stop
             self._items = None
         item, error = self._finished.get()
         if error is not None:
@@ -102,7 +102,9 @@ def _produce(items: Iterator, permits: SimpleQueue, is_stopped: threading.Event,
 
 
 @atexit.register
-def _join() -> None:
-    """Waits for the threads, which have been told to stop: Python aborts if it ends while one of them is inside JAX."""
-    for thread in [*_threads]:
+def _end_all() -> None:
+    """Waits for the threads: Python aborts if it ends while one of them is inside JAX."""
+    for stop in [*_stops.values()]:
+        stop()
+    for thread in [*_stops]:
         thread.join(_EXIT_GRACE)

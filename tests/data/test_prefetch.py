@@ -186,9 +186,10 @@ def forever():
 
 
 ENDS_EARLY = """
-import atexit, threading, time
+import atexit, itertools, threading, time, weakref
 
 atexit.register(lambda: print(threading.active_count()))  # the first is called last
+weakref.finalize(threading, int)  # finalizers are called where the first of them was created
 from keras_dist.data.prefetch import Prefetcher
 
 is_preparing = threading.Event()
@@ -199,6 +200,8 @@ def source():
     time.sleep(0.2)  # as JAX does to copy a batch
     yield 1
 
+idle = Prefetcher(itertools.count())
+next(idle)
 prefetcher = Prefetcher(source())
 next(prefetcher)
 is_preparing.wait()
