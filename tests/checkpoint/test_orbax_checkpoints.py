@@ -110,7 +110,7 @@ def test_a_model_is_loaded_under_any_distribution(strategy, tmp_path):
         loaded.fit(X, Y, batch_size=32, verbose=0)
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [slow_unless(make in ("functional", "subclass"), make) for make in MODELS])
 def test_every_kind_of_model_is_restored(make, tmp_path):
     make_model = MODELS[make]
     expected = saved(tmp_path, make_model)

@@ -244,7 +244,6 @@ def assert_trains_as_on_one_device(platform, monkeypatch, name, strategy, policy
 
 
 FAST = {
-    ("gpu", "TP", "BERT"),
     ("gpu", "DP", "MultiHeadAttention in a window"),
     ("tpu", "TP + SP x CP", "Llama 3"),
 }

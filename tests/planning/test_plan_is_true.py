@@ -101,6 +101,7 @@ def test_data_parallel_reduces_the_gradients_and_nothing_else():
     assert floor <= planned.wire_bytes <= 1.01 * floor
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 def test_tensor_parallel_has_four_all_reduces_per_block():
     distribution = LAYOUTS["tensor parallel"]()

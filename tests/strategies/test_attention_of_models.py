@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.slow_cases import slow_unless
 
 from keras_dist.strategies.dim_axes import axes_of_dim, without_repeats
 from keras_dist.strategies.mask_recognition import recognize, recognize_bias
@@ -115,7 +116,7 @@ def record_attention(monkeypatch, look=lambda query: None):
     return found, equal
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [slow_unless(name in ("BERT", "BART", "Mistral", "Gemma 3"), name) for name in MODELS])
 def test_models(monkeypatch, fused_attention, name):
     import keras_hub
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import KERNEL, use_kernel_of
-from support.slow_cases import crossed
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist.strategies import attention
@@ -99,6 +99,7 @@ MASKS = {
     "padding": lambda: padding([250, 249, 5, 0], 250)[:, None, None],
     "causal, padding": lambda: causal(250) & padding([250, 128, 1, 77], 250)[:, None, None],
 }
+FAST = "causal", "causal, padding"
 CASES = [
     (exchange, mask)
     for exchange in EXCHANGES
@@ -107,7 +108,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("platform", "case"), crossed(["cpu", "tpu"], CASES), indirect=["platform"])
+@pytest.mark.parametrize(
+    ("platform", "case"),
+    [
+        *crossed(["cpu", "tpu"], [case for case in CASES if case[1] in FAST]),
+        *(slow(platform, case) for platform in ("cpu", "tpu") for case in CASES if case[1] not in FAST),
+    ],
+    indirect=["platform"],
+)
 def test_masks_give_the_numbers_of_one_device(platform, case):
     exchange, mask = case
     mesh, heads, key_heads = EXCHANGES[exchange]
