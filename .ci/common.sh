@@ -6,6 +6,7 @@ repository=$PWD
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore TF_CPP_MIN_LOG_LEVEL=3
+export PYTEST_ADDOPTS=--durations=5  # each stage prints its slowest tests
 unset KERAS_BACKEND
 
 # Prints the folder of a Python of one of the given versions, the first that there is, else of the default Python.

@@ -3,6 +3,7 @@
 import pytest
 from multihost.programs import preempted
 from support.run_processes import output_of, run_processes
+from support.slow_cases import slow
 
 pytestmark = pytest.mark.multiprocess
 
@@ -18,7 +19,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "moments"), [(2, MOMENTS), (4, [(3, "batch", 4), (2, "test", 3)])])
+@pytest.mark.parametrize(("processes", "moments"), [(2, MOMENTS), slow(4, [(3, "batch", 4), (2, "test", 3)])])
 def test_all_processes_stop_at_the_same_batch_and_continue(processes, moments, tmp_path):
     done = run_processes(preempted.stop_and_continue, str(tmp_path), moments, processes=processes)
     undisturbed, found = done[0].result
@@ -32,7 +33,7 @@ def test_all_processes_stop_at_the_same_batch_and_continue(processes, moments, t
         assert len(losses) in (expected, expected + 1), moment
 
 
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", [slow(0), 1])
 def test_all_processes_end_with_the_same_status(process, tmp_path):
     done = run_processes(preempted.stop_and_exit, str(tmp_path), process, check=False)
     assert [each.returncode for each in done] == [75, 75], output_of(done)

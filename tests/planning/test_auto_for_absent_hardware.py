@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
 
 import keras_dist as kd
 from keras_dist.planning.choice import NothingFitsError
@@ -47,7 +47,7 @@ def test_the_choice_has_the_best_forecast(target):
         assert seconds_of(kd.plan(perceptron, again, 64)) >= 0.98 * choice.trials[0].seconds
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_few_rows_of_large_weights_are_tensor_parallel(target):
     """A device with all rows and an eighth of the weights takes least: it reads few weights, and sends few bytes."""
     choice = kd.auto(lambda: perceptron(2048, blocks=2), 32, target)

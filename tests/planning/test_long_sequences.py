@@ -38,6 +38,7 @@ def plan_of(distribution):
     return kd.plan(build, distribution, batch, depth=8, compile_depths=(1, 2))
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_fully_sharded_and_context_parallel():
     mesh = kd.create_device_mesh("fsdp:1,context:8", devices=kd.target("h100:8"))

@@ -24,7 +24,7 @@ def mesh_of(target, axes, slices=1):
     return kd.create_device_mesh(axes, devices=kd.target(target, slices=slices))
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_data_parallel_reduces_the_gradients_and_nothing_else(target):
     planned = kd.plan(lambda: gpt(width=64), kd.DataParallel(mesh_of(target, "data:8")), 16)
     floor = 2 * planned.memory.weights * 7 / 8
@@ -51,7 +51,7 @@ def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target)
     assert (most - less) / activation == pytest.approx(4, rel=0.01)
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_state_equals_that_of_simulated_devices(target):
     here = kd.plan(gpt, LargestDim(kd.create_device_mesh("data:8"), ["data"], "data"), 16)
     there = kd.plan(gpt, LargestDim(mesh_of(target, "data:8"), ["data"], "data"), 16)
@@ -78,6 +78,7 @@ def test_collectives_across_slices_or_hosts_are_distinguished(target, slices):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_extrapolation_equals_the_compiled_model(target):
@@ -140,7 +141,7 @@ def test_model_larger_than_any_host_is_planned():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install 'keras-dist[hub]'")
-@pytest.mark.parametrize("target", ["cpu:8", *EIGHT_DEVICES])
+@pytest.mark.parametrize("target", ["cpu:8", *V5E_FIRST])
 def test_keras_hub_task_that_compiles_itself(target):
     import keras_hub
 

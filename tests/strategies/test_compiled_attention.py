@@ -9,7 +9,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES
+from support.compilers import EIGHT_DEVICES, H100_FIRST
 from support.slow_cases import slow
 
 import keras_dist as kd
@@ -20,9 +20,13 @@ SHORT, LONG = 2048, 8192
 
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.parametrize("target", EIGHT_DEVICES),
     pytest.mark.usefixtures("full_compilation", "half_precision"),
 ]
+
+
+@pytest.fixture(params=EIGHT_DEVICES)
+def target(request):
+    return request.param
 
 
 def attention(length):
@@ -54,6 +58,7 @@ def fully_sharded_and_tensor_parallel(mesh, build):
     return kd.FullyShardedDataParallel(layout_map=kd.tensor_parallel_layout_map(build, mesh))
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize(
     ("make_distribution", "axes", "heads"),
     [
@@ -74,6 +79,7 @@ def test_memory_is_that_of_activations(target, make_distribution, axes, heads):
     assert plan.memory.temporaries <= activations + 2 * plan.memory.state
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_kernel_sends_nothing(target):
     arguments = fully_sharded_and_tensor_parallel, target, "fsdp:4,model:2", SHORT
     by_kernel = plan_of(*arguments)

@@ -75,7 +75,7 @@ def kinds(plan):
     return {each.kind for each in plan.traffic}
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_zero_1(target):
     plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))
     large = elements(plan, large=True)
@@ -131,6 +131,7 @@ def activation_bytes(plan):
     return ROWS * LENGTH * WIDTH * ITEM
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_tensor_parallel(target):
     rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "data:1,model:8"))
     plan = planned(kd.ModelParallel(layout_map=rules), deep_gpt)
@@ -153,6 +154,7 @@ def test_tensor_and_sequence_parallel(target):
     assert counts.get("all-to-all", 0) <= 2  # from shards of the width to shards of the sequence, and back
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_fully_sharded_and_tensor_parallel(target):
     rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "fsdp:4,model:2"))
     plan = planned(kd.FullyShardedDataParallel(layout_map=rules), deep_gpt)

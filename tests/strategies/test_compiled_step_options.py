@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
 from support.slow_cases import slow
 
 import keras_dist as kd
@@ -89,6 +89,7 @@ def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     )
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
 def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
     """In the branch with the update, which also gathers the weights of ZeRO-1."""
@@ -112,6 +113,7 @@ def test_gradients_are_reduced_in_each_microbatch(target):
     assert plan.memory.temporaries < once.memory.temporaries
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_no_reduction_is_moved_out_of_the_loop_over_microbatches(target):
     """Where a compiler moves that of a table's gradient, it loses rows: https://github.com/openxla/xla/issues/49143."""
     plan = planned(target, "DP", microbatches=4, reduce_gradients="microbatch")
@@ -119,6 +121,7 @@ def test_no_reduction_is_moved_out_of_the_loop_over_microbatches(target):
     assert wire_bytes(plan, "all-reduce") >= 4 * wire_bytes(planned(target, "DP", microbatches=4), "all-reduce") - table
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_gradients_are_reduced_in_float32(target):
     plan, half = planned(target, "DP", reduce_dtype="float32"), planned(target, "DP")
     assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
@@ -135,6 +138,7 @@ def test_microbatches_hold_the_activations_of_one_part(target):
     assert plan.model_flops == pytest.approx(undivided.model_flops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     by_hand = planned(target, "FSDP", 1024, FEW, 256, by_hand=True)
@@ -144,6 +148,7 @@ def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
 def test_optimizer_state_is_in_host_memory(target, strategy):
     """The devices hold no state but that of small weights, and fetch the rest once and put it back once."""
@@ -159,6 +164,7 @@ def test_optimizer_state_is_in_host_memory(target, strategy):
 OFFLOADED = {"remat": "dots", "offload": "activations"}
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize("options", [{"remat": "full"}, OFFLOADED], ids=["computed again", "offloaded"])
 def test_each_block_adds_about_what_it_passes_on(target, options):
     """Not what is computed again in it, or fetched: a product of four times the width."""
@@ -167,6 +173,7 @@ def test_each_block_adds_about_what_it_passes_on(target, options):
     assert many.memory.temporaries - few.memory.temporaries <= (MANY - FEW) * 4 * passed_on
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_activations_are_in_host_memory(target):
     """The product of each block that "dots" keeps is copied to the host and back."""
     plan = planned(target, "FSDP", 1024, MANY, 256, **OFFLOADED)
