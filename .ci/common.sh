@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repository=$PWD
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore TF_CPP_MIN_LOG_LEVEL=3
 export PYTEST_ADDOPTS=--durations=5  # each stage prints its slowest tests
 unset KERAS_BACKEND
@@ -60,11 +60,10 @@ copy_tests() {
   cp -r .ci .github ./*.md LICENSE conftest.py pyproject.toml benchmarks docs guides tests "$1"
 }
 
-# Builds the site in the copy of the tests, and lets the tests of guides read what the guides printed there.
+# Builds the site in the copy of the tests. KERAS_DIST_EXECUTED_GUIDES=COPY/docs lets tests read what its guides printed.
 build_documentation() {
   local environment=$1 copy=$2
   PATH="$environment/bin:$PATH" JAX_DISABLE_MOST_OPTIMIZATIONS=1 make -C "$copy/docs" clean html >"$copy/docs.log" 2>&1 ||
     { tail -n 60 "$copy/docs.log"; exit 1; }
   tail -n 3 "$copy/docs.log"
-  export KERAS_DIST_EXECUTED_GUIDES="$copy/docs"
 }
