@@ -96,7 +96,15 @@ class DistributionHooks(Protocol):
         ...
 
     def compute_convolution(
-        self, convolve: Callable, inputs: Any, kernel: Any, *, groups: int, channels_dim: int, filters_dim: int
+        self,
+        convolve: Callable,
+        inputs: Any,
+        kernel: Any,
+        strides: int | Sequence[int],
+        *,
+        groups: int,
+        channels_dim: int,
+        filters_dim: int,
     ) -> Any:
         """Returns `convolve(inputs, kernel)`; the dims are those of channels of inputs and of filters of the kernel."""
         ...

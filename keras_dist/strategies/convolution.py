@@ -17,6 +17,7 @@ def convolution(
     inputs: Any,
     kernel: Any,
     *,
+    is_strided: bool,
     groups: int,
     channels_dim: int,
     filters_dim: int,
@@ -29,12 +30,14 @@ def convolution(
 
     XLA's partitioner is wrong about two: a strided convolution along a dim that is sharded, and the gradient of the
     kernel of a grouped one, which it sums over all devices. Where an axis of the mesh repeats rows, it counts them
-    several times. Both are computed on each device: its rows, and its filters if they are sharded.
+    several times, and may shard a dim over it that no rule shards. Both are computed on each device: its rows, and its
+    filters if they are sharded.
 
     Args:
         convolve: Takes the number of groups from the shapes of its arguments.
         inputs: Array (rows, ...).
         kernel: Array.
+        is_strided: Whether a stride is not 1.
         groups: Number of groups of channels.
         channels_dim: Dim of the channels of inputs and output.
         filters_dim: Dim of the kernel for the channels of the output. With several groups it has these, too.
@@ -44,7 +47,7 @@ def convolution(
         kernel_axes: The axes of each dim of the kernel, if they are known.
     """
     are_rows_repeated = math.prod(mesh.shape[name] for name in row_axes) < mesh.size
-    is_right = not sequence_axes and (groups == 1 or not are_rows_repeated)
+    is_right = not sequence_axes and not (are_rows_repeated and (is_strided or groups > 1))
     if is_right or not all(isinstance(array, Tracer) or is_on_mesh(array, mesh) for array in (inputs, kernel)):
         return convolve(inputs, kernel)  # arrays that are elsewhere are eager
     rows = tuple(row_axes)

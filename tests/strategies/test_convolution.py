@@ -82,6 +82,26 @@ def test_convolutions_of_sharded_sequences(convolution, length):
     assert_same_numbers(gradients(convolution, distribution, length), expected, 1e-5)
 
 
+def test_strided_convolutions_of_microbatches_where_an_axis_repeats_rows():
+    """XLA shards positions over that axis."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(13, 64, 1)).astype("float32"), random.normal(size=(13, 4))
+
+    def losses(distribution):
+        start_anew()
+        with scope(distribution):
+            convolution = layers.Conv1D(8, 16, strides=8, name="convolution")
+            model = keras.Sequential([keras.Input((64, 1)), convolution, layers.Flatten(), layers.Dense(4)])
+            model.compile("sgd", "mse")
+            return model.fit(x, y, batch_size=13, epochs=2, verbose=0).history
+
+    layout_map = kd.LayoutMap(kd.create_device_mesh("data:4,model:2"))
+    layout_map["convolution/kernel"] = ("model", None, None)
+    options = kd.StepOptions(microbatches=2)
+    sharded = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", step_options=options)
+    assert_same_numbers(losses(sharded), losses(None), 1e-5)
+
+
 def test_filters_stay_sharded():
     """A kernel whose filters a rule shards is not gathered: each device computes its channels of the output."""
     distribution = tensor_parallel((None, None, "model"))
