@@ -23,7 +23,7 @@ def _conv(original, distribution, inputs, kernel, strides=1, padding="valid", da
     if groups == 1 and is_pointwise(kernel.shape[:-2], strides):
         return convolve(inputs, kernel)
     return distribution.compute_convolution(
-        convolve, inputs, kernel, strides, groups=groups, channels_dim=channels_dim, filters_dim=rank - 1
+        convolve, inputs, kernel, strides=strides, groups=groups, channels_dim=channels_dim, filters_dim=rank - 1
     )
 
 
@@ -37,7 +37,7 @@ def _depthwise_conv(
     channels_dim, groups_dim = _channels_dim(inputs, data_format), len(kernel.shape) - 2
     groups = kernel.shape[groups_dim]
     return distribution.compute_convolution(
-        convolve, inputs, kernel, strides, groups=groups, channels_dim=channels_dim, filters_dim=groups_dim
+        convolve, inputs, kernel, strides=strides, groups=groups, channels_dim=channels_dim, filters_dim=groups_dim
     )
 
 
@@ -58,7 +58,7 @@ def _conv_transpose(
 
     channels_dim, filters_dim = _channels_dim(inputs, data_format), len(kernel.shape) - 2
     return distribution.compute_convolution(
-        convolve, inputs, kernel, strides, groups=1, channels_dim=channels_dim, filters_dim=filters_dim
+        convolve, inputs, kernel, strides=strides, groups=1, channels_dim=channels_dim, filters_dim=filters_dim
     )
 
 

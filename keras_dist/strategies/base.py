@@ -364,16 +364,13 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             axes_of_weight=self._traced_weights.axes_of,
         )
 
-    def compute_convolution(
-        self, convolve: Callable, inputs: Any, kernel: Any, strides: int | Sequence[int], **dims
-    ) -> Any:
+    def compute_convolution(self, convolve: Callable, inputs: Any, kernel: Any, **kind) -> Any:
         inputs, kernel = keras.ops.convert_to_tensor(inputs), keras.ops.convert_to_tensor(kernel)
         outputs = convolution(
             convolve,
             inputs,
             kernel,
-            **dims,
-            is_strided=bool(np.any(np.asarray(strides) != 1)),
+            **kind,
             mesh=self._device_mesh.backend_mesh,
             row_axes=axes_for_rows(self._placer, inputs.shape[0]),
             sequence_axes=self._placer.sequence_axes,

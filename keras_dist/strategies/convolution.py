@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
@@ -17,7 +18,7 @@ def convolution(
     inputs: Any,
     kernel: Any,
     *,
-    is_strided: bool,
+    strides: int | Sequence[int],
     groups: int,
     channels_dim: int,
     filters_dim: int,
@@ -37,7 +38,7 @@ def convolution(
         convolve: Takes the number of groups from the shapes of its arguments.
         inputs: Array (rows, ...).
         kernel: Array.
-        is_strided: Whether a stride is not 1.
+        strides: Of all dims, or of each.
         groups: Number of groups of channels.
         channels_dim: Dim of the channels of inputs and output.
         filters_dim: Dim of the kernel for the channels of the output. With several groups it has these, too.
@@ -47,6 +48,7 @@ def convolution(
         kernel_axes: The axes of each dim of the kernel, if they are known.
     """
     are_rows_repeated = math.prod(mesh.shape[name] for name in row_axes) < mesh.size
+    is_strided = set(np.atleast_1d(strides)) != {1}
     is_right = not sequence_axes and not (are_rows_repeated and (is_strided or groups > 1))
     if is_right or not all(isinstance(array, Tracer) or is_on_mesh(array, mesh) for array in (inputs, kernel)):
         return convolve(inputs, kernel)  # arrays that are elsewhere are eager

@@ -153,7 +153,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
 
 @pytest.mark.parametrize(
     "source",
-    [name if name in ("arrays", "PyDataset with workers") else slow(name) for name in SOURCES],
+    [slow_unless(name in ("arrays", "PyDataset with workers"), name) for name in SOURCES],
 )
 def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import DEVICES, KERNEL, use_kernel_of
-from support.slow_cases import slow
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
@@ -257,7 +257,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("platform", "strategy", "name"),
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    [slow_unless(case in FAST, *case) for case in CASES],
 )
 def test_models_train_as_on_one_cpu(platform, strategy, name, monkeypatch):
     assert_trains_as_on_one_device(platform, monkeypatch, name, strategy)
@@ -278,7 +278,8 @@ def test_a_soft_cap(strategy, monkeypatch):
     assert_trains_as_on_one_device("tpu", monkeypatch, "Gemma 2", strategy)
 
 
-@pytest.mark.parametrize(("platform", "name"), [slow("tpu", "BERT"), slow("gpu", "Llama 3")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "name"), [("tpu", "BERT"), ("gpu", "Llama 3")])
 def test_mixed_precision(platform, name, monkeypatch):
     assert_trains_as_on_one_device(platform, monkeypatch, name, "TP", "mixed_bfloat16", tolerance=3e-2)
 
@@ -334,10 +335,7 @@ def test_generated_tokens_and_a_cache_that_is_sharded_as_the_heads(name, key_hea
 
 @pytest.mark.parametrize(
     ("name", "platform"),
-    [
-        pytest.param(*case, marks=[] if case == ("Llama 3", "tpu") else pytest.mark.slow)
-        for case in itertools.product(GENERATORS, KERNEL)
-    ],
+    [slow_unless(case == ("Llama 3", "tpu"), *case) for case in itertools.product(GENERATORS, KERNEL)],
 )
 def test_prompts_are_read_by_the_kernel(name, platform, monkeypatch):
     expected, _ = generated(GENERATORS[name], LONG)

@@ -12,7 +12,7 @@ from keras import layers
 from support.cpu_memory import capacity_of
 from support.planned_models import MODELS as PLANNED
 from support.planned_models import gpt, perceptron
-from support.slow_cases import slow
+from support.slow_cases import slow_unless
 from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
 
 import keras_dist as kd
@@ -83,7 +83,7 @@ def test_a_second_search_compiles_nothing_and_finds_the_same(compiled):
 FAST = ("fsdp_tp_sp",)
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in STRATEGIES])
+@pytest.mark.parametrize("name", [slow_unless(n in FAST, n) for n in STRATEGIES])
 def test_a_chosen_distribution_trains_as_one_device_does(name):
     build, x, y = MODELS["transformer"]
     keep = {"data": 4} if name == "hsdp" else {"model": 2} if "tp" in name else None

@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, V5E_FIRST, needs_cuda, needs_libtpu
 from support.planned_models import LargestDim, gpt, rules, tensor_parallel
 
 import keras_dist as kd
@@ -80,7 +80,7 @@ def test_collectives_across_slices_or_hosts_are_distinguished(target, slices):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_extrapolation_equals_the_compiled_model(target):
     distribution = tensor_parallel(mesh_of(target, "data:2,model:4"))
 

@@ -139,7 +139,6 @@ def test_microbatches_hold_the_activations_of_one_part(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
 def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     by_hand = planned(target, "FSDP", 1024, FEW, 256, by_hand=True)
     plan = planned(target, "FSDP", 1024, FEW, 256, remat="full")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers, ops
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -72,7 +72,7 @@ def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
 
 @pytest.mark.parametrize(
     "convolution",
-    [pytest.param(name, marks=() if name in ("strided", "depthwise") else pytest.mark.slow) for name in CONVOLUTIONS],
+    [slow_unless(name in ("strided", "depthwise"), name) for name in CONVOLUTIONS],
 )
 @pytest.mark.parametrize("length", [9, slow(16)])
 def test_convolutions_of_sharded_sequences(convolution, length):

@@ -228,7 +228,8 @@ def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers(name, fully_sharded()), 1e-4)
 
 
-@pytest.mark.parametrize("options", [slow({"remat": "full"}), slow({"remat": "dots", "offload": "activations"})])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "dots", "offload": "activations"}])
 def test_steps_that_run_eagerly(options, monkeypatch):
     monkeypatch.setattr("keras_dist.strategies.activation_offload.MIN_OFFLOAD_BYTES", 256)
     x, y = VECTORS[:8], TOKENS[:8] % 4
@@ -275,7 +276,8 @@ def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     assert exist == [True] * 6
 
 
-@pytest.mark.parametrize("name", [slow("flat"), slow("nested")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flat", "nested"])
 def test_remat_of_microbatches(name):
     """Their masks of dropout are not those of undivided batches, so both runs have microbatches."""
     expected = numbers(name, fully_sharded(step_options=kd.StepOptions(microbatches=3)))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from keras import layers
-from support.slow_cases import slow
+from support.slow_cases import slow_unless
 from support.strategy_models import assert_same_numbers
 
 import keras_dist as kd
@@ -105,7 +105,7 @@ ARCHITECTURES = {
 
 
 # The names of all architectures; one of them is fast.
-NAMES = [name if name == "dense" else slow(name) for name in ARCHITECTURES]
+NAMES = [slow_unless(name == "dense", name) for name in ARCHITECTURES]
 
 
 class Case(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from support.keras_scenarios import OLDER_KERAS, start_anew
-from support.slow_cases import crossed, slow
+from support.slow_cases import crossed
 from support.strategy_models import (
     LENGTH,
     MODELS,
@@ -328,12 +328,13 @@ class TestContextParallel:
         assert found["down/output"] == ("data", "context", None)
         assert found["up/output"] == ("data", "context", "model")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("axes", "sequence_parallel", "fully_sharded"),
         [
-            slow("data:2,context:2,model:2", False, False),
-            slow("data:1,context:4,model:2", True, False),
-            slow("data:2,context:2,model:2", True, True),
+            ("data:2,context:2,model:2", False, False),
+            ("data:1,context:4,model:2", True, False),
+            ("data:2,context:2,model:2", True, True),
         ],
     )
     def test_numbers_are_those_of_one_device(self, axes, sequence_parallel, fully_sharded):

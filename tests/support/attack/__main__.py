@@ -39,16 +39,16 @@ def run(arguments):
     if arguments.only is not None:
         numbers = [arguments.only]
     # Those with 64 bits need a process of their own, so they come last.
-    numbers = sorted(numbers, key=lambda number: draws.draw(arguments.seed, number).is_x64)
+    drawn = {number: draws.draw(arguments.seed, number) for number in numbers}
+    numbers = sorted(numbers, key=lambda number: drawn[number].is_x64)
+    sources = {number: script.render(drawn[number]) for number in numbers}
     kinds, begin = Counter(), time.monotonic()
-
-    sources = {number: script.render(draws.draw(arguments.seed, number)) for number in numbers}
 
     def judge(numbers):
         for number, verdict in verdicts.judge_all({n: sources[n] for n in numbers}, arguments.time_limit):
             kinds[verdict.kind] += 1
-            chosen = draws.draw(arguments.seed, number)
-            line = f"{number}: {verdict.kind}, {chosen.model}, {chosen.strategy}. {verdict.place} {verdict.text}"
+            combination = f"{drawn[number].model}, {drawn[number].strategy}"
+            line = f"{number}: {verdict.kind}, {combination}. {verdict.place} {verdict.text}"
             print(line[:1000], flush=True)
             if verdict.is_fault and arguments.folder:
                 arguments.folder.mkdir(parents=True, exist_ok=True)
