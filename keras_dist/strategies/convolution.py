@@ -29,9 +29,9 @@ def convolution(
 ) -> Any:
     """Returns `convolve(inputs, kernel)`.
 
-    XLA's partitioner is wrong about two: a strided convolution along a dim that is sharded, and the gradient of the
-    kernel of a grouped one, which it sums over all devices. Where an axis of the mesh repeats rows, it counts them
-    several times, and may shard a dim over it that no rule shards. Both are computed on each device: its rows, and its
+    XLA's partitioner is wrong about three: a strided convolution along a dim that is sharded, one whose kernel is
+    sharded along such a dim, and the gradient of the kernel of a grouped one, which it sums over all devices, so that
+    rows which an axis of the mesh repeats count several times. They are computed on each device: its rows, and its
     filters if they are sharded.
 
     Args:
@@ -48,8 +48,9 @@ def convolution(
         kernel_axes: The axes of each dim of the kernel, if they are known.
     """
     are_rows_repeated = math.prod(mesh.shape[name] for name in row_axes) < mesh.size
+    is_window_sharded = any(kernel_axes[:-2]) if kernel_axes else False
     is_strided = set(np.atleast_1d(strides)) != {1}
-    is_right = not sequence_axes and not (are_rows_repeated and (is_strided or groups > 1))
+    is_right = not sequence_axes and not (is_strided and is_window_sharded) and not (groups > 1 and are_rows_repeated)
     if is_right or not all(isinstance(array, Tracer) or is_on_mesh(array, mesh) for array in (inputs, kernel)):
         return convolve(inputs, kernel)  # arrays that are elsewhere are eager
     rows = tuple(row_axes)

@@ -82,8 +82,7 @@ def test_convolutions_of_sharded_sequences(convolution, length):
     assert_same_numbers(gradients(convolution, distribution, length), expected, 1e-5)
 
 
-def test_strided_convolutions_of_microbatches_where_an_axis_repeats_rows():
-    """XLA shards positions over that axis."""
+def test_strided_convolutions_of_microbatches_whose_window_is_sharded():
     random = np.random.default_rng(0)
     x, y = random.normal(size=(13, 64, 1)).astype("float32"), random.normal(size=(13, 4))
 
