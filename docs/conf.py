@@ -38,7 +38,7 @@ napoleon_use_ivar = True
 
 # Guides are executed, each in a kernel of its own, when they or this package have changed.
 nb_execution_mode = "cache"
-nb_execution_timeout = 600  # seconds for a cell
+nb_execution_timeout = -1  # none: a cell takes several times as long while tests run
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_output_stderr = "remove"

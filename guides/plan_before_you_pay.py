@@ -27,7 +27,7 @@ import keras
 from keras import layers
 
 DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
-ROWS = 16  # sequences in a global batch
+ROWS = 8  # sequences in a global batch
 TARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
 if not TARGETS:
     TARGETS = ["v5e:8" if importlib.util.find_spec("libtpu") else "cpu:8"]

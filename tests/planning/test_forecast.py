@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
 from support.planned_models import gpt, tensor_parallel
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from test_roofline import collective, gpus, groups_along, tpus
 
 import keras_dist as kd
@@ -261,8 +261,8 @@ class TestCompiled:
             # of the two devices of a TPU7x. The others: 80 to 100% of the peak.
             ("v6e:2x2", 8192, 1.3288e-3),
             ("tpu7x:2x2x1", 4096, 2 * 4096**3 / 892.9e12),
-            ("v5e:2x2", 8192, 2 * 8192**3 / 197e12 / 0.9),
-            ("v5p:2x2x1", 8192, 2 * 8192**3 / 459e12 / 0.9),
+            slow("v5e:2x2", 8192, 2 * 8192**3 / 197e12 / 0.9),
+            slow("v5p:2x2x1", 8192, 2 * 8192**3 / 459e12 / 0.9),
         ],
     )
     def test_matrix_multiplications_take_about_as_long_as_measured(self, target, size, measured):

@@ -11,7 +11,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
+from support.compilers import H100_FIRST, V5E_FIRST
 
 import keras_dist as kd
 
@@ -23,11 +23,6 @@ pytestmark = [
     pytest.mark.compiler,
     pytest.mark.usefixtures("full_compilation", "half_precision"),
 ]
-
-
-@pytest.fixture(params=EIGHT_DEVICES)
-def target(request):
-    return request.param
 
 
 def gpt(vocabulary=VOCABULARY, blocks=1):
@@ -143,6 +138,7 @@ def test_tensor_parallel(target):
     assert plan.memory.state <= 12 * (elements(plan, large=True) / 8 + elements(plan, large=False)) + 64
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_tensor_and_sequence_parallel(target):
     rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "data:1,model:8"), sequence_parallel=True)
     plan = planned(kd.ModelParallel(layout_map=rules), deep_gpt)

@@ -6,22 +6,19 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
+from support.slow_cases import crossed
 
 import keras_dist as kd
 
-pytestmark = [
-    pytest.mark.compiler,
-    pytest.mark.parametrize("target", EIGHT_DEVICES),
-    pytest.mark.usefixtures("full_compilation"),
-]
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
 
 LENGTH, WIDTH, VOCABULARY, ROWS = 64, 1024, 2048, 16
 
 ITEM = {"float32": 4, "mixed_bfloat16": 2}  # bytes of an element in the dtype of compute
 
 
-@pytest.fixture(params=["float32", "mixed_bfloat16"])
+@pytest.fixture
 def policy(request):
     keras.config.set_dtype_policy(request.param)
     yield request.param
@@ -60,13 +57,15 @@ def floor(plan, policy, strategy):
     return 7 / 8 * elements * (ITEM[policy] + {"DP": ITEM[policy], "ZeRO-1": 4, "FSDP": ITEM[policy]}[strategy])
 
 
-@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize(("policy", "strategy"), crossed(ITEM, ["DP", "ZeRO-1", "FSDP"]), indirect=["policy"])
 def test_tied_tables_are_sent_once_in_the_dtype_of_the_rows(target, policy, strategy):
     plan = planned(target, strategy, is_tied=True)
     assert plan.wire_bytes <= 1.02 * floor(plan, policy, strategy)
     assert "all-to-all" not in {each.kind for each in plan.traffic}
 
 
+@pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16"], indirect=True)
 @pytest.mark.parametrize("strategy", ["DP", "ZeRO-1"])
 def test_tables_are_sent_in_the_dtype_of_the_rows(target, policy, strategy):
@@ -74,6 +73,8 @@ def test_tables_are_sent_in_the_dtype_of_the_rows(target, policy, strategy):
     assert plan.wire_bytes <= 1.02 * floor(plan, policy, strategy)
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.parametrize("policy", ITEM, indirect=True)
 def test_tables_that_are_only_looked_up_are_not_gathered(target, policy):
     """Devices exchange rows, and their gradients: a sixteenth of the table each."""
     plan = planned(target, "FSDP", is_tied=False)

@@ -77,6 +77,7 @@ def wire_bytes(plan, *kinds):
     return sum(each.wire_bytes for each in plan.traffic if not kinds or each.kind in kinds)
 
 
+@pytest.mark.parametrize("target", V5E_FIRST)
 @pytest.mark.parametrize("strategy", [slow("DP"), slow("ZeRO-1"), "FSDP"])
 def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     undivided = planned(target, strategy)
@@ -164,7 +165,9 @@ OFFLOADED = {"remat": "dots", "offload": "activations"}
 
 
 @pytest.mark.parametrize("target", H100_FIRST)
-@pytest.mark.parametrize("options", [{"remat": "full"}, OFFLOADED], ids=["computed again", "offloaded"])
+@pytest.mark.parametrize(
+    "options", [slow({"remat": "full"}, id="computed again"), pytest.param(OFFLOADED, id="offloaded")]
+)
 def test_each_block_adds_about_what_it_passes_on(target, options):
     """Not what is computed again in it, or fetched: a product of four times the width."""
     few, many = (planned(target, "FSDP", 1024, blocks, 256, **options) for blocks in (FEW, MANY))
