@@ -41,32 +41,31 @@ class CheckpointFiles:
 
     def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
         self.waiting_time = 0.0
-        self._directory, self._max_to_keep, self._on_background = directory, max_to_keep, on_background
+        self._is_local = "://" not in directory
+        self._directory = restore.etils_path(os.path.abspath(directory) if self._is_local else directory)
+        self._max_to_keep, self._on_background = max_to_keep, on_background
         self._lock: DirectoryLock | None = None
-        self._checkpointer: Any = None
         self._writing: _Writing | None = None
         try:
-            if "://" not in directory:
-                directory = os.path.abspath(directory)
-                self._reserve(directory, model)
-            self._checkpointer = restore.orbax().training.Checkpointer(directory, cleanup_tmp_directories=True)
-            self._saved: list[int] = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+            if self._is_local:
+                self._reserve(model)
+            self._saved = [int(step) for step in reversed(restore.steps(str(self._directory), remove_unfinished=True))]
             self.newest = self._find_newest()
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, directory: str, model: Any) -> None:
+    def _reserve(self, model: Any) -> None:
         size = sum(array.nbytes for array in jax.tree.leaves(restore.state_tree(model)))
-        problem = why_not_writable(directory, size)
+        problem = why_not_writable(str(self._directory), size)
         if problem is None and messaging.process_index() == 0:
-            self._lock = DirectoryLock(directory)
+            self._lock = DirectoryLock(str(self._directory))
             problem = self._lock.problem
         _raise_on_all_processes(problem)
 
     def _keep_lock(self) -> None:
         """Locks the directory again if it was removed: another job may have it by now."""
-        if "://" in self._directory:
+        if not self._is_local:
             return
         if self._lock is not None and self._lock.lock() and self._lock.problem is None:
             warnings.warn(
@@ -101,23 +100,23 @@ class CheckpointFiles:
         """
         if self.newest is None:
             return None
-        directory, steps = self._checkpointer.directory, list(map(str, reversed(self._saved)))
-        restored = restore.restore(model, str(directory), steps, with_metrics=True, read_more=self._progress)
+        directory, steps = str(self._directory), list(map(str, reversed(self._saved)))
+        restored = restore.restore(model, directory, steps, with_metrics=True, read_more=self._progress)
         if restored.damaged:
-            renamed = self._rename_damaged(directory, list(restored.damaged))
+            renamed = self._rename_damaged(list(restored.damaged))
             self._saved = [step for step in self._saved if str(step) not in restored.damaged]
             warnings.warn(
-                f"{restore.damage_text(str(directory), restored.damaged)}. Training continues from "
-                f"{directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it when "
-                "nothing in it is needed.",
+                f"{restore.damage_text(directory, restored.damaged)}. Training continues from "
+                f"{self._directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it "
+                "when nothing in it is needed.",
                 stacklevel=3,
             )
         self.newest = int(restored.step)
         return self.newest, restored.more
 
-    def _rename_damaged(self, directory: Any, steps: list[str]) -> list[str]:
+    def _rename_damaged(self, steps: list[str]) -> list[str]:
         """Renames checkpoints, and returns their names, which Orbax does not take for those of checkpoints."""
-        problem, renamed = None, []
+        directory, problem, renamed = self._directory, None, []
         for step in steps if messaging.process_index() == 0 else []:
             names = (f"{step}{number}.damaged" for number in ("", *(f".{count}" for count in range(1, 1000))))
             name = next(name for name in names if not (directory / name).exists())
@@ -147,7 +146,7 @@ class CheckpointFiles:
             self._saved.append(batches)
             obsolete = [] if self._max_to_keep is None else self._saved[: -self._max_to_keep]
             self._saved = self._saved[len(obsolete) :]
-            self._writing = _Writing(self._checkpointer.directory, batches, content, obsolete)
+            self._writing = _Writing(self._directory, batches, content, obsolete)
             _wait_for(self._writing.is_copied.is_set, self._writing.is_copied.wait)
             if not self._on_background:
                 self._finish()
@@ -159,13 +158,10 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """Waits until everything is written, and lets other jobs use the directory. May be called again."""
-        checkpointer, self._checkpointer = self._checkpointer, None
         lock, self._lock = self._lock, None
         try:
             with self._waiting():
                 self._finish()
-            if checkpointer is not None:
-                checkpointer.close()
         finally:
             if lock is not None:
                 lock.release()

@@ -275,9 +275,10 @@ def _difference(variable, saved_as, path: str) -> str | None:
 # ------------------------------------------------------------------------------------------------- Orbax's own files
 
 
-def steps(directory: str) -> list[str]:
+def steps(directory: str, remove_unfinished: bool = False) -> list[str]:
     """Returns the names of the complete checkpoints in a directory of checkpoints, the newest first."""
-    with contextlib.closing(orbax().training.Checkpointer(directory)) as checkpointer:
+    options = {"cleanup_tmp_directories": remove_unfinished}
+    with contextlib.closing(orbax().training.Checkpointer(directory, **options)) as checkpointer:
         return [str(checkpoint.step) for checkpoint in reversed(checkpointer.checkpoints)]
 
 

@@ -157,9 +157,8 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
             raise ProcessFailure(f"The exchange of {place} was cancelled, because its result is no longer needed.")
         problem, ended = None, ended_processes()
         if ended:
-            message = _look_up(key)  # may have been sent just before the process ended
-            if message is not None:
-                return message
+            if _look_up(key) is not None:  # sent just before the process ended
+                continue
             problem = (
                 f"{describe(ended).capitalize()} ended while process {process_index()} waited at {place}. Let every "
                 "process run the same program to its end and make the same Keras calls."

@@ -3,7 +3,7 @@
 import pytest
 from multihost.programs import failures
 from support.run_processes import output_of, run_processes
-from support.slow_cases import slow
+from support.slow_cases import slow, slow_unless
 
 from keras_dist.checkpoint import restore
 from keras_dist.multihost import launcher
@@ -48,10 +48,8 @@ FAST = {("messages", "raises", 1), ("messages", "is killed", 0), ("devices", "is
 
 @pytest.mark.parametrize(
     ("work", "failure", "who", "status", "statuses_of_other", "reason"),
-    [
-        pytest.param(*case, id=" ".join(map(str, case[:3])), marks=[] if case[:3] in FAST else [pytest.mark.slow])
-        for case in TABLE
-    ],
+    [slow_unless(case[:3] in FAST, *case) for case in TABLE],
+    ids=[" ".join(map(str, case[:3])) for case in TABLE],
 )
 def test_the_other_process_ends_and_names_the_reason(
     work, failure, who, status, statuses_of_other, reason, monkeypatch

@@ -367,6 +367,8 @@ def hub(backbone):
     return keras.Model(backbone.input, layers.Dense(4)(ops.mean(features, axis=axes) if axes else features))
 
 
+# By batch normalization, and by the loss that balances the load of experts.
+MIX_ROWS = ("ResNet", "Mixtral", "QwenMoe")
 for text, (kind, data) in HUB.items():
     name = text.split("Backbone")[0]
-    attacked(kind, data, FOUR, name=name, backbone=text, repeats=name != "T5", mixes_rows=name == "ResNet")(hub)
+    attacked(kind, data, FOUR, name=name, backbone=text, repeats=name != "T5", mixes_rows=name in MIX_ROWS)(hub)
