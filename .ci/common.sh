@@ -4,16 +4,33 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repository=$PWD
 work=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
+trap end EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore TF_CPP_MIN_LOG_LEVEL=3
 export PYTEST_ADDOPTS=--durations=5  # each stage prints its slowest tests
 unset KERAS_BACKEND
+
+# Ends what runs in the background, with all that it has started, and removes the temporary folder.
+end() {
+  local job
+  for job in $(jobs -p); do
+    kill -- "-$job" 2>/dev/null || true
+  done
+  wait
+  rm -rf "$work"
+}
+
+# Runs a command in the background, in a process group of its own, which `end` ends.
+in_background() {
+  set -m
+  "$@" &
+  set +m
+}
 
 # Prints the folder of a Python of one of the given versions, the first that there is, else of the default Python.
 find_python() {
   local version found
   for version in "$@"; do
-    if found=$(command -v "python$version") && "$found" -c "" 2>/dev/null; then
+    if found=$("python$version" -c "import sys; print(sys.executable)" 2>/dev/null); then
       mkdir -p "$work/python$version" && ln -sf "$found" "$work/python$version/python3"
       echo "$work/python$version"
       return
@@ -38,8 +55,8 @@ stage() {
 # Creates the virtual environment $work/NAME with a Python, and installs this repository with extras.
 install() {
   local name=$1 python=$2 extras=$3
-  "$python/python3" -m venv "$work/$name"
-  "$work/$name/bin/pip" install -q "$repository[$extras]"
+  "$python/python3" -m venv "$work/$name" &&
+    "$work/$name/bin/pip" install -q "$repository[$extras]"
 }
 
 print_versions() {
@@ -50,7 +67,7 @@ print("Python", platform.python_version(), *(f"{n} {m.version(n)}" for n in ("ja
 # Installs the part of the extra "cuda12" that compiles, of the version of JAX that is there: not the gigabytes that run.
 install_gpu_compiler() {
   local version
-  version=$("$1/python" -c "import importlib.metadata as m; print(m.version('jax'))")
+  version=$("$1/python" -c "import importlib.metadata as m; print(m.version('jax'))") || return 1
   "$1/pip" install -q --no-deps "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"
 }
 

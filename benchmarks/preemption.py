@@ -126,7 +126,7 @@ class Run:
         begin, end: when the first process had begun, and when all had ended.
         signals: when each signal was sent, by process.
         failure: the output of all processes, if they did not end as they had to.
-        is_ignored: whether a process had no effect from SIGTERM.
+        is_ignored: whether SIGTERM had no effect.
     """
 
     def __init__(
@@ -148,22 +148,24 @@ class Run:
         senders = [threading.Thread(target=self._watch, args=(rank, rank in ranks)) for rank in range(processes)]
         for sender in senders:
             sender.start()
-        outcome = launch(
-            [sys.executable, __file__, "train", str(directory), source, strategy, str(int(number != 0))],
-            processes,
-            devices_per_process=devices,
-            show=lambda rank, stream, line: lines.append(line),
-            environment=os.environ
-            | {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
-            | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            grace=2,
-        )
+        try:
+            outcome = launch(
+                [sys.executable, __file__, "train", str(directory), source, strategy, str(int(number != 0))],
+                processes,
+                devices_per_process=devices,
+                show=lambda rank, stream, line: lines.append(line),
+                environment=os.environ
+                | {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
+                | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"},
+                grace=2,
+            )
+        finally:
+            self._has_ended.set()
         self.end = time.time()
-        self._has_ended.set()
         for sender in senders:
             sender.join()
         has_died = any(outcome.statuses[rank] == -signal.SIGTERM for rank in self.signals)
-        is_expected = outcome.status == 0 or number == signal.SIGKILL or has_died
+        is_expected = outcome.status == 0 or has_died or (number == signal.SIGKILL and bool(self.signals))
         self.failure = None if is_expected else "\n".join([str(outcome), *lines])
         self.stopped = [json.loads(file.read_text()) for file in directory.glob("stopped-*")]
         lived = self.end - min(self.signals.values(), default=self.end)
@@ -235,8 +237,8 @@ class Results:
         print(f"over longest step + longest save: {statistics.median(ratios):.2f} (median), {max(ratios):.2f} (most)")
 
 
-def main(count: int, seed: int, started: list[tuple]) -> None:
-    """Runs all cases until each signal was sent `count` times, and prints the results."""
+def main(count: int, seed: int, started: list[tuple]) -> int:
+    """Runs all cases until each signal was sent `count` times, prints the results, and returns the exit status."""
     random.seed(seed)
     results, expected = Results(), {}
     cases = [(*each, *rest) for each, *rest in itertools.product(started, SOURCES, STRATEGIES)]
@@ -248,13 +250,17 @@ def main(count: int, seed: int, started: list[tuple]) -> None:
                 (undisturbed := Path(root, f"undisturbed {number}")).mkdir()
                 done = Run(undisturbed, *case)
                 results.failures += filter(None, [done.failure])
+                if results.failures:
+                    break
                 longest_save = float((undisturbed / "done").read_text())
                 expected[case] = dict(losses_in(undisturbed)), longest_save, done.end - done.begin
             losses, *times = expected[case]
             (directory := Path(root, str(number))).mkdir()
             results.end_at_random(directory, case, count, *times)
-            results.compare(case, losses_in(directory), losses)
+            if not results.failures:
+                results.compare(case, losses_in(directory), losses)
     results.print()
+    return int(bool(results.failures or results.missing or results.ignored))
 
 
 if __name__ == "__main__":
@@ -267,4 +273,4 @@ if __name__ == "__main__":
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--attached", action="store_true", help="train on the accelerators of this machine")
         options = parser.parse_args()
-        main(options.count, options.seed, ATTACHED if options.attached else SIMULATED)
+        sys.exit(main(options.count, options.seed, ATTACHED if options.attached else SIMULATED))

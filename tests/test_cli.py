@@ -1,12 +1,12 @@
 """`keras-dist`, called as a function and as a process of its own."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.compilers import needs_cuda, needs_libtpu
 from support.new_process import run
 
 import keras_dist as kd
@@ -247,7 +247,7 @@ def test_file_that_failed_is_imported_again(functions, capsys, tmp_path):
 
 
 @pytest.mark.compiler
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
+@needs_libtpu
 def test_plan_for_tpus(functions, capsys):
     options = {"target": "v5e:2x2", "mesh": "data:2,model:2", "layout": f"{functions}:layout"}
     assert main([*plan_arguments(functions, **options), "--json"]) == 0
@@ -256,10 +256,7 @@ def test_plan_for_tpus(functions, capsys):
 
 
 @pytest.mark.compiler
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-)
+@needs_cuda
 def test_plan_for_gpus(functions, capsys):
     options = {"target": "h100:4", "mesh": "data:2,model:2", "layout": f"{functions}:layout"}
     assert main([*plan_arguments(functions, **options), "--json"]) == 0
@@ -351,7 +348,7 @@ def test_slices_without_a_target_are_refused(capsys):
 
 
 @pytest.mark.compiler
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
+@needs_libtpu
 def test_mesh_of_two_slices(capsys):
     assert main(["mesh", "data:2,model:4", "--target", "v5e:2x2", "--slices", "2"]) == 0
     shown = capsys.readouterr().out

@@ -31,7 +31,6 @@ class CheckpointFiles:
         on_background: whether `save` returns before all is written.
 
     Attributes:
-        newest: the number of batches before the newest complete checkpoint, None if there is none.
         waiting_time: seconds that `save` and `close` took.
 
     Raises:
@@ -50,7 +49,7 @@ class CheckpointFiles:
             if self._is_local:
                 self._reserve(model)
             self._saved = [int(step) for step in reversed(restore.steps(str(self._directory), remove_unfinished=True))]
-            self.newest = self._find_newest()
+            self._require_same_newest()
         except BaseException:
             self.close()
             raise
@@ -75,7 +74,7 @@ class CheckpointFiles:
             )
         _raise_on_all_processes(None if self._lock is None else self._lock.problem)
 
-    def _find_newest(self) -> int | None:
+    def _require_same_newest(self) -> None:
         step = self._saved[-1] if self._saved else None
         steps = messaging.exchange("TrainingCheckpoint", step)
         if any(other != step for other in steps):
@@ -87,7 +86,6 @@ class CheckpointFiles:
                 f"Processes find different newest checkpoints in {self._directory}: {found}. Choose a directory on a "
                 "file system that all hosts share."
             )
-        return step
 
     def restore(self, model: Any) -> tuple[int, dict] | None:
         """Assigns the values of the newest undamaged checkpoint to the variables of a model.
@@ -98,7 +96,7 @@ class CheckpointFiles:
             The number of batches before it, and what this process saved as `progress` or, if the number of processes
             has changed, what process 0 saved. None if the directory has no checkpoint.
         """
-        if self.newest is None:
+        if not self._saved:
             return None
         directory, steps = str(self._directory), list(map(str, reversed(self._saved)))
         restored = restore.restore(model, directory, steps, with_metrics=True, read_more=self._progress)
@@ -111,8 +109,7 @@ class CheckpointFiles:
                 "when nothing in it is needed.",
                 stacklevel=3,
             )
-        self.newest = int(restored.step)
-        return self.newest, restored.more
+        return int(restored.step), restored.more
 
     def _rename_damaged(self, steps: list[str]) -> list[str]:
         """Renames checkpoints, and returns their names, which Orbax does not take for those of checkpoints."""
@@ -253,14 +250,23 @@ class _Writing(threading.Thread):
             del self._arguments
             self.is_copied.set()
             response.result()
-            if messaging.process_index() == 0:
-                for path in self._obsolete:
-                    path.rmtree(missing_ok=True)
         except Exception as error:
             self.error = _explained(error, self._directory)
             messaging.report_failure(self.error)  # the others wait for this process, which may be in a step
+        else:
+            if messaging.process_index() == 0:
+                self._remove_obsolete()
         finally:
             self.is_copied.set()
+
+    def _remove_obsolete(self) -> None:
+        for path in self._obsolete:
+            try:
+                path.rmtree(missing_ok=True)
+            except OSError as error:
+                warnings.warn(
+                    f"{path} is no longer needed and cannot be deleted ({error.strerror}). Delete it.", stacklevel=2
+                )
 
 
 def _explained(error: Exception, directory: Any) -> Exception:

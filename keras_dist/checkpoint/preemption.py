@@ -117,7 +117,7 @@ def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
             ) from None
         if valid[-1].name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"signals={signals!r}: no program can handle {valid[-1].name}. Remove it.")
-    return tuple(valid)
+    return tuple(dict.fromkeys(valid))
 
 
 def _names(signals: Sequence[int]) -> str:

@@ -254,9 +254,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     def _exit(self) -> NoReturn:
         """Ends the program, and leaves signals without effect, since the scheduler may send more of them."""
         assert self._preemption is not None
-        self._preemption.ignore_signals()
         self._close()
         messaging.exchange("end of TrainingCheckpoint", None)  # a scheduler may kill the rest when one process has left
+        self._preemption.ignore_signals()
         input_pipeline.close_all()
         if messaging.process_index() == 0:
             received = self._preemption.signal

@@ -81,7 +81,10 @@ class InputPipeline(Iterator):
         return False
 
     def _take(self) -> "_Prepared":
-        prepared, self._peeked = self._peeked or next(self._prefetcher), None
+        if self._peeked is not None:
+            prepared, self._peeked = self._peeked, None
+            return prepared
+        prepared = next(self._prefetcher)
         for message in prepared.warnings:
             warnings.warn(message, stacklevel=3)
         if prepared.batch is _END:

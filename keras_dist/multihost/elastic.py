@@ -32,7 +32,8 @@ def launch_elastic(
     """Runs a command as `launch` does. If a process dies, starts all but one again; on SIGUSR2, all of them.
 
     A process counts as dead if a signal ended it, or if `kd.TrainingCheckpoint` stopped training for a signal that was
-    not sent to the launcher. Other failures are errors of the program, which would fail again, and end it.
+    not sent to the launcher, or if others ended because it no longer responded. Other failures are errors of the
+    program, which would fail again, and end it.
 
     The processes share a cache of compiled programs for as long as the launcher runs, if the environment names none.
 
@@ -72,7 +73,7 @@ def launch_elastic(
                 return outcome
             if stopped_by == signal.SIGUSR2:
                 count, reason = processes, "Asked by SIGUSR2"
-            elif outcome.failed is None or not _has_died(outcome) or count == min_processes:
+            elif outcome.failed is None or not _has_died(outcome, environment) or count == min_processes:
                 return outcome
             else:
                 count -= 1
@@ -81,10 +82,10 @@ def launch_elastic(
             print(f"keras-dist: {reason}. Starting again with {count} {noun}.", file=sys.stderr, flush=True)
 
 
-def _has_died(outcome: Outcome) -> bool:
+def _has_died(outcome: Outcome, environment: Mapping[str, str]) -> bool:
     assert outcome.failed is not None
     status = outcome.statuses[outcome.failed]
-    return status < 0 or status in (STOPPED_STATUS, FOLLOWER_STATUS)
+    return status < 0 or str(status) in (environment[STATUS_VARIABLE], str(FOLLOWER_STATUS))
 
 
 @contextlib.contextmanager

@@ -124,9 +124,11 @@ def _watch_heartbeats() -> None:
 
 
 def _end(reason: str, status: int = FOLLOWER_STATUS) -> None:
-    sys.stdout.flush()
-    _print_reason(reason)
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        _print_reason(reason)
+    finally:  # also where nobody reads the output any more
+        os._exit(status)
 
 
 def _print_reason(reason: str) -> None:

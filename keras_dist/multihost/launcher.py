@@ -58,7 +58,7 @@ def launch(
 
     If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT and
     SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has time to save and end. If the launcher itself
-    is killed, a process that has called `initialize` receives SIGTERM, and has as much time.
+    is killed, a process that has called `initialize` receives SIGTERM, and has 30 seconds.
 
     Args:
         command: program and arguments, the same for each process.
@@ -119,11 +119,12 @@ def run(
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} is less than 1. Pass at least 1.")
     show = show or print_first_process
-    common = dict(os.environ if environment is None else environment) | _joint_environment(processes)
+    common = dict(os.environ if environment is None else environment)
     if devices_per_process is not None:
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
     group: list[_Process] = []
-    with _pipe_to_launcher() as pipe:
+    with _pipe_to_launcher() as pipe, _reserved_port() as port:
+        common |= _joint_environment(processes, port)
         try:
             for rank in range(processes):
                 own = {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank), PIPE_VARIABLE: f"{pipe}:{os.fstat(pipe).st_ino}"}
@@ -145,10 +146,16 @@ def _pipe_to_launcher() -> Iterator[int]:
         os.close(write)
 
 
-def _joint_environment(processes: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Yields a port of the loopback interface that no other program is given. Process 0 can listen at it."""
+    with socket.socket() as reserved:  # which does not listen itself, and lets others that do so have its address
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def _joint_environment(processes: int, port: int) -> dict[str, str]:
     return {
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
         "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),

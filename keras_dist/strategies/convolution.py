@@ -29,10 +29,10 @@ def convolution(
 ) -> Any:
     """Returns `convolve(inputs, kernel)`.
 
-    XLA's partitioner is wrong about three: a strided convolution along a dim that is sharded, one whose kernel is
-    sharded along such a dim, and the gradient of the kernel of a grouped one, which it sums over all devices, so that
-    rows which an axis of the mesh repeats count several times. They are computed on each device: its rows, and its
-    filters if they are sharded.
+    XLA's partitioner computes three kinds with wrong numbers: convolutions along a sharded sequence, strided ones whose
+    kernel is sharded along its window, and the gradient of the kernel of a grouped one where an axis of the mesh
+    repeats rows, since it is summed over all devices. Each device computes these for its rows, and for its filters if
+    they are sharded.
 
     Args:
         convolve: Takes the number of groups from the shapes of its arguments.

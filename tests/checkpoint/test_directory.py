@@ -1,5 +1,6 @@
 """Directories in which nothing can be saved are named before the first step, and never cost a complete checkpoint."""
 
+import errno
 import resource
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
+from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 
 X = np.ones((64, 4), "float32")
@@ -110,6 +112,15 @@ def test_a_directory_that_is_removed_and_taken_by_another_job_is_named(tmp_path)
         others[0].kill()
         others[0].communicate()
     assert train(directory) == [0, 1]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_named(tmp_path, monkeypatch):
+    def fail(self, missing_ok=False):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(type(restore.etils_path("/")), "rmtree", fail)
+    with pytest.warns(UserWarning, match=rf"{tmp_path}/8 is no longer needed and .* deleted \(Permission denied\)"):
+        assert train(tmp_path) == [0, 1]
 
 
 def test_a_file_of_nobody_does_not_keep_a_directory_busy(tmp_path):

@@ -1,5 +1,6 @@
 """Training that a signal ends: saved completely at any moment, and continued with the same losses."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -133,7 +134,7 @@ def test_signals_and_exit_status_can_be_chosen(tmp_path):
 def test_after_fit_signals_reach_their_handlers_again(tmp_path):
     received = []
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    checkpoint = train(tmp_path, Events())
+    checkpoint = train(tmp_path, Events(), signals=[signal.SIGTERM] * 2)
     os.kill(os.getpid(), signal.SIGTERM)
     assert received == [signal.SIGTERM]
     assert len(checkpoint.losses) == EPOCHS * 6
@@ -157,6 +158,17 @@ def test_a_fit_that_fails_restores_handlers(event, tmp_path):
             model.fit(X, Y, verbose=0, validation_data=(X, Y), callbacks=[checkpoint, Fails()])
         assert signal.getsignal(signal.SIGTERM) is before
         model.fit(X, Y, verbose=0, callbacks=[checkpoint])  # the same directory is free again
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_last_save_that_fails_restores_handlers(tmp_path, monkeypatch):
+    def fail(self, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("keras_dist.checkpoint.checkpoint_files._ProcessFile._write", fail)
+    with pytest.raises(OSError, match=f"could not be written to {tmp_path}"):
+        train(tmp_path, Events("batch", 2))
     assert signal.getsignal(signal.SIGTERM) is before
 
 

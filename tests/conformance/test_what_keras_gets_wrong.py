@@ -4,13 +4,13 @@ Each test runs one scenario on both: `KERAS` (the module `keras.distribution`) a
 Keras 3.15 does, so a test that fails there tells that Keras was mended; the others are what keras_dist promises.
 """
 
-import importlib.util
 import re
 
 import jax
 import keras
 import numpy as np
 import pytest
+from support.compilers import needs_libtpu
 from support.keras_scenarios import (
     KERAS,
     OLDER_KERAS,
@@ -348,7 +348,7 @@ def test_causal_attention_on_tpus_has_no_logits_of_all_tokens(monkeypatch):
 
 @pytest.mark.compiler
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
+@needs_libtpu
 def test_memory_of_causal_attention_compiled_for_tpus():
     def model():
         x = keras.Input((tokens, WIDTH))

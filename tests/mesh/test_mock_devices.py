@@ -1,10 +1,10 @@
 """Mock devices equal the devices that JAX lists, compared with those of libtpu if it is installed."""
 
-import importlib.util
 import json
 import re
 
 import pytest
+from support.compilers import needs_libtpu
 
 import keras_dist as kd
 
@@ -40,7 +40,8 @@ def test_numbers_below_one_are_refused():
             kd.mock_gpus(*counts)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu")
+@pytest.mark.compiler
+@needs_libtpu
 @pytest.mark.parametrize(
     ("topology", "slices"), [("v3:4x4", 1), ("v5e:4x4", 1), ("v5e:4x4", 3), ("v5p:4x4x8", 1), ("tpu7x:2x2x2", 2)]
 )

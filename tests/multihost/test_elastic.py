@@ -51,15 +51,18 @@ if rank == "0":
 
 
 @pytest.mark.parametrize(
-    ("end", "least", "starts", "status"),
+    ("end", "least", "chosen", "starts", "status"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 2, "333" + "22", 137),
-        ("sys.exit(int(os.environ['KERAS_DISTRIBUTION_STOPPED_STATUS']))", 1, "333" + "22" + "1", 75),
-        ("raise KeyError", 1, "333", 1),
-        ("pass", 1, "333", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2, None, "333" + "22", 137),
+        ("sys.exit(int(os.environ['KERAS_DISTRIBUTION_STOPPED_STATUS']))", 1, None, "333" + "22" + "1", 75),
+        ("sys.exit(int(os.environ['KERAS_DISTRIBUTION_STOPPED_STATUS']))", 1, "3", "333" + "22" + "1", 3),
+        ("raise KeyError", 1, None, "333", 1),
+        ("pass", 1, None, "333", 0),
     ],
 )
-def test_what_is_started_again(end, least, starts, status, tmp_path, monkeypatch):
+def test_what_is_started_again(end, least, chosen, starts, status, tmp_path, monkeypatch):
+    if chosen is not None:
+        monkeypatch.setenv("KERAS_DISTRIBUTION_STOPPED_STATUS", chosen)
     program = PROGRAM.format(end=end)
     outcome = elastic.launch_elastic([sys.executable, "-c", program, str(tmp_path / "starts")], 3, min_processes=least)
     assert outcome.status == status

@@ -1,7 +1,6 @@
 """Devices to compile for, from mock compilers and, where they are installed, from real ones."""
 
 import dataclasses
-import importlib.util
 import os
 import pickle
 import re
@@ -11,20 +10,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from support.compilers import needs_cuda, needs_libtpu
 from support.new_process import run
 
 import keras_dist as kd
 from keras_dist.planning import compile_target as module
 from keras_dist.planning.compile_target import Target, target
 from keras_dist.planning.hardware import hardware
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
-)
-needs_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-)
 
 
 @pytest.fixture

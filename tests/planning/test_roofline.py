@@ -1,13 +1,13 @@
 """Lower bounds on step time, against values computed by hand."""
 
 import dataclasses
-import importlib.util
 import math
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from support.compilers import needs_cuda, needs_libtpu
 
 import keras_dist as kd
 from keras_dist.planning.hardware import hardware
@@ -390,7 +390,8 @@ def test_gpus_without_nvlinks_send_over_pcie():
     assert bounds.ici_seconds == pytest.approx(collective("all-reduce", [(0, 1)]).wire_bytes / 16e9)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'")
+@pytest.mark.compiler
+@needs_libtpu
 @pytest.mark.parametrize(("topology", "slices"), [("v5e:4x4", 1), ("v5p:4x4x4", 1), ("v3:2x2", 1), ("v5e:4x4", 2)])
 def test_libtpu_devices_have_the_links_of_mock_devices(topology, slices):
     from keras_dist.planning.compile_target import target
@@ -407,10 +408,8 @@ def test_libtpu_devices_have_the_links_of_mock_devices(topology, slices):
     assert steps[0] == steps[1]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
-)
+@pytest.mark.compiler
+@needs_cuda
 def test_hosts_of_cuda_targets_are_connected_by_the_network():
     from keras_dist.planning.compile_target import target
 

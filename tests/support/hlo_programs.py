@@ -1,7 +1,6 @@
 """Programs with known collectives, compiled for the CPU and, where their compilers are installed, for TPUs and GPUs."""
 
 import functools
-import importlib.util
 import os
 
 import jax
@@ -9,6 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from support.compilers import needs_cuda, needs_libtpu
 
 # libtpu reads these when it is loaded. Without them it looks for the TPU that this machine does not have.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -27,23 +28,10 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 """
 
 
-def _installed_or_skipped(name: str | int, package: str, reason: str):
-    missing = importlib.util.find_spec(package) is None
-    return pytest.param(name, marks=[pytest.mark.skipif(missing, reason=reason), pytest.mark.compiler])
-
-
-TPUS = [
-    _installed_or_skipped(name, "libtpu", "needs libtpu: pip install 'keras-dist[tpu]'")
-    for name in ("v5e:2x4", "v5e:4x4", "v5p:2x2x2")
-]
-SLICES = [
-    _installed_or_skipped(number, "libtpu", "needs libtpu: pip install 'keras-dist[tpu]'")  # of 4 chips each
-    for number in (2, 3)
-]
-GPUS = [
-    _installed_or_skipped(name, "jax_cuda12_plugin", "needs the CUDA compiler: pip install 'keras-dist[cuda12]'")
-    for name in ("h100:1x1x8", "h100:1x2x4")
-]
+ON_TPUS, ON_GPUS = [needs_libtpu, pytest.mark.compiler], [needs_cuda, pytest.mark.compiler]
+TPUS = [pytest.param(name, marks=ON_TPUS) for name in ("v5e:2x4", "v5e:4x4", "v5p:2x2x2")]
+SLICES = [pytest.param(number, marks=ON_TPUS) for number in (2, 3)]  # of 4 chips each
+GPUS = [pytest.param(name, marks=ON_GPUS) for name in ("h100:1x1x8", "h100:1x2x4")]
 COMPILERS = [pytest.param("cpu"), *TPUS, *GPUS]
 
 

@@ -13,7 +13,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 
 def slow_unless(is_fast: bool, *values: Any) -> Any:
-    """Returns the values of a case."""
+    """Returns the values of a case, which is slow unless `is_fast`."""
     return pytest.param(*values) if is_fast else slow(*values)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from support.compilers import needs_libtpu
 from support.hlo_programs import (
     COMPILERS,
     GPUS,
@@ -312,7 +313,7 @@ class TestCollectivesChosenByTheCompiler:
         assert (scatter.bytes, scatter.tensors) == (2 * parameters, 4)
 
     @pytest.mark.compiler
-    @pytest.mark.skipif(TPUS[0].marks[0].args[0], reason="needs libtpu: pip install 'keras-dist[tpu]'")
+    @needs_libtpu
     def test_fused_reduce_scatters_and_fragmented_all_gathers_on_tpus(self):
         costs, parameters, _ = self._training_step("v5e:2x4", P("x"))
         text = self._text

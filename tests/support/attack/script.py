@@ -1,6 +1,7 @@
 """`render`: a draw as a program of its own, which raises what goes wrong."""
 
 import inspect
+import math
 import re
 
 from support.attack import models
@@ -163,9 +164,7 @@ def _model(draw):
 
 
 def _distribution(draw):
-    count = 1
-    for size in re.findall(r"\d+", draw.mesh):
-        count *= int(size)
+    count = math.prod(map(int, re.findall(r"\d+", draw.mesh)))
     lines = [f"mesh = kd.create_device_mesh('{draw.mesh}', devices={count})"]
     batch = "batch_dim_name='data'"
     if "TP" in draw.strategy:
