@@ -144,9 +144,22 @@ def _give_own_arrays(variables: list[list], state: tuple) -> None:
                     variable._value = values[index]
 
 
+def with_own_arrays(model, step: str, keras_function: Callable) -> Callable:
+    """Wraps Keras's function of a step where no distribution is active: no array of a variable is donated twice."""
+
+    def function(state, iterator):
+        if getattr(model, "_jax_state", None) is None:  # the values come from variables, not from the step before
+            _give_own_arrays(state_variables(model, step), state)
+        return keras_function(state, iterator)
+
+    return function
+
+
 def own_copy(array: jax.Array) -> jax.Array:
-    """Returns a copy of an array with the same sharding, in memory of its own."""
-    return jax.device_put(array, array.sharding, may_alias=False)
+    """Returns a copy of an array with the same sharding, in memory of its own. Asks no other process."""
+    if array.is_fully_addressable:
+        return jax.device_put(array, array.sharding, may_alias=False)
+    return _with_shards(array, [own_copy(shard.data) for shard in array.addressable_shards])
 
 
 def lent(array: jax.Array) -> jax.Array:
@@ -154,7 +167,10 @@ def lent(array: jax.Array) -> jax.Array:
 
     For writers of checkpoints: they copy the values to the host at once, and keep the arrays until all is written.
     """
-    shards = [shard.data for shard in array.addressable_shards]
+    return _with_shards(array, [shard.data for shard in array.addressable_shards])
+
+
+def _with_shards(array: jax.Array, shards: list[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards, dtype=array.dtype)
 
 

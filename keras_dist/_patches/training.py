@@ -23,7 +23,7 @@ from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution,
 from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import step_replaced
-from keras_dist._keras.training_state import put_values_back, state_variables, step_function
+from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
@@ -211,9 +211,11 @@ def _patch_make_function(step: str) -> None:
         made_under = getattr(function, "made_under", None)
         distribution = active_distribution()
         if distribution is None:
-            if force or function is None or made_under is not None:
-                _warn_if_not_active(self)
-            return original(self, force)
+            is_distributed = (force or function is None or made_under is not None) and _warn_if_not_active(self)
+            original(self, force)
+            if is_distributed and (made := getattr(self, attribute)) is not function:
+                setattr(self, attribute, with_own_arrays(self, step, made))
+            return None
         put_values_back(self)
         announce_step(step, self)
         if force or function is None or made_under is not distribution:
@@ -250,7 +252,8 @@ def _outputs_of_process(outputs, iterator):
     return distribution.outputs_of_process(outputs, rows)
 
 
-def _warn_if_not_active(model: keras.Model) -> None:
+def _warn_if_not_active(model: keras.Model) -> bool:
+    """Returns whether variables of a model are distributed although no distribution is active, and then warns."""
     if not any_variable_distributed():
         remove_unused_patches()
     elif current_distribution() is None:
@@ -263,3 +266,5 @@ def _warn_if_not_active(model: keras.Model) -> None:
                 "keras_dist.redistribute(model) to move it to one device.",
                 stacklevel=6,
             )
+            return True
+    return False

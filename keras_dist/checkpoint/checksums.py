@@ -8,6 +8,7 @@ checkpoint always has its checksums.
 import asyncio
 import errno
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent import futures
@@ -17,6 +18,8 @@ from keras_dist.multihost import messaging
 
 _NAME = "checksums.process_{}.json"  # size and checksum of each file, by path from this folder, and their own checksum
 _CHUNK = 1 << 22  # bytes
+# Errors that say that a file is damaged, not that this machine cannot read it now: a bad sector, a folder in its place.
+_OF_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ENOENT)
 
 
 def write(folder: Any, files: Iterable[Any]) -> None:
@@ -26,6 +29,13 @@ def write(folder: Any, files: Iterable[Any]) -> None:
         sums = dict(zip((_name(file, folder) for file in files), executor.map(_size_and_sum, files), strict=True))
     content = {"files": sums, "checksum": _own_checksum(sums)}
     (folder / _NAME.format(messaging.process_index())).write_text(json.dumps(content))
+
+
+def is_of_damage(error: BaseException) -> bool:
+    """Returns whether an error of reading comes from what is read: an OSError, or one of TensorStore, a ValueError."""
+    code = re.search(r"os_error_code='?(\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(code[1]) if code else None
+    return number is None or number in _OF_DAMAGE
 
 
 def array_handler(ocp: Any) -> type:
@@ -81,6 +91,10 @@ def _read(file: Any) -> dict[str, tuple[int, int]] | None:
         return content["files"] if content["checksum"] == _own_checksum(content["files"]) else None
     except (ValueError, TypeError, KeyError):  # not JSON any more, or not of that form
         return None
+    except OSError as error:
+        if not is_of_damage(error):
+            raise
+        return None
 
 
 def _own_checksum(sums: dict) -> int:
@@ -93,7 +107,7 @@ def _problem(checkpoint: Any, file: Any, size: int, checksum: int) -> str | None
     try:
         found = _size_and_sum(file)
     except OSError as error:
-        if error.errno != errno.EIO:  # what a bad sector of a disk raises
+        if not is_of_damage(error):
             raise
         return f"file {_name(file, checkpoint)} cannot be read ({error.strerror})"
     if found[0] != size:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,14 @@ class Preemption:
         """Ends after an exception."""
         self._agreement.abandon()
         self._end(self._handlers)
+
+    def pass_on(self) -> None:
+        """Lets a signal that was noted before an exception reach the handler that it had before."""
+        if self.signal is None:
+            return
+        if signal.getsignal(self.signal) == signal.SIG_DFL:  # which ends the process
+            traceback.print_exc()
+        signal.raise_signal(self.signal)
 
     def _end(self, handlers: dict[int, Any]) -> None:
         for number, handler in handlers.items():

@@ -177,7 +177,7 @@ def _errors_as_damage() -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Orbax raises its own error, whatever the cause is
             cause = cause.__cause__
-        if isinstance(cause, (MemoryError, PermissionError, jax.errors.JaxRuntimeError)):
+        if isinstance(cause, (MemoryError, jax.errors.JaxRuntimeError)) or not checksums.is_of_damage(cause):
             raise
         reason = " ".join(str(cause).split())[:300]
         raise DamageError(f"it cannot be read ({type(cause).__name__}: {reason})") from error

@@ -273,11 +273,15 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     def _abandon(self) -> None:
         """Ends with a fit that raised an exception."""
-        if self._preemption is not None:
-            self._preemption.abandon()
-            self._preemption = None
-        with contextlib.suppress(messaging.ProcessFailure):  # which is known, and perhaps why fit ends
-            self._close()
+        preemption, self._preemption = self._preemption, None
+        try:
+            if preemption is not None:
+                preemption.abandon()
+            with contextlib.suppress(messaging.ProcessFailure):  # which is known, and perhaps why fit ends
+                self._close()
+        finally:
+            if preemption is not None:
+                preemption.pass_on()
 
     def _close(self) -> None:
         if self._files is not None:

@@ -6,7 +6,9 @@ The service runs in process 0; the clients of all processes send it heartbeats a
 import functools
 import ipaddress
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +99,17 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
         raise
     finally:
         module._jax = library
+
+
+def give_back_sigterm() -> None:
+    """Undoes for SIGTERM what JAX's preemption service did where JAX itself has joined the processes.
+
+    The service notes the signal in a handler that Python does not know, and does nothing with it by itself.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ and handler is not None and is_main:
+        signal.signal(signal.SIGTERM, handler)
 
 
 class _BoundedLibrary:

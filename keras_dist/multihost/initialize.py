@@ -72,6 +72,7 @@ def initialize(
     if not coordination.is_joined():
         internals.initialize(job_addresses, num_processes, process_id, functools.partial(_join, seconds))
     elif _timeout is None:  # `jax.distributed.initialize` or `keras.distribution.initialize` has joined the processes
+        coordination.give_back_sigterm()
         _watch(seconds)
         initialize_seed()
 

@@ -6,6 +6,7 @@ them differ. Nothing fails then: each device computes with what it has.
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from keras_dist.multihost import messaging
 
 _MAX_NAMED = 3  # values in an error
+_ROUNDING = 1e-3  # relative to the norm of an array: far more than a step adds, and less than what code assigns
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 
@@ -29,9 +31,10 @@ class _Shard(NamedTuple):
 
 
 def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]]) -> None:
-    """Raises a ValueError on all processes if shards that several of them hold differ in any bit.
+    """Raises a ValueError on all processes if shards that several of them hold differ.
 
-    Each process computes checksums on its own devices, and sends one message.
+    Each process computes checksums of all bits on its own devices, and sends one message. Large arrays that differ by
+    no more than rounding are a warning: GPUs add up some sums in any order.
 
     Args:
         owner: the name of the model, for errors.
@@ -56,9 +59,20 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     shared = {holders for digests_of_process in sent for holders in digests_of_process}
     if all(len({sent[process].get(holders) for process in map(int, holders.split(","))}) == 1 for holders in shared):
         return
-    rows = [[s.name, s.part, checksum, _text(s.data)] for s, checksum in zip(shards, checksums, strict=True)]
-    found = _differences(messaging.exchange("shared values in full", rows))
+    rows = [
+        [s.name, s.part, checksum, _text(s.data), _sums_of(s.data)]
+        for s, checksum in zip(shards, checksums, strict=True)
+    ]
+    found, is_rounding = _differences(messaging.exchange("shared values in full", rows))
     more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    if is_rounding:
+        warnings.warn(
+            f"Values of {owner!r} that should be equal on all processes differ by rounding: "
+            f"{', '.join(found[:_MAX_NAMED])}{more}. The processes have hardware or kernels that round in other ways. "
+            "On GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+            stacklevel=4,
+        )
+        return
     raise ValueError(
         f"Values of {owner!r} that must be equal on all processes differ: {', '.join(found[:_MAX_NAMED])}{more}. Some "
         "processes have assigned them and others have not, or not the same, in a callback or before fit. Let all "
@@ -110,16 +124,42 @@ def _text(data: jax.Array) -> str | None:
     return f"{np.asarray(data).item():.6g}" if data.size == 1 and jnp.issubdtype(data.dtype, np.number) else None
 
 
-def _differences(rows: list[list[list]]) -> list[str]:
-    """Returns what differs, with the processes that hold it; scalars first, with their values."""
+def _sums_of(data: jax.Array) -> list[float] | None:
+    """Returns the norm of an array of floats, and the sum with signs that look random; None for other values."""
+    if data.size == 1 or not jnp.issubdtype(data.dtype, jnp.floating):
+        return None
+    return [float(each) for each in _norm_and_projection(_on_device(data))]
+
+
+@jax.jit
+def _norm_and_projection(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    values = array.astype("float32").ravel()
+    signs = 1 - 2 * ((jax.lax.iota("uint32", values.size) * np.uint32(2654435761)) >> 31).astype("float32")
+    return jnp.sqrt(jnp.sum(values**2)), jnp.sum(values * signs)
+
+
+def _is_close(sums: list[float] | None, others: list[float] | None) -> bool:
+    if sums is None or others is None:
+        return False
+    limit = _ROUNDING * max(sums[0], others[0])
+    return all(abs(one - other) <= limit for one, other in zip(sums, others, strict=True))
+
+
+def _differences(rows: list[list[list]]) -> tuple[list[str], bool]:
+    """Returns what differs, with the processes that hold it, and whether all of it does so by rounding.
+
+    Scalars come first, with their values.
+    """
     received: dict[tuple[str, str], dict[int, list]] = {}
     for process, of_process in enumerate(rows):
         for name, part, *value in of_process:
             received.setdefault((name, part), {})[process] = value
     found: dict[str, tuple[bool, str]] = {}
+    is_rounding = True
     for (name, _), values in received.items():
         first, *others = values
         differing = [process for process in others if values[process][0] != values[first][0]]
+        is_rounding &= all(_is_close(values[first][2], values[process][2]) for process in differing)
         if differing and name not in found:
             texts = {process: values[process][1] for process in [first, *differing[:_MAX_NAMED]]}
             shown = [
@@ -127,4 +167,4 @@ def _differences(rows: list[list[list]]) -> list[str]:
                 for process, text in texts.items()
             ]
             found[name] = None in texts.values(), f"{name!r} ({' and '.join(shown)})"
-    return [text for _, text in sorted(found.values(), key=lambda entry: entry[0])]
+    return [text for _, text in sorted(found.values(), key=lambda entry: entry[0])], is_rounding

@@ -125,12 +125,18 @@ def auto(
         searches_options = search_step_options and step == "train" and objective == "time" and not finds_rows
         task = Task(build_model, step, names, trials, depth, options, goal, searches_options, report)
         choose_for = _choose_with_most_rows if finds_rows else choose
-        failure: ValueError | None = None
+        failure: Exception | None = None
+        notes: list[str] = []
         for place in places:
             try:
-                return replace(choose_for(task, place, batch), objective=objective)
+                choice = choose_for(task, place, batch)
             except (NothingFitsError, NoCandidateError) as error:
                 failure = error  # the next place has more devices, or is the next of the list
+            except Exception as error:  # of XLA, JAX, Keras or the model: the next place may have another compiler
+                failure = error
+                notes.append(f"Nothing could be chosen for {place}. {error_line(error)}")
+            else:
+                return replace(choice, objective=objective, notes=(*notes, *choice.notes))
         assert failure is not None  # there is at least one place
         raise failure
 
@@ -196,12 +202,14 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
             else:
                 rows, smallest = middle, found
         notes.insert(0, f"{counted(rows, 'row', 'fits', 'fit')}, {too_many} do not.")
-        try:
-            choice = choose(task, place, batch_of(rows))
-        except Exception as error:  # what is fastest needs more than what is smallest, or fails
-            if not isinstance(error, NothingFitsError):
-                notes.append(f"What is fastest could not be chosen. {error_line(error)}")
-            choice = choose(least, place, batch_of(rows))
+        choice = smallest
+        for wanted, quality in ((task, "fastest"), (least, "smallest")):
+            try:
+                choice = choose(wanted, place, batch_of(rows))
+                break
+            except Exception as error:  # what is fastest needs more than what is smallest, or fails
+                if not isinstance(error, NothingFitsError):
+                    notes.append(f"What is {quality} could not be chosen. {error_line(error)}")
     except KeyboardInterrupt:
         notes.insert(
             0, f"{counted(rows, 'row', 'fits', 'fit')}. The search for more, and for less time, was interrupted."

@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [slow_unless(case == "DP", case) for case in CASES])
+@pytest.mark.parametrize("case", [slow_unless(case == "FSDP", case) for case in CASES])
 def test_any_method_follows_any_while_weights_share_arrays_with_their_averages(case, without_donation, monkeypatch):
     assert set(itertools.pairwise(PATH)) == set(itertools.product(METHODS, repeat=2))
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_BYTES", 0)
@@ -127,6 +127,16 @@ def test_any_method_follows_any_while_weights_share_arrays_with_their_averages(c
     expected = without_donation(lambda: numbers_of(averaging(**options), PATH, share_with_averages))
     with distribution().scope():
         assert_close(numbers_of(averaging(**options), PATH, share_with_averages), expected)
+
+
+def test_averages_are_kept_where_the_distribution_is_no_longer_active(without_donation):
+    path = ["fit", "evaluate", "fit", "train_on_batch", "save"]
+    expected = without_donation(lambda: numbers_of(averaging(), path, share_with_averages))
+    with kd.DataParallel().scope():
+        model = averaging()
+    with pytest.warns(UserWarning, match="No distribution is active in this thread"):
+        found = numbers_of(model, path, share_with_averages)
+    assert_close(found, expected)
 
 
 def share(assign, model, other):

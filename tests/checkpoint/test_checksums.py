@@ -1,5 +1,6 @@
 """A damaged checkpoint is found by its checksums, named, and replaced by the newest undamaged one."""
 
+import errno
 import logging
 import shutil
 import warnings
@@ -14,7 +15,7 @@ from keras_dist.checkpoint import checksums, restore
 
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 EPOCH, EPOCHS = 4, 3  # batches
-WAYS = ("half", "empty", "flipped", "gone")
+WAYS = ("half", "empty", "flipped", "gone", "folder")
 
 
 def build(seed=1):
@@ -54,6 +55,22 @@ def quiet_orbax():
     logger.setLevel(level)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, "Too many open files"), ValueError("[os_error_code='24' path='8']")],
+)
+def test_an_error_of_this_machine_is_no_damage(error, copy, monkeypatch):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "_load", fail)
+        with pytest.raises(type(error), match=str(error.args[-1])[:15].replace("[", r"\[")):
+            train(copy, EPOCHS)
+    assert {path.name for path in copy.iterdir()} >= {"4", "8"}
+    assert len(train(copy, EPOCHS).epoch) == EPOCHS - 2
+
+
 def files_of(checkpoint):
     return sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file())
 
@@ -62,8 +79,10 @@ def damage(file, way):
     """Damages a file; returns what was in it."""
     content = file.read_bytes()
     middle = len(content) // 2
-    if way == "gone":
+    if way in ("gone", "folder"):
         file.unlink()
+        if way == "folder":
+            file.mkdir()
     elif way == "flipped":
         file.write_bytes(
             content[:middle] + bytes(byte ^ 8 for byte in content[middle : middle + 1]) + content[middle + 1 :]
@@ -103,6 +122,8 @@ def test_no_damage_of_a_file_gives_wrong_values(copy, quiet_orbax):
                     for value, other in zip(values, expected, strict=True):
                         np.testing.assert_array_equal(value, other)
             assert problem is None or name in problem
+            if way == "folder":
+                (newest / name).rmdir()
             (newest / name).write_bytes(content)
     assert found_in_no_checksum <= {"", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint"}
     assert checksums.damage(restore.etils_path(str(newest))) is None

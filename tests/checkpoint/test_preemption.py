@@ -165,11 +165,27 @@ def test_a_last_save_that_fails_restores_handlers(tmp_path, monkeypatch):
     def fail(self, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = signal.getsignal(signal.SIGTERM)
+    received = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     monkeypatch.setattr("keras_dist.checkpoint.checkpoint_files._ProcessFile._write", fail)
     with pytest.raises(OSError, match=f"could not be written to {tmp_path}"):
         train(tmp_path, Events("batch", 2))
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert received == [signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2
+
+
+def test_a_signal_before_fit_fails_reaches_its_handler(tmp_path):
+    class Fails(Events):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            raise KeyError
+
+    received = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    with pytest.raises(KeyError):
+        train(tmp_path, Fails("batch", 1))
+    assert received == [signal.SIGTERM]
 
 
 def test_in_another_thread_signals_are_not_handled(recwarn):

@@ -169,7 +169,7 @@ def quantized_kernels(mode):
     return made, outputs
 
 
-@pytest.mark.parametrize("mode", [slow("int4"), slow("gptq"), "awq"])
+@pytest.mark.parametrize("mode", [slow("int4"), "gptq", slow("awq")])
 def test_a_rule_is_for_the_float_kernel(mode):
     rules = distribution({f"{name}/kernel": axes for name, (*_, axes) in KERNELS.items()})
     alone, expected = quantized_kernels(mode)

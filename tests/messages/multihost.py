@@ -118,11 +118,12 @@ def _timeout(other=None):
 
 
 def _different_values(place="the start of an epoch", rate=0.2):
-    """Process 1 has another learning rate, and other values of five kernels."""
-    values = {f"layer_{number}/kernel": [["[:]", number, None]] for number in range(5)}
-    values["sgd/learning_rate"] = [["[]", 7, "0.01"]]
-    rows = [[name, *row] for name, of_name in values.items() for row in of_name]
-    others = [[*row[:2], row[2] + 1, None if row[3] is None else f"{rate:g}"] for row in rows]
+    """Process 1 has another learning rate, and values of five kernels that differ by rounding."""
+    rows = [[f"layer_{number}/kernel", "[:]", number, None, [2.0, 0.5]] for number in range(5)]
+    others = [[name, part, checksum + 1, None, [2.0001, 0.5]] for name, part, checksum, *_ in rows]
+    if rate is not None:
+        rows.append(["sgd/learning_rate", "[]", 7, "0.01", None])
+        others.append(["sgd/learning_rate", "[]", 8, f"{rate:g}", None])
     answers = iter([[["the start of an epoch", {"0,1": "a"}], [place, {"0,1": "b"}]], [rows, others]])
     with _messages_of(lambda topic, message: next(answers)):
         value_comparison.require_same_values("gpt", "the start of an epoch", [])
@@ -166,6 +167,7 @@ CASES = {
     "a process does not come in time": _timeout,
     "a process waits elsewhere": lambda: _timeout("'shared values' of fit"),
     "processes have other values": _different_values,
+    "processes round in other ways": lambda: _different_values(rate=None),
     "processes train for other epochs": lambda: _different_values("the end of fit"),
     "processes run different programs": _different_program,
     "processes make different calls": _different_calls,

@@ -154,7 +154,7 @@ print("alive")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_one_process_can_be_a_cluster():
     """JAX's own defaults are that SIGTERM does nothing, and that sockets listen at the address of the host's name."""
     done = run(ALONE)

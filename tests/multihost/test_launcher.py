@@ -173,7 +173,7 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_processes_end_when_the_launcher_is_killed(tmp_path):
     source = """
 import os, signal, time

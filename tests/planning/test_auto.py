@@ -220,6 +220,22 @@ def test_a_candidate_that_cannot_be_compiled_is_passed_over(monkeypatch, error):
         kd.auto(functools.partial(wide, width=128), 32)
 
 
+def test_a_target_for_which_nothing_can_be_compiled_is_passed_over(monkeypatch):
+    original = compilation._compile_and_read
+
+    def refusing(step, *arguments):
+        if step.distribution.device_mesh.devices.size == 2:
+            raise NotImplementedError("no such thing")
+        return original(step, *arguments)
+
+    monkeypatch.setattr(compilation, "_compile_and_read", refusing)
+    choice = kd.auto(wide, 32, target=["cpu:2", "cpu:4"], objective="devices", strategies=["dp"])
+    assert choice.mesh.devices.size == 4
+    assert "no such thing" in choice.notes[0]
+    with pytest.raises(ValueError, match="no such thing"):
+        kd.auto(wide, 32, target=["cpu:2"], objective="devices", strategies=["dp"])
+
+
 @pytest.mark.filterwarnings("default::UserWarning")
 def test_warnings_of_the_chosen_candidate_are_shown_once():
     with warnings.catch_warnings(record=True) as caught:
