@@ -277,9 +277,15 @@ def _difference(variable, saved_as, path: str) -> str | None:
 
 def steps(directory: str, remove_unfinished: bool = False) -> list[str]:
     """Returns the names of the complete checkpoints in a directory of checkpoints, the newest first."""
-    options = {"cleanup_tmp_directories": remove_unfinished}
-    with contextlib.closing(orbax().training.Checkpointer(directory, **options)) as checkpointer:
-        return [str(checkpoint.step) for checkpoint in reversed(checkpointer.checkpoints)]
+    checkpointer = orbax().training.Checkpointer
+    try:
+        with contextlib.closing(checkpointer(directory, cleanup_tmp_directories=remove_unfinished)) as opened:
+            return [str(checkpoint.step) for checkpoint in reversed(opened.checkpoints)]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Orbax cannot list the checkpoints in {directory}: {error} A file _CHECKPOINT_METADATA in one of them is "
+            "damaged. Replace its content with {}: it holds no values."
+        ) from error
 
 
 def etils_path(path: str) -> Any:

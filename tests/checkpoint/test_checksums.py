@@ -71,6 +71,15 @@ def test_an_error_of_this_machine_is_no_damage(error, copy, monkeypatch):
     assert len(train(copy, EPOCHS).epoch) == EPOCHS - 2
 
 
+def test_metadata_that_orbax_refuses_is_named(copy):
+    metadata = copy / "8" / "_CHECKPOINT_METADATA"
+    metadata.write_text("[]")
+    with pytest.raises(ValueError, match=rf"the checkpoints in {copy}: .* got list.*with {{}}"):
+        train(copy, EPOCHS)
+    metadata.write_text("{}")
+    assert len(train(copy, EPOCHS).epoch) == EPOCHS - 2
+
+
 def files_of(checkpoint):
     return sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file())
 
