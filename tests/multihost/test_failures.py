@@ -40,7 +40,7 @@ TABLE = [
     ("fit", "ends early", 1, 0, ENDS, "process 1 ("),
     ("fit", "ends without cleanup", 1, 3, ENDS, "process 1 ("),
     ("fit", "stalls", 1, 70, ENDS, "waited 5 seconds"),
-    ("fit", "stops after an epoch", 0, 0, ENDS, "process 0 ("),
+    ("fit", "stops after an epoch", 0, 1, ENDS, "different numbers of epochs"),
 ]
 # One case of each way to detect a failure; the others are marked slow.
 FAST = {("messages", "raises", 1), ("messages", "is killed", 0), ("devices", "is killed", 1), ("fit", "stalls", 1)}
