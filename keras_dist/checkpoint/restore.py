@@ -283,8 +283,8 @@ def steps(directory: str, remove_unfinished: bool = False) -> list[str]:
             return [str(checkpoint.step) for checkpoint in reversed(opened.checkpoints)]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"Orbax cannot list the checkpoints in {directory}: {error} A file _CHECKPOINT_METADATA in one of them is "
-            "damaged. Replace its content with {}: it holds no values."
+            f"Orbax cannot list the checkpoints in {directory}: {error} If a file _CHECKPOINT_METADATA in one of them "
+            "is damaged, replace its content with {}: it holds no values."
         ) from error
 
 
