@@ -115,8 +115,12 @@ def _checksum(array: jax.Array) -> jax.Array:
     if array.dtype == bool or array.dtype.name in _SUB_BYTE:
         array = array.astype("float32")
     bits = jax.lax.bitcast_convert_type(array, f"uint{8 * min(4, array.dtype.itemsize)}").astype("uint32").ravel()
-    factors = jax.lax.iota("uint32", bits.size) * np.uint32(2654435761) | np.uint32(1)
-    return jnp.sum(bits * factors, dtype="uint32")
+    return jnp.sum(bits * _factors(bits.size), dtype="uint32")
+
+
+def _factors(size: int) -> jax.Array:
+    """Returns an odd number for each position, whose bits look random."""
+    return jax.lax.iota("uint32", size) * np.uint32(2654435761) | np.uint32(1)
 
 
 def _text(data: jax.Array) -> str | None:
@@ -134,7 +138,7 @@ def _sums_of(data: jax.Array) -> list[float] | None:
 @jax.jit
 def _norm_and_projection(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     values = array.astype("float32").ravel()
-    signs = 1 - 2 * ((jax.lax.iota("uint32", values.size) * np.uint32(2654435761)) >> 31).astype("float32")
+    signs = 1 - 2 * (_factors(values.size) >> 31).astype("float32")
     return jnp.sqrt(jnp.sum(values**2)), jnp.sum(values * signs)
 
 
