@@ -81,7 +81,7 @@ def test_a_process_is_named_that_misses_a_message_before_a_heartbeat():
     ],
 )
 def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, file, arguments, tmp_path):
-    call = failures.cannot_write, str(tmp_path), who, file, arguments
+    call = failures.cannot_write, str(tmp_path), who, file, arguments, LONG_WAIT
     done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
     output = output_of(done)
     assert done[who].returncode == 1, output
@@ -90,6 +90,25 @@ def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, 
     assert "OSError: A checkpoint could not be written to" in done[who].stderr, output
     assert f"Process {who} (" in done[1 - who].stderr, output
     assert reason in done[1 - who].stderr, output
+    assert restore.steps(str(tmp_path))[0] == ("6" if arguments["save_freq"] == 3 else "4")
+
+
+@pytest.mark.parametrize(
+    ("who", "file", "arguments"),
+    [
+        (1, "blocked arrays", {"save_freq": 4}),
+        slow(0, "blocked arrays", {"save_freq": 3}),
+        slow(1, "blocked progress", {"save_freq": 3, "save_on_background": False}),
+    ],
+)
+def test_all_processes_end_where_the_write_of_one_never_returns(who, file, arguments, tmp_path):
+    call = failures.cannot_write, str(tmp_path), who, file, arguments, SHORT_WAIT
+    done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
+    output = output_of(done)
+    for process in done:
+        assert process.returncode in ENDS, output
+        reason = f"Process {1 - who} waited 5 seconds at 'writing of a checkpoint' for process {who} ("
+        assert reason in process.stderr, output
     assert restore.steps(str(tmp_path))[0] == ("6" if arguments["save_freq"] == 3 else "4")
 
 

@@ -1,5 +1,6 @@
 """Two processes that work together until one of them fails."""
 
+import asyncio
 import errno
 import os
 import resource
@@ -10,6 +11,7 @@ import time
 import jax
 import keras
 import numpy as np
+import tensorstore
 
 import keras_dist as kd
 from keras_dist.checkpoint import checkpoint_files
@@ -78,7 +80,7 @@ def _fit(act, epochs):
     model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, epochs=epochs, verbose=0, callbacks=[Act()])
 
 
-def cannot_write(directory, who, file, arguments):
+def cannot_write(directory, who, file, arguments, wait_seconds):
     """Trains with checkpoints, of which process `who` cannot write its part from the seventh batch on."""
 
     class Full(keras.callbacks.Callback):
@@ -86,10 +88,15 @@ def cannot_write(directory, who, file, arguments):
             if batch != 6:
                 return
             checkpoint._files._finish()  # the checkpoint before is complete
+            messaging.set_timeout(wait_seconds)
             if messaging.process_index() != who:
                 return
             if file == "progress":
                 checkpoint_files._ProcessFile.save = _no_space
+            elif file == "blocked progress":
+                checkpoint_files._ProcessFile._write = lambda self, folder: time.sleep(1000)
+            elif file == "blocked arrays":
+                tensorstore.open = lambda *arguments, **options: asyncio.sleep(1000)
             else:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
 
