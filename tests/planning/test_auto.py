@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import warnings
 
 import jax
@@ -165,6 +166,14 @@ def test_nothing_fits(monkeypatch, compiled):
     assert not compiled  # exact sizes suffice
     assert all(trial.outcome.startswith("cannot fit") for trial in caught.value.trials)
     assert kd.distribution() is None
+    with pytest.raises(NothingFitsError, match="per device for variables and batch"):
+        kd.auto(wide, "largest")  # not even one row
+
+
+def test_the_most_rows_need_known_memory(monkeypatch):
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    with pytest.raises(ValueError, match=r"rows that fit are unknown, because the memory of .* is\. Pass a batch"):
+        kd.auto(wide, "largest")
 
 
 @pytest.mark.slow
