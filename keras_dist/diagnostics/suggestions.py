@@ -78,7 +78,13 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         group, wanted = paths.variables(found), axes[pattern]
         if group and not is_activation and group[0].base is None:
             wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
-        yield Unmatched(pattern, group, f"Did you mean:\n    {assignment(better, wanted)}")
+        fix = f"Did you mean:\n    {assignment(better, wanted)}"
+        if _without_numbers(pattern) == _without_numbers(better):
+            fix += (
+                "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. If "
+                "this is one of them, give it a name."
+            )
+        yield Unmatched(pattern, group, fix)
 
 
 def _advice_on_tied_head(coverage: Coverage, embedding: Group, axes: Axes) -> str:
@@ -198,3 +204,7 @@ def _text_of_regex(regex: str) -> str:
     text = re.sub(r"_?(\[0-9\]|\\d|\d)[+*]?", "#", regex)
     text = re.sub(r"\((?:\?:)?([^()|]*)\|[^()]*\)", r"\1", text)
     return re.sub(r"\.[*+?]|\\|[\^$()\[\]?]", "", text).strip("/")
+
+
+def _without_numbers(regex: str) -> str:
+    return _text_of_regex(regex).replace("#", "")

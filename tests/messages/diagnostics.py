@@ -130,6 +130,7 @@ CASES = {
     "a rule without a match": findings(tower, {"tower/up/kernl": COLUMNS, "down/kernel": ROWS}),
     "a rule that resembles nothing": findings(tower, {"xyz": COLUMNS, ".*/kernel": COLUMNS}),
     "a rule for an output without a match": findings(tower, {".*/kernel": COLUMNS, "upp/output": ("data", None)}),
+    "a rule with another number": findings(tower, {"up_1/kernel": COLUMNS, "down/kernel": ROWS}),
     "a glob": findings(decoder, {"block_*_up/kernel": COLUMNS}),
     "a rule for the head of a model with tied weights": findings(
         tied, {"dense/kernel": COLUMNS, "head/kernel": COLUMNS}
