@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 import warnings
@@ -48,8 +49,10 @@ class CheckpointFiles:
         try:
             if self._is_local:
                 self._reserve(model)
-            self._saved = [int(step) for step in reversed(restore.steps(str(self._directory), remove_unfinished=True))]
+            self._saved = [int(step) for step in reversed(restore.steps(str(self._directory)))]
             self._require_same_newest()
+            if messaging.process_index() == 0:
+                self._remove_unfinished()
         except BaseException:
             self.close()
             raise
@@ -73,6 +76,13 @@ class CheckpointFiles:
                 stacklevel=3,
             )
         _raise_on_all_processes(None if self._lock is None else self._lock.problem)
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed job has left: a folder of another name, or at an object store one that lacks a file."""
+        complete = {str(step) for step in self._saved}
+        for path in self._directory.iterdir() if self._directory.exists() else ():
+            if re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name) and path.name not in complete:
+                _remove(path)
 
     def _require_same_newest(self) -> None:
         step = self._saved[-1] if self._saved else None
@@ -135,11 +145,12 @@ class CheckpointFiles:
             OSError: this checkpoint or the one before could not be written.
             ProcessFailure: another process could not write its part, or failed otherwise.
         """
-        self._keep_lock()
+        with self._waiting():
+            self._finish()
+        self._keep_lock()  # here all processes wait for one that still deletes a checkpoint, longer than Orbax would
         arrays = jax.tree.map(lent, restore.state_tree(model))
         content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
         with self._waiting():
-            self._finish()
             self._saved.append(batches)
             obsolete = [] if self._max_to_keep is None else self._saved[: -self._max_to_keep]
             self._saved = self._saved[len(obsolete) :]
@@ -244,6 +255,7 @@ class _Writing(threading.Thread):
         context.checkpointables.registry = registry
         # By default threads that nothing ends wait minutes for a folder that could not be created.
         context.asynchronous.create_directories_asynchronously = False
+        context.asynchronous.timeout_secs = max(context.asynchronous.timeout_secs, int(messaging.timeout()))
         try:
             with context:
                 response = orbax.save_checkpointables_async(*self._arguments)
@@ -254,19 +266,17 @@ class _Writing(threading.Thread):
             self.error = _explained(error, self._directory)
             messaging.report_failure(self.error)  # the others wait for this process, which may be in a step
         else:
-            if messaging.process_index() == 0:
-                self._remove_obsolete()
+            for path in self._obsolete if messaging.process_index() == 0 else ():
+                _remove(path)
         finally:
             self.is_copied.set()
 
-    def _remove_obsolete(self) -> None:
-        for path in self._obsolete:
-            try:
-                path.rmtree(missing_ok=True)
-            except OSError as error:
-                warnings.warn(
-                    f"{path} is no longer needed and cannot be deleted ({error.strerror}). Delete it.", stacklevel=2
-                )
+
+def _remove(path: Any) -> None:
+    try:
+        path.rmtree(missing_ok=True)
+    except OSError as error:
+        warnings.warn(f"{path} is no longer needed and cannot be deleted ({error.strerror}). Delete it.", stacklevel=3)
 
 
 def _explained(error: Exception, directory: Any) -> Exception:

@@ -57,6 +57,7 @@ def array_handler(ocp: Any) -> type:
             """Is called between two barriers: all processes have written, and none may commit the checkpoint yet."""
             await super()._finalize(directory)  # process 0 merges the indices of all
             await asyncio.to_thread(lambda: write(directory, _written_by_this_process(directory)))
+            await asyncio.to_thread(messaging.exchange, "checksums of a new checkpoint", None)
 
     return Handler
 

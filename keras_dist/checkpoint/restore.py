@@ -275,12 +275,14 @@ def _difference(variable, saved_as, path: str) -> str | None:
 # ------------------------------------------------------------------------------------------------- Orbax's own files
 
 
-def steps(directory: str, remove_unfinished: bool = False) -> list[str]:
-    """Returns the names of the complete checkpoints in a directory of checkpoints, the newest first."""
-    checkpointer = orbax().training.Checkpointer
+def steps(directory: str) -> list[str]:
+    """Returns the names of the complete checkpoints in a directory of checkpoints, the newest first.
+
+    Waits for no other process: with Orbax's Checkpointer, one that cannot read the directory lets all wait without end.
+    """
     try:
-        with contextlib.closing(checkpointer(directory, cleanup_tmp_directories=remove_unfinished)) as opened:
-            return [str(checkpoint.step) for checkpoint in reversed(opened.checkpoints)]
+        found = orbax().path.step.standard_name_format().find_all(directory)
+        return [str(step) for step in sorted((checkpoint.step for checkpoint in found), reverse=True)]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Orbax cannot list the checkpoints in {directory}: {error} If a file _CHECKPOINT_METADATA in one of them "

@@ -80,6 +80,14 @@ def test_metadata_that_orbax_refuses_is_named(copy):
     assert len(train(copy, EPOCHS).epoch) == EPOCHS - 2
 
 
+def test_what_a_killed_job_has_left_is_removed(copy):
+    for name in ("6.orbax-checkpoint-tmp", "7.orbax-checkpoint-tmp-1234", "9.damaged", "notes"):
+        (copy / name / "pytree").mkdir(parents=True)
+    train(copy, EPOCHS)
+    assert {"8", "9.damaged", "notes"} <= {path.name for path in copy.iterdir()}
+    assert not list(copy.glob("*orbax-checkpoint-tmp*"))
+
+
 def files_of(checkpoint):
     return sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file())
 

@@ -99,16 +99,17 @@ def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, 
         (1, "blocked arrays", {"save_freq": 4}),
         slow(0, "blocked arrays", {"save_freq": 3}),
         slow(1, "blocked progress", {"save_freq": 3, "save_on_background": False}),
+        slow(1, "blocked checksums", {"save_freq": 4}),
     ],
 )
 def test_all_processes_end_where_the_write_of_one_never_returns(who, file, arguments, tmp_path):
     call = failures.cannot_write, str(tmp_path), who, file, arguments, SHORT_WAIT
     done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
     output = output_of(done)
+    place = "checksums of a new checkpoint" if file == "blocked checksums" else "writing of a checkpoint"
     for process in done:
         assert process.returncode in ENDS, output
-        reason = f"Process {1 - who} waited 5 seconds at 'writing of a checkpoint' for process {who} ("
-        assert reason in process.stderr, output
+        assert f"Process {1 - who} waited 5 seconds at '{place}' for process {who} (" in process.stderr, output
     assert restore.steps(str(tmp_path))[0] == ("6" if arguments["save_freq"] == 3 else "4")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore
 
 import keras_dist as kd
-from keras_dist.checkpoint import checkpoint_files
+from keras_dist.checkpoint import checkpoint_files, checksums
 from keras_dist.multihost import messaging
 
 
@@ -95,6 +95,8 @@ def cannot_write(directory, who, file, arguments, wait_seconds):
                 checkpoint_files._ProcessFile.save = _no_space
             elif file == "blocked progress":
                 checkpoint_files._ProcessFile._write = lambda self, folder: time.sleep(1000)
+            elif file == "blocked checksums":
+                checksums._written_by_this_process = lambda folder: time.sleep(1000)
             elif file == "blocked arrays":
                 tensorstore.open = lambda *arguments, **options: asyncio.sleep(1000)
             else:
