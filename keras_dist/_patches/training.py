@@ -27,6 +27,7 @@ from keras_dist._keras.training_state import put_values_back, state_variables, s
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
+from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.planning.plan import with_remat_chosen
 from keras_dist.strategies.gradient_accumulation import is_updating
@@ -231,7 +232,10 @@ def _patch_make_function(step: str) -> None:
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
-            function = step_function(self, step, getattr(self, attribute), finish, accumulation)
+            keras_function = getattr(self, attribute)
+            if distribution.is_multi_process:
+                keras_function = _counted(keras_function)
+            function = step_function(self, step, keras_function, finish, accumulation)
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
         return None
@@ -239,6 +243,14 @@ def _patch_make_function(step: str) -> None:
 
 for _step in STEPS:
     _patch_make_function(_step)
+
+
+def _counted(function):
+    def begin_and_call(state, iterator):
+        begin_step()
+        return function(state, iterator)
+
+    return begin_and_call
 
 
 def _unchanged(outputs, iterator):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -21,6 +22,8 @@ from keras_dist.data.position import DataPosition, RandomState, current_position
 from keras_dist.multihost import messaging
 from keras_dist.multihost.elastic import STATUS_VARIABLE
 from keras_dist.multihost.launcher import STOP_SIGNALS
+
+_running: "weakref.WeakSet[TrainingCheckpoint]" = weakref.WeakSet()  # and some whose fit has ended
 
 
 class TrainingCheckpoint(keras.callbacks.Callback):
@@ -66,8 +69,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
         ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
             directory is not writable, has too little space or is used by another running job; the processes find
-            different checkpoints; all of them are damaged; or the checkpoint is of another model or of another number
-            of batches in an epoch.
+            different checkpoints; all of them are damaged; the checkpoint is of another model or of another number of
+            batches in an epoch; or `fit` has two TrainingCheckpoints.
         OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay. Where one
             of several processes cannot write its part, the others raise a `ProcessFailure` that names it, or end.
         SystemExit: in `fit`, after a signal.
@@ -147,6 +150,14 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 "keras_dist.set_distribution(keras_dist.DataParallel()) before building the model, even with one "
                 "device."
             )
+        for other in _running:
+            if other.model is self.model and other._preemption is not None:
+                raise ValueError(
+                    f"fit has two TrainingCheckpoints, for {other.directory} and {self.directory}, of which each would "
+                    "restore its own state. Pass one. For copies that training does not continue from, use "
+                    "keras.callbacks.ModelCheckpoint."
+                )
+        _running.add(self)
         at_end_of_fit(self._abandon)
         self._preemption = Preemption(self.signals)
         model: Any = self.model

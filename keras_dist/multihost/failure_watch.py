@@ -6,6 +6,7 @@
 | exits early | its announcement, when this process next waits for a message | 1 s |
 | is killed or stopped | missed heartbeats | `coordination.HEARTBEAT_TIMEOUT` |
 | makes other calls | the timeout of messages | `initialize(timeout=...)` |
+| hangs before a step that this one has begun | its number of steps | `initialize(timeout=...)` |
 | is the launcher, and is killed | the end of its pipe | at once |
 
 Where the main thread is blocked in a collective, no exception reaches it: `END_GRACE` seconds after the detection,
@@ -25,16 +26,19 @@ from collections.abc import Callable
 
 import jax
 
+from keras_dist._report.units import counted
 from keras_dist.multihost import coordination, messaging
 from keras_dist.multihost.launcher import FOLLOWER_STATUS, PIPE_VARIABLE, STOP_GRACE
 from keras_dist.multihost.messaging import TICK
 
-END_GRACE = 10.0  # seconds that a process has to end by itself after another one failed
+END_GRACE = 6.0  # seconds that a process has to end by itself after another one failed
 _LAST_MARGIN = 3.0  # seconds that process 0 waits longer than that
 
 _is_leaving = False
 _threads: list[threading.Thread] = []
 _live: set[int] = set()  # processes whose heartbeats arrive
+_STEPS = "begun"  # the topic of how many steps processes have begun that have begun none for a while
+_steps, _last_step = 0, 0.0  # how many steps of models this process has begun, and when the last one, or the program
 
 
 def start() -> None:
@@ -44,6 +48,8 @@ def start() -> None:
         ValueError: the processes were passed different numbers of processes.
         ProcessFailure: a process does not get here within the timeout.
     """
+    global _last_step
+    _last_step = time.monotonic()
     messaging.announce_start()
     # After this exchange all are connected; before, a process that connects late would look like a dead one.
     counts = messaging.exchange("number of processes", messaging.process_count())
@@ -59,6 +65,12 @@ def start() -> None:
                 f"Process {process} has num_processes={count}, but process 0 has num_processes={counts[0]}. Pass the "
                 "same num_processes to all processes."
             )
+
+
+def begin_step() -> None:
+    """Notes that this process begins a step, in which its devices may wait for all other processes."""
+    global _steps, _last_step
+    _steps, _last_step = _steps + 1, time.monotonic()
 
 
 def join_at_exit(thread: threading.Thread) -> None:
@@ -85,7 +97,7 @@ def _watch_launcher(descriptor: int) -> None:
 
 
 def _watch_failures() -> None:
-    everyone = {*range(messaging.process_count())}
+    everyone, posted = {*range(messaging.process_count())}, None
     while not _is_leaving and coordination.is_joined():
         time.sleep(TICK)
         try:
@@ -95,6 +107,12 @@ def _watch_failures() -> None:
                 _end(report[1], status=1)
             if report is not None:
                 _fail(report[1])
+            steps = _steps if time.monotonic() - _last_step > messaging.timeout() else None
+            if steps != posted:
+                messaging.set_status(_STEPS, steps)
+                posted = steps
+            if messaging.process_index() == 0 and steps is not None:
+                _require_equal_steps(messaging.statuses(_STEPS))
             silent = everyone - _live
             # A process tells that it has ended before its heartbeats stop, so this is read second.
             dead = sorted(silent - {*messaging.ended_processes()}) if silent else []
@@ -105,9 +123,23 @@ def _watch_failures() -> None:
                 _fail(f"The coordination service in process 0 ({coordination.address()}) does not respond: {error}")
 
 
+def _require_equal_steps(steps: dict[int, int]) -> None:
+    """Fails where processes wait in a step that others have not begun. A process that makes steps is not among them."""
+    behind = [process for process, number in steps.items() if number < max(steps.values())]
+    if behind:
+        message = (
+            f"{messaging.describe(behind).capitalize()} has not begun step {max(steps.values())} of this program, in "
+            f"which other processes have waited {counted(messaging.timeout(), 'second')}. Check what that process is "
+            "doing; if it only needs longer, increase initialize(timeout=...)."
+        )
+        messaging.report_failure(messaging.ProcessFailure(message))
+        _fail(message)
+
+
 def _fail(message: str) -> None:
     messaging.set_known_failure(message)
-    time.sleep(END_GRACE)  # for the main thread, unless it is blocked in a collective
+    # For the main thread, unless it is blocked in a collective. JAX aborts the others when process 0 ends.
+    time.sleep(END_GRACE + (_LAST_MARGIN if messaging.process_index() == 0 else 0))
     _end(message)
 
 

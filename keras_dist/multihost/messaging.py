@@ -23,6 +23,7 @@ from keras_dist.multihost.coordination import client, process_count, process_ind
 DEFAULT_TIMEOUT = 600.0  # seconds
 TICK = 1.0  # seconds between two looks at the state of other processes
 _PREFIX = "keras_dist"
+_WAITING = "waiting"  # the topic of where processes wait for a message
 
 _timeout = DEFAULT_TIMEOUT
 _failure: str | None = None  # of another process, once known
@@ -103,6 +104,20 @@ def remove_posted(topic: str, number: int) -> None:
     client().key_value_delete(f"{_PREFIX}/{topic}/{number}/")
 
 
+def set_status(topic: str, status: Any) -> None:
+    """Stores what this process does, in place of what it did before; None removes it."""
+    key = f"{_PREFIX}/{topic}/{process_index()}"
+    if status is None:
+        client().key_value_delete(key)
+    else:
+        client().key_value_set(key, json.dumps(status), allow_overwrite=True)
+
+
+def statuses(topic: str) -> dict[int, Any]:
+    """Returns what processes do, of those that have told."""
+    return {process: json.loads(text) for process, text in _by_process(f"{_PREFIX}/{topic}/").items()}
+
+
 def decide(topic: str, value: str) -> str:
     """Stores a value, unless another process has stored one, and returns the one that is stored."""
     key = f"{_PREFIX}/{topic}/decision"
@@ -137,7 +152,7 @@ def _by_process(directory: str) -> dict[int, str]:
 
 def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], bool]) -> str:
     key, deadline = f"{directory}/{name}", time.monotonic() + _timeout
-    waiting, is_announced = f"{_PREFIX}/waiting/{process_index()}", False
+    is_announced = False
     while True:
         try:
             message = client().blocking_key_value_get(key, int(1000 * TICK))
@@ -146,10 +161,10 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
                 raise
         else:
             if is_announced:
-                client().key_value_delete(waiting)
+                set_status(_WAITING, None)
             return message
         if not is_announced:
-            client().key_value_set(waiting, place, allow_overwrite=True)
+            set_status(_WAITING, place)
             is_announced = True
         if _failure is not None:
             raise ProcessFailure(_failure)
@@ -159,6 +174,9 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
         if ended:
             if _look_up(key) is not None:  # sent just before the process ended
                 continue
+            report = reported_failure()
+            if report is not None:  # just before the process ended, and not known yet
+                raise ProcessFailure(report[1])
             problem = (
                 f"{describe(ended).capitalize()} ended while process {process_index()} waited at {place}. Let every "
                 "process run the same program to its end and make the same Keras calls."
@@ -174,8 +192,8 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
 
 def _timeout_message(directory: str, place: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
-    waiting = {process: _look_up(f"{_PREFIX}/waiting/{process}") for process in missing}
-    others = [f"process {process} waits at {other}" for process, other in waiting.items() if other not in (None, place)]
+    waiting = {process: other for process, other in statuses(_WAITING).items() if process in missing}
+    others = [f"process {process} waits at {other}" for process, other in sorted(waiting.items()) if other != place]
     if others:
         return (
             f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}."

@@ -161,6 +161,21 @@ def test_a_fit_that_fails_restores_handlers(event, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_two_in_one_fit_are_an_error(tmp_path):
+    """Each would restore its own state, and the second would give handlers of signals back that are the first one's."""
+    before = signal.getsignal(signal.SIGTERM)
+    two = [kd.TrainingCheckpoint(str(tmp_path / name)) for name in "ab"]
+    with kd.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="two TrainingCheckpoints"):
+            model.fit(X, Y, verbose=0, callbacks=two)
+        assert signal.getsignal(signal.SIGTERM) is before
+        for checkpoint in two:
+            model.fit(X, Y, verbose=0, callbacks=[checkpoint])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_last_save_that_fails_restores_handlers(tmp_path, monkeypatch):
     def fail(self, folder):
         raise OSError(errno.ENOSPC, "No space left on device")

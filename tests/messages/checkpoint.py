@@ -38,6 +38,12 @@ def fit(model, directory="checkpoints"):
     model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(os.path.abspath(directory))])
 
 
+def fit_with_two():
+    checkpoints = [kd.TrainingCheckpoint(directory) for directory in (os.path.basename(new_directory()), "others")]
+    with kd.DataParallel().scope():
+        new_model(8, 1).fit(X, Y, verbose=0, callbacks=checkpoints)
+
+
 def restart(*widths):
     """Trains a model of two layers, and then another one with the same directory."""
     with kd.DataParallel().scope():
@@ -178,6 +184,7 @@ CASES = {
     "signals has a number that is no signal": lambda: kd.TrainingCheckpoint("c", signals=(1000,)),
     "exit_status is out of range": lambda: kd.TrainingCheckpoint("checkpoints", exit_status=256),
     "fit runs in another thread": in_another_thread,
+    "fit has two TrainingCheckpoints": fit_with_two,
     "the directory is not writable": not_writable,
     "the directory is too small": too_small,
     "the directory is used by another job": used_by_another_job,

@@ -111,10 +111,20 @@ def _timeout(other=None):
     replaced = {
         "_by_process": lambda directory: {0: ""},
         "process_count": lambda: 2,
-        "_look_up": lambda key: other if "waiting" in key else "host-1, pid 4321",
+        "_look_up": lambda key: "host-1, pid 4321",
+        "statuses": lambda topic: {} if other is None else {1: other},
     }
     with mock.patch.multiple(messaging, **replaced):
         return messaging._timeout_message("keras_dist/data 1/0", "'data 1' of evaluate")
+
+
+def _behind():
+    with (
+        mock.patch.multiple(messaging, _look_up=lambda key: "host-1, pid 4321"),
+        mock.patch.multiple(failure_watch, _fail=mock.DEFAULT) as replaced,
+    ):
+        failure_watch._require_equal_steps({0: 17, 1: 16, 2: 17})
+    return replaced["_fail"].call_args.args[0]
 
 
 def _different_values(place="the start of an epoch", rate=0.2):
@@ -165,6 +175,7 @@ CASES = {
     "a process ends while another one waits": lambda: _waiting(ended_processes=lambda: [1]),
     "a comparison is cancelled": _waiting,
     "a process does not come in time": _timeout,
+    "a process hangs before a step": _behind,
     "a process waits elsewhere": lambda: _timeout("'shared values' of fit"),
     "processes have other values": _different_values,
     "processes round in other ways": lambda: _different_values(rate=None),

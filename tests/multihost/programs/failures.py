@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import functools
 import os
 import resource
 import signal
@@ -47,13 +48,14 @@ def fail(work, failure, who, wait_seconds):
         if messaging.process_index() == who:
             FAILURES[failure]()
 
-    if work == "fit":
-        _fit(act, epochs=2 if failure == "stops after an epoch" and messaging.process_index() != who else 1)
+    if work in ("fit", "last batches"):
+        epochs = 2 if failure == "stops after an epoch" and messaging.process_index() != who else 1
+        _fit(act, epochs, 3 if work == "fit" else 14)
         return
     for step in range(5):
         if step == 3:
             act()
-        (_exchange if work == "messages" else _sum_over_devices)(step)
+        {"messages": _exchange, "devices": _sum_over_devices, "single batches": _train_on_batch}[work](step)
 
 
 def _exchange(step):
@@ -67,17 +69,26 @@ def _sum_over_devices(step):
     float(jax.jit(lambda x: x.sum())(ones))
 
 
-def _fit(act, epochs):
-    class Act(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            float(logs["loss"])  # waits for the devices of both processes
-            if batch == 3:
-                act()
-
+@functools.cache
+def _model():
     kd.set_distribution(kd.DataParallel())
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, epochs=epochs, verbose=0, callbacks=[Act()])
+    return model
+
+
+def _train_on_batch(step):
+    _model().train_on_batch(np.ones((4, 4)), np.ones((4, 1)))
+
+
+def _fit(act, epochs, when):
+    class Act(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])  # waits for the devices of both processes
+            if batch == when:
+                act()
+
+    _model().fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, epochs=epochs, verbose=0, callbacks=[Act()])
 
 
 def cannot_write(directory, who, file, arguments, wait_seconds):
