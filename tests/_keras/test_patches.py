@@ -87,7 +87,7 @@ def private_names_of_keras():
 def test_private_names_of_keras_are_used_in_their_room_only():
     of_keras, own = set(private_names_of_keras()) | {"_keras_mask"}, set(names_defined_here())
     of_python = {"_asdict", "_replace", "_fields", "_exit", "_getframe"}
-    of_jax, of_orbax = {"_jax", "_trace"}, {"_finalize"}
+    of_jax, of_orbax = {"_jax", "_trace"}, {"_finalize", "_background_save"}
     found = {
         f"{file.relative_to(PACKAGE)}: {owner}.{name}"
         for file, tree in OTHER_FILES.items()
