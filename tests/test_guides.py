@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 pytest.importorskip("sklearn", reason="the guides read scikit-learn's digits: pip install scikit-learn")
@@ -176,6 +177,7 @@ def test_the_guide_to_step_options():
     rows = [line.split() for line in printed.splitlines() if "GFLOP" in line]
     losses, temporaries, wire_bytes, flops = zip(*([row[0], row[1], row[3], row[5]] for row in rows[-5:]), strict=True)
     assert len(set(losses)) == 1
-    assert float(temporaries[3]) < float(temporaries[0])
+    if jax.__version_info__ >= (0, 12):  # `remat="full"` saves nothing with the compiler for CPUs of JAX 0.10
+        assert float(temporaries[3]) < float(temporaries[0])
     assert float(wire_bytes[2]) > 2 * float(wire_bytes[1])  # gradients are reduced in each microbatch
     assert float(flops[3]) > float(flops[0])
