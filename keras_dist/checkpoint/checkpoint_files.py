@@ -147,10 +147,9 @@ class CheckpointFiles:
         """
         with self._waiting():
             self._finish()
-        self._keep_lock()  # here all processes wait for one that still deletes a checkpoint, longer than Orbax would
-        arrays = jax.tree.map(lent, restore.state_tree(model))
-        content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
-        with self._waiting():
+            self._keep_lock()  # all wait here for one that still deletes a checkpoint, longer than Orbax would
+            arrays = jax.tree.map(lent, restore.state_tree(model))
+            content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
             self._saved.append(batches)
             obsolete = [] if self._max_to_keep is None else self._saved[: -self._max_to_keep]
             self._saved = self._saved[len(obsolete) :]

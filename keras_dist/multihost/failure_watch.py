@@ -125,12 +125,12 @@ def _watch_failures() -> None:
 
 def _require_equal_steps(steps: dict[int, int]) -> None:
     """Fails where processes wait in a step that others have not begun. A process that makes steps is not among them."""
-    behind = [process for process, number in steps.items() if number < max(steps.values())]
+    newest = max(steps.values())
+    behind = [process for process, number in steps.items() if number < newest]
     if behind:
         message = (
-            f"{messaging.describe(behind).capitalize()} has not begun step {max(steps.values())} of this program, in "
-            f"which other processes have waited {counted(messaging.timeout(), 'second')}. Check what that process is "
-            "doing; if it only needs longer, increase initialize(timeout=...)."
+            f"{messaging.describe(behind).capitalize()} has not begun step {newest} of this program, in which other "
+            f"processes have waited {counted(messaging.timeout(), 'second')}. {messaging.SLOW_PROCESS_FIX}"
         )
         messaging.report_failure(messaging.ProcessFailure(message))
         _fail(message)

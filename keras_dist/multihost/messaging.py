@@ -22,6 +22,7 @@ from keras_dist.multihost.coordination import client, process_count, process_ind
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 TICK = 1.0  # seconds between two looks at the state of other processes
+SLOW_PROCESS_FIX = "Check what that process is doing; if it only needs longer, increase initialize(timeout=...)."
 _PREFIX = "keras_dist"
 _WAITING = "waiting"  # the topic of where processes wait for a message
 
@@ -95,8 +96,7 @@ def post(topic: str, number: int, message: Any) -> None:
 
 def posted(topic: str, number: int) -> dict[int, Any]:
     """Returns the messages that processes have posted so far, by process. Does not wait for more."""
-    received = _by_process(f"{_PREFIX}/{topic}/{number}/from/")
-    return {process: json.loads(text) for process, text in sorted(received.items())}
+    return statuses(f"{topic}/{number}/from")
 
 
 def remove_posted(topic: str, number: int) -> None:
@@ -114,8 +114,8 @@ def set_status(topic: str, status: Any) -> None:
 
 
 def statuses(topic: str) -> dict[int, Any]:
-    """Returns what processes do, of those that have told."""
-    return {process: json.loads(text) for process, text in _by_process(f"{_PREFIX}/{topic}/").items()}
+    """Returns what processes do, of those that have told, by process."""
+    return {process: json.loads(text) for process, text in sorted(_by_process(f"{_PREFIX}/{topic}/").items())}
 
 
 def decide(topic: str, value: str) -> str:
@@ -193,7 +193,7 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
 def _timeout_message(directory: str, place: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
     waiting = {process: other for process, other in statuses(_WAITING).items() if process in missing}
-    others = [f"process {process} waits at {other}" for process, other in sorted(waiting.items()) if other != place]
+    others = [f"process {process} waits at {other}" for process, other in waiting.items() if other != place]
     if others:
         return (
             f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}."
@@ -202,8 +202,7 @@ def _timeout_message(directory: str, place: str) -> str:
         )
     return (
         f"Process {process_index()} waited {counted(_timeout, 'second')} at {place} for "
-        f"{describe(missing) or 'process 0 to distribute the messages'}. Check what that process is doing; if it only "
-        "needs longer, increase initialize(timeout=...)."
+        f"{describe(missing) or 'process 0 to distribute the messages'}. {SLOW_PROCESS_FIX}"
     )
 
 

@@ -90,8 +90,7 @@ def test_a_process_is_named_that_misses_a_message_before_a_heartbeat():
     ],
 )
 def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, file, arguments, tmp_path):
-    call = failures.cannot_write, str(tmp_path), who, file, arguments, LONG_WAIT
-    done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
+    done = run_until_one_cannot_write(tmp_path, who, file, arguments, LONG_WAIT)
     output = output_of(done)
     assert done[who].returncode == 1, output
     assert done[1 - who].returncode in ENDS, output
@@ -112,14 +111,18 @@ def test_all_processes_end_where_one_cannot_write_its_part_of_a_checkpoint(who, 
     ],
 )
 def test_all_processes_end_where_the_write_of_one_never_returns(who, file, arguments, tmp_path):
-    call = failures.cannot_write, str(tmp_path), who, file, arguments, SHORT_WAIT
-    done = run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
+    done = run_until_one_cannot_write(tmp_path, who, file, arguments, SHORT_WAIT)
     output = output_of(done)
     place = "checksums of a new checkpoint" if file == "blocked checksums" else "writing of a checkpoint"
     for process in done:
         assert process.returncode in ENDS, output
         assert f"Process {1 - who} waited 5 seconds at '{place}' for process {who} (" in process.stderr, output
     assert restore.steps(str(tmp_path))[0] == ("6" if arguments["save_freq"] == 3 else "4")
+
+
+def run_until_one_cannot_write(directory, *arguments):
+    call = failures.cannot_write, str(directory), *arguments
+    return run_processes(*call, devices=1, check=False, end_grace=END_GRACE, timeout=2 * START, grace=START)
 
 
 def run(work, failure, who, wait):
