@@ -61,8 +61,8 @@ class RowSharding:
     def compute(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
 
-        The function is traced to a program, which then runs on the rows that are split, with what XLA cannot compile in
-        another form. XLA may choose unequal shards, of a slice for example, where those of the rows are equal.
+        The function is traced to a program, which then runs on the rows that are split, with what XLA cannot partition
+        in another form. XLA may choose unequal shards, of a slice for example, where those of the rows are equal.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         is_traced = all(isinstance(leaf, Tracer) for leaf in leaves)  # a batch of `run_eagerly` or with sparse arrays
@@ -75,7 +75,7 @@ class RowSharding:
             program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
-        program = with_workarounds(program, mesh.devices.flat[0].platform)
+        program = with_workarounds(program, mesh)
         outputs = jaxpr_as_fun(program)(*jax.tree.leaves((state, batch)))
         outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state

@@ -1,4 +1,4 @@
-"""Operations of a traced step that XLA cannot compile, in a form that it can.
+"""Operations of a traced step that XLA cannot compile, or partitions with wrong numbers, in a form that it can.
 
 Scatters: XLA pads the indices of shards of unequal sizes. Where they are not int32, it makes the padding in the wrong
 dtype, and ends the process. JAX's gradients of sorts have indices in uint32, and with `jax_enable_x64` most indices are
@@ -6,29 +6,40 @@ int64. So they are cast.
 
 Fourier transforms: XLA:CPU computes them of arrays in row-major layout only, but chooses another one where an array is
 gathered along dim 1, and fails when the step runs. So the layout is required.
+
+Convolutions, and gradients of maxima over windows: XLA's partitioner computes them with wrong numbers where windows
+reach into other shards, as those of a convolution before `Flatten` do if the kernel of the next layer is sharded. So
+the dims of windows are gathered.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.lax import with_sharding_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.strategies.jaxpr_evaluation import with_equations
 
 _INT32 = np.iinfo("int32")
 
 
-def with_workarounds(program: Any, platform: str) -> Any:
-    """Returns a traced program that XLA can compile for devices of a platform, such as "cpu"."""
+def with_workarounds(program: Any, mesh: Mesh) -> Any:
+    """Returns a traced program with the right numbers when XLA compiles it for the devices of a mesh."""
+    platform = mesh.devices.flat[0].platform
 
-    def replaced(equation: Any) -> Any:
+    def replaced(equation: Any, is_on_each_device: bool) -> Any:
         name = equation.primitive.name
         if name.startswith("scatter") and _has_other_indices(equation):
             return _called(equation, _scatter)
-        return _called(equation, _fft) if name == "fft" and platform == "cpu" else equation
+        if name == "fft" and platform == "cpu":
+            return _called(equation, _fft)
+        windows = [] if is_on_each_device else _window_dims(equation)
+        return _called(equation, functools.partial(_unsharded, mesh, windows)) if any(windows) else equation
 
     return with_equations(program, replaced)
 
@@ -43,6 +54,31 @@ def _scatter(scatter: Callable, operand: Any, indices: Any, updates: Any) -> Any
     # What is beyond int32 is out of bounds, and stays so.
     indices = jnp.clip(indices, max(own.min, _INT32.min), min(own.max, _INT32.max)).astype("int32")
     return scatter(operand, indices, updates)
+
+
+def _window_dims(equation: Any) -> list[Collection[int]]:
+    """Returns the dims with windows of each operand, and of the result, where XLA may get wrong numbers."""
+    if equation.primitive.name == "select_and_scatter_add":
+        return [[dim for dim, size in enumerate(equation.params["window_dimensions"]) if size > 1]] * 3
+    if equation.primitive.name != "conv_general_dilated":
+        return []
+    dims = [spec[2:] for spec in equation.params["dimension_numbers"]]  # after those of rows and channels
+    inputs, kernel = (
+        [each.aval.shape[dim] for dim in own] for each, own in zip(equation.invars, dims[:2], strict=True)
+    )
+    numbers = {*equation.params["window_strides"], *equation.params["lhs_dilation"], *equation.params["rhs_dilation"]}
+    is_plain = numbers <= {1} and not any(map(any, equation.params["padding"]))
+    # A kernel of one position, and its gradient, a sum over all of them: products of matrices.
+    return [] if is_plain and (kernel == inputs or {*kernel} <= {1}) else dims
+
+
+def _unsharded(mesh: Mesh, dims: list[Collection[int]], function: Callable, *operands: Any) -> Any:
+    def unshard(array: Any, dims: Collection[int]) -> Any:
+        spec = PartitionSpec(*(None if dim in dims else PartitionSpec.UNCONSTRAINED for dim in range(array.ndim)))
+        return with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+    *of_operands, of_result = dims
+    return unshard(function(*map(unshard, operands, of_operands)), of_result)
 
 
 def _fft(fft: Callable, operand: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Operations that XLA cannot compile: the numbers of one device where it would end the process, or fail later."""
+"""Operations that XLA cannot compile or partition: the numbers of one device where it fails or has wrong ones."""
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
+from keras import layers
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
+from support.keras_scenarios import start_anew
 from support.slow_cases import slow
-from support.strategy_models import assert_same_numbers
+from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
 from keras_dist.strategies.jaxpr_evaluation import inner_jaxprs
@@ -46,10 +49,10 @@ def test_sums_by_index_in_unequal_shards(dtype):
         if dtype.endswith("64"):
             indices[5] = 2**32 + 1  # 1, if its first bits are dropped
         program = jax.make_jaxpr(sums)(X, indices)
-        changed = with_workarounds(program, "cpu")
+        mesh = kd.create_device_mesh("data:8").backend_mesh
+        changed = with_workarounds(program, mesh)
         assert dtypes_of_indices(program.jaxpr) == {dtype}
         assert dtypes_of_indices(changed.jaxpr) == {"int32"}
-        mesh = kd.create_device_mesh("data:8").backend_mesh
 
         @jax.jit
         def in_shards(x, indices):
@@ -59,9 +62,23 @@ def test_sums_by_index_in_unequal_shards(dtype):
         assert_same_numbers(in_shards(X, indices), sums(X, indices), 1e-5)
 
 
-def test_a_program_without_such_scatters_is_not_changed():
-    program = jax.make_jaxpr(sums)(X, np.arange(13, dtype="int32"))
-    assert with_workarounds(program, "cpu") is program
+def convolved(x, window):
+    kernel = jnp.broadcast_to(jnp.eye(4), (window, 4, 4))
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def test_other_programs_are_not_changed():
+    """Sums by int32, convolutions that are products of matrices, and those of rows that are on each device."""
+    mesh = kd.create_device_mesh("data:8").backend_mesh
+    x, rows = np.ones((8, 5, 4), "float32"), PartitionSpec("data")
+    programs = [
+        jax.make_jaxpr(sums)(X, np.arange(13, dtype="int32")),
+        jax.make_jaxpr(lambda x: (convolved(x, 1), convolved(x, 5)))(x),
+        jax.make_jaxpr(jax.shard_map(lambda x: convolved(x, 2), mesh=mesh, in_specs=rows, out_specs=rows))(x),
+    ]
+    assert [with_workarounds(program, mesh) is program for program in programs] == [True] * 3
+    program = jax.make_jaxpr(lambda x: convolved(x, 2))(x)
+    assert with_workarounds(program, mesh) is not program
 
 
 def sorted_by_jax(x):
@@ -82,3 +99,37 @@ def sorted_by_jax(x):
 )
 def test_layers_that_sort_by_calls_of_jax(make, rows):
     assert_same_numbers(trained(sorted_by_jax, 9, make(), rows), trained(sorted_by_jax, 9, None, rows), 1e-5)
+
+
+def minima(x, window):
+    return jax.lax.reduce_window(x, jnp.inf, jax.lax.min, (1, *window, 1), (1,) * x.ndim, "SAME")
+
+
+@pytest.mark.parametrize("length", [8, slow(7)])
+def test_minima_over_windows_of_a_sharded_sequence(length):
+    def function(x):
+        return minima(x, (3,))
+
+    distribution = distribution_of("context parallel")
+    assert_same_numbers(trained(function, length, distribution), trained(function, length, None), 1e-5)
+
+
+@pytest.mark.parametrize("window", [(3, 3), slow((3, 1)), slow((2, 2))], ids=str)
+@pytest.mark.parametrize("kind", ["convolution", "minima"])
+def test_windows_before_a_layer_whose_kernel_shards_what_is_flattened(kind, window):
+    def weights(distribution):
+        start_anew()
+        with scope(distribution):
+            images = keras.Input((8, 8, 4), batch_size=8)
+            x = layers.Dense(4)(images)
+            x = layers.Conv2D(4, window)(x) if kind == "convolution" else layers.Lambda(lambda x: minima(x, window))(x)
+            x = layers.Dense(8, activation="tanh", name="head")(layers.Flatten()(x))
+            model = keras.Model(images, layers.Dense(4)(x))
+            model.compile("sgd", "mse")
+            random = np.random.default_rng(0)
+            model.train_on_batch(random.normal(size=(8, 8, 8, 4)), random.normal(size=(8, 4)))
+            return model.get_weights()
+
+    rules = kd.LayoutMap(kd.create_device_mesh("data:2,model:4"))
+    rules["head/kernel"] = ("model", None)
+    assert_same_numbers(weights(kd.ModelParallel(layout_map=rules, batch_dim_name="data")), weights(None), 1e-5)

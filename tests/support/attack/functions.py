@@ -78,7 +78,6 @@ jax.vmap(lambda row: row[::-1] - row.mean())(x)
 jax.checkpoint(lambda v: jnp.tanh(v @ v.swapaxes(1, 2) @ v))(x)
 jax.lax.fori_loop(0, 3, lambda i, v: jnp.tanh(v) + i, x)
 jax.lax.map(lambda row: row * row.sum(), x)
-jax.lax.cond(x.shape[0] > 2, jnp.tanh, jnp.sin, x)
 jax.nn.one_hot(x.argmax(-1), 8) @ jnp.ones((8, 8)) + jax.nn.gelu(x)
 jnp.ones((32, 8))[(x[..., 0] * 4).astype(int) % 32] * x
 x.at[:, 0].set(0.0) + x.at[:, ::2].add(1.0)
@@ -87,7 +86,6 @@ jnp.einsum("bld,bmd->blm", x, x) @ x + jnp.linalg.norm(x, axis=-1, keepdims=True
 jnp.real(jnp.fft.ifft(jnp.fft.fft(x, axis=1) * 0.5, axis=1))
 jnp.linalg.solve(jnp.einsum("bld,ble->bde", x, x) + 8 * jnp.eye(8), x.swapaxes(1, 2)).swapaxes(1, 2)
 jnp.searchsorted(jnp.linspace(-1, 1, 8), x) + x
-jnp.where(jnp.isnan(x), 0, x) + jax.random.normal(jax.random.key(0), x.shape)
 jnp.tile(x, (1, 2, 1))[:, ::2] + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 """.strip().splitlines()
 
@@ -109,4 +107,6 @@ jnp.concatenate([x[1:], x[:1]]) - x.mean(0)
 jax.lax.scan(lambda c, v: (c * 0.5 + v, c), x[0], x)[1]
 x.reshape(-1)[::-1].reshape(x.shape)
 jnp.roll(x.reshape(-1, 8), 3, axis=0).reshape(x.shape)
+jnp.where(jnp.isnan(x), 0, x) + jax.random.normal(jax.random.key(0), x.shape)
+jax.lax.cond(x.shape[0] > 2, jnp.tanh, jnp.sin, x)
 """.strip().splitlines()

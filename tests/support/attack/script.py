@@ -83,14 +83,14 @@ def resume(model, x, y, **arguments):
 }
 
 COMPARE = """
-def run(distribution, noise=0.0):
+def run(distribution, noise=0.0, seed=0):
     global folder
     folder = tempfile.mkdtemp()
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     kd.set_distribution(distribution)
     model = build()
-    rounding = np.random.default_rng(2)
+    rounding = np.random.default_rng(seed)
     for v in model.trainable_variables if noise else ():
         v.assign(v * (1 + noise * rounding.normal(size=v.shape)))
     return [(name, [np.asarray(a, "float64") for a in keras.tree.flatten(tree)]) for name, tree in use(model)]
@@ -105,10 +105,12 @@ expected = run(None)
 assert all(np.isfinite(a).all() for _, tree in expected for a in tree)
 found = run(distribution())
 if any(not error <= TOLERANCE * scale for _, error, scale in errors(expected, found)):
-    # More than rounding? The same on one device, where it begins with weights whose last digits differ.
-    rounded = list(errors(expected, run(None, NOISE)))
-    for (name, error, scale), (_, ours, _) in zip(errors(expected, found), rounded, strict=True):
-        limit = (TOLERANCE if "int8" not in name else max(TOLERANCE, 0.02)) * scale + 10 * ours
+    # More than rounding? The same on one device, where it begins with weights whose last digits differ, three times:
+    # one more right answer, of few, is a step that one of them may not make.
+    rounded = [errors(expected, run(None, NOISE, seed)) for seed in range(3)]
+    for (name, error, scale), *others in zip(errors(expected, found), *rounded, strict=True):
+        limit = (TOLERANCE if "int8" not in name else max(TOLERANCE, 0.02)) * scale
+        limit += 10 * max(error for _, error, _ in others)
         assert error <= limit, f"{name}: differs by {error:.2g}, of {scale:.2g}; rounding explains {limit:.2g}"
 print("equal")
 """
