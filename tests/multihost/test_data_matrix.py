@@ -21,9 +21,7 @@ SOURCES = dict.fromkeys(process_matrix.DISTRIBUTIONS, ("numpy_arrays", "generato
 SOURCES["model_parallel_across"] = tuple(s for s in process_matrix.SOURCES if s not in {*MISSING, "torch_loader"})
 # Arrays are passed by cases that all sources share.
 MANY = {2: SOURCES, 4: dict.fromkeys(SOURCES, ("generator",))}
-FEW = {
-    2: {"data_parallel": ("generator",), "model_parallel_across": ("numpy_arrays",), "fully_sharded": ("py_dataset",)}
-}
+FEW = {2: {"data_parallel": ("generator", "py_dataset"), "model_parallel_across": ("numpy_arrays",)}}
 
 # Keras says so where it finds the end of a source without a length, on one device too.
 pytestmark = [pytest.mark.filterwarnings("ignore:Your input ran out of data"), pytest.mark.multiprocess]
@@ -75,7 +73,13 @@ def test_several_processes_give_the_numbers_of_one(sources_by_processes, tmp_pat
     for processes, sources in sources_by_processes.items():
         folder = str(tmp_path_factory.mktemp(f"{processes}"))
         completed = run_processes(
-            process_matrix.everything, sources, folder, processes=processes, devices=8 // processes, timeout=900
+            process_matrix.everything,
+            sources,
+            folder,
+            processes=processes,
+            devices=8 // processes,
+            timeout=900,
+            tensorflow="tf_data" in sources["model_parallel_across"],
         )
         left_out = [
             f"{name}, {source}, "

@@ -74,7 +74,7 @@ def test_errors_are_the_same_on_all_processes(values):
 
 
 def test_callbacks_write_once(tmp_path):
-    found = [process.result for process in run_processes(state.callbacks, str(tmp_path), timeout=400)]
+    found = [process.result for process in run_processes(state.callbacks, str(tmp_path), timeout=400, tensorflow=True)]
     alone = [each.pop("own backup") for each in found]
     each = found[0]
     assert each == found[1]

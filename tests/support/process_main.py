@@ -7,12 +7,13 @@ import sys
 
 
 def main():
-    for optional in ("pandas", "sklearn", "matplotlib"):  # Keras imports these if it can; without them it starts sooner
+    module, function, arguments, initialize, heartbeat_timeout, end_grace, tensorflow, directory = sys.argv[1:]
+    # Keras imports these if it can; without them it starts sooner.
+    for optional in ("pandas", "sklearn", "matplotlib", *(("tensorflow",) if tensorflow == "0" else ())):
         sys.modules[optional] = None  # pyright: ignore[reportArgumentType]
     import keras_dist as kd
     from keras_dist.multihost import coordination, failure_watch
 
-    module, function, arguments, initialize, heartbeat_timeout, end_grace, directory = sys.argv[1:]
     coordination.HEARTBEAT_TIMEOUT = float(heartbeat_timeout)
     failure_watch.END_GRACE = float(end_grace)
     if initialize == "1":

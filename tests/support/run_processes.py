@@ -48,6 +48,7 @@ def run_processes(
     end_grace: float = 10,
     check: bool = True,
     grace: float = 30,
+    tensorflow: bool = False,
     **environment: str | None,
 ) -> list[Completed]:
     """Runs a function as several processes.
@@ -65,6 +66,7 @@ def run_processes(
         end_grace: seconds that a process has to end by itself after another one failed.
         check: whether all must end with status 0; if not, an AssertionError shows their output.
         grace: seconds for the others to end after one failed.
+        tensorflow: whether Keras may import TensorFlow, which it does for each random seed, in six seconds.
         **environment: variables to set for all; None unsets.
 
     Returns:
@@ -82,7 +84,7 @@ def run_processes(
     }
     with tempfile.TemporaryDirectory() as directory:
         call = [function.__module__, function.__name__, json.dumps(arguments), str(int(initialize))]
-        call += [str(heartbeat_timeout), str(end_grace), directory]
+        call += [str(heartbeat_timeout), str(end_grace), str(int(tensorflow)), directory]
         outcome = launch(
             [sys.executable, "-m", "support.process_main", *call],
             processes,

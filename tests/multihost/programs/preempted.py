@@ -7,6 +7,9 @@ import signal
 import sys
 import time
 
+if __name__ == "__main__":
+    sys.modules["tensorflow"] = None  # which Keras imports for each random seed, in six seconds
+
 import jax
 import keras
 import numpy as np
