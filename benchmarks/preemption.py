@@ -203,8 +203,9 @@ class Results:
     def end_at_random(self, directory: Path, case: tuple, count: int, longest_save: float, duration: float) -> None:
         """Runs the program until its end, with interruptions."""
         while not (directory / "done").exists() and not self.failures:
-            number = random.choice([number for number in self.sent if self.sent[number] < count] or [0])
-            ranks = random.choice([*([rank] for rank in range(case[0])), range(case[0])])
+            left = [number for number in self.sent if self.sent[number] < count]
+            number = random.choice(left) if left else 0
+            ranks = random.choice([*([rank] for rank in range(case[0])), range(case[0])]) if left else []
             moment = random.uniform(0, duration)
             done = Run(directory, *case, number, ranks, moment)
             self.failures += filter(None, [done.failure])

@@ -28,7 +28,7 @@ def test_a_draw_gives_the_numbers_of_one_device(number):
 
 
 def test_a_small_difference_is_a_wrong_number():
-    source = script.render(draws.draw(0, 13))
+    source = script.render(draws.draw(0, 1))
     changed = source.replace("found = run(distribution())", "x = 1.001 * x; found = run(distribution()); x = x / 1.001")
     assert changed != source
     verdict = verdicts.judge(changed)
