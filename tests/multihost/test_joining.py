@@ -30,9 +30,12 @@ def test_failed_attempts_are_errors_after_which_joining_works():
         assert f"Process {rank}" in port[rank][1]
         assert "2 seconds" in port[rank][1]
 
+    assert "Process 0 waited 8 seconds" in missing[0][1]
     for rank in range(3):
         assert missing[rank][0] == "RuntimeError"
-        assert f"Process {rank} waited 8 seconds" in missing[rank][1]
+        # Process 0 waits no longer, and tells the others. It may have left before they hear of it.
+        told, left = f"Process {rank} waited 8 seconds", "process 0 ended or stopped waiting"
+        assert told in missing[rank][1] or left in missing[rank][1]
 
     assert "not all 3 processes" in duplicate[0][1]
     assert sorted("process_id=1" in duplicate[rank][1] for rank in (1, 2)) == [False, True]
