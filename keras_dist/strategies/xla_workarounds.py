@@ -38,8 +38,8 @@ def with_workarounds(program: Any, mesh: Mesh) -> Any:
             return _called(equation, _scatter)
         if name == "fft" and platform == "cpu":
             return _called(equation, _fft)
-        windows = [] if is_on_each_device else _window_dims(equation)
-        return _called(equation, functools.partial(_unsharded, mesh, windows)) if any(windows) else equation
+        windows = [] if is_on_each_device else window_dims(equation)
+        return _called(equation, functools.partial(call_unsharded, mesh, windows)) if any(windows) else equation
 
     return with_equations(program, replaced)
 
@@ -56,7 +56,7 @@ def _scatter(scatter: Callable, operand: Any, indices: Any, updates: Any) -> Any
     return scatter(operand, indices, updates)
 
 
-def _window_dims(equation: Any) -> list[Collection[int]]:
+def window_dims(equation: Any) -> list[Collection[int]]:
     """Returns the dims with windows of each operand, and of the result, where XLA may get wrong numbers."""
     if equation.primitive.name == "select_and_scatter_add":
         return [[dim for dim, size in enumerate(equation.params["window_dimensions"]) if size > 1]] * 3
@@ -72,7 +72,9 @@ def _window_dims(equation: Any) -> list[Collection[int]]:
     return [] if is_plain and (kernel == inputs or {*kernel} <= {1}) else dims
 
 
-def _unsharded(mesh: Mesh, dims: list[Collection[int]], function: Callable, *operands: Any) -> Any:
+def call_unsharded(mesh: Mesh, dims: list[Collection[int]], function: Callable, *operands: Any) -> Any:
+    """Returns `function(*operands)` with those dims of each operand, and of the result, unsharded."""
+
     def unshard(array: Any, dims: Collection[int]) -> Any:
         spec = PartitionSpec(*(None if dim in dims else PartitionSpec.UNCONSTRAINED for dim in range(array.ndim)))
         return with_sharding_constraint(array, NamedSharding(mesh, spec))

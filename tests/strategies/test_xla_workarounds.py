@@ -114,9 +114,18 @@ def test_minima_over_windows_of_a_sharded_sequence(length):
     assert_same_numbers(trained(function, length, distribution), trained(function, length, None), 1e-5)
 
 
-@pytest.mark.parametrize("window", [(3, 3), slow((3, 1)), slow((2, 2))], ids=str)
-@pytest.mark.parametrize("kind", ["convolution", "minima"])
-def test_windows_before_a_layer_whose_kernel_shards_what_is_flattened(kind, window):
+@pytest.mark.parametrize(
+    ("kind", "window", "options"),
+    [
+        ("convolution", (3, 3), {}),
+        ("convolution", (3, 3), {"microbatches": 2}),  # the gradient is computed in a `jax.shard_map` over rows
+        ("minima", (3, 3), {}),
+        slow("convolution", (3, 1), {"reduce_dtype": "float32"}),
+        slow("minima", (3, 1), {"microbatches": 2}),
+        slow("minima", (2, 2), {"reduce_dtype": "float32"}),
+    ],
+)
+def test_windows_before_a_layer_whose_kernel_shards_what_is_flattened(kind, window, options):
     def weights(distribution):
         start_anew()
         with scope(distribution):
@@ -132,4 +141,6 @@ def test_windows_before_a_layer_whose_kernel_shards_what_is_flattened(kind, wind
 
     rules = kd.LayoutMap(kd.create_device_mesh("data:2,model:4"))
     rules["head/kernel"] = ("model", None)
-    assert_same_numbers(weights(kd.ModelParallel(layout_map=rules, batch_dim_name="data")), weights(None), 1e-5)
+    step_options = kd.StepOptions(**options)
+    distribution = kd.ModelParallel(layout_map=rules, batch_dim_name="data", step_options=step_options)
+    assert_same_numbers(weights(distribution), weights(None), 1e-5)
