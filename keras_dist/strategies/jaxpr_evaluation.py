@@ -56,30 +56,28 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
-def with_equations(program: Any, replace: Callable[[Any, bool], Any], is_on_each_device: bool = False) -> Any:
+def with_equations(program: Any, replace: Callable[[Any], Any]) -> Any:
     """Returns a jaxpr, open or closed, with each equation replaced, also in its inner programs.
 
-    `replace` is told, too, whether the equation is in a `jax.shard_map`, whose program runs on each device. A program
-    whose equations all stay the same object does so, too: JAX lowers each object once.
+    A program whose equations all stay the same object does so, too: JAX lowers each object once.
     """
     if not isinstance(program, Jaxpr):
-        jaxpr = with_equations(program.jaxpr, replace, is_on_each_device)
+        jaxpr = with_equations(program.jaxpr, replace)
         return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
 
-    def in_parameter(value: Any, is_inside: bool) -> Any:
+    def in_parameter(value: Any) -> Any:
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
-            return with_equations(value, replace, is_inside)
+            return with_equations(value, replace)
         if isinstance(value, tuple) and all(isinstance(each, (Jaxpr, ClosedJaxpr)) for each in value):
-            return unless_same(value, tuple(in_parameter(each, is_inside) for each in value))
+            return unless_same(value, tuple(map(in_parameter, value)))
         return value
 
     def unless_same(before: Any, after: Any) -> Any:
         return before if all(map(operator.is_, before, after)) else after
 
     def replaced(equation: Any) -> Any:
-        other, values = replace(equation, is_on_each_device), tuple(equation.params.values())
-        is_inside = is_on_each_device or equation.primitive.name == "shard_map"
-        inner = unless_same(values, tuple(in_parameter(value, is_inside) for value in values))
+        other, values = replace(equation), tuple(equation.params.values())
+        inner = unless_same(values, tuple(map(in_parameter, values)))
         if other is not equation or inner is values:
             return other
         return equation.replace(params=dict(zip(equation.params, inner, strict=True)))

@@ -1,13 +1,13 @@
 """Reshards tensors inside traced functions: weights as layers read them, activations, and the gradients of both."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
@@ -69,6 +69,12 @@ def apply_to_gradient(function: Callable[[Any], Any], value: Any, to_value: Call
         return changed(value), tangent
 
     return changed(value)
+
+
+def unsharded_along(dims: Collection[int], rank: int, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Returns a sharding that leaves those dims of an array unsharded, and the others to the compiler."""
+    spec = PartitionSpec(*(None if dim in dims else PartitionSpec.UNCONSTRAINED for dim in range(rank)))
+    return NamedSharding(mesh, spec)
 
 
 def layout_of_summands(compute: TensorLayout, axes: Sequence[str]) -> TensorLayout:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.strategies.per_device import call_per_device
-from keras_dist.strategies.resharding import apply_to_gradient
+from keras_dist.strategies.resharding import apply_to_gradient, unsharded_along
 from keras_dist.strategies.rows import axes_for_rows
 from keras_dist.variables.variable_layouts import is_on_mesh
 
@@ -157,7 +157,7 @@ class SequenceSharding:
         return isinstance(leaf, Tracer) or is_on_mesh(leaf, self.placer.device_mesh.backend_mesh)
 
     def _unshard(self, tensor: Any, dims: Collection[int]) -> Any:
-        return self._constrained(tensor, *(None if dim in dims else _ANY for dim in range(tensor.ndim)))
+        return _constrain_to(unsharded_along(dims, tensor.ndim, self.placer.device_mesh.backend_mesh))(tensor)
 
     def _constrained(self, tensor: Any, *axes_of_dims: Any) -> Any:
         """Constrains the first dims of an array. The compiler chooses the layout of the others, and of `_ANY`."""

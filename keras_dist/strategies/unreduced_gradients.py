@@ -32,7 +32,6 @@ from keras_dist.strategies.jaxpr_dims import read_dims
 from keras_dist.strategies.jaxpr_evaluation import REMATERIALIZATIONS, Values, evaluate_inlined, with_body
 from keras_dist.strategies.resharding import reduce_summands
 from keras_dist.strategies.weight_layouts import WeightLayouts
-from keras_dist.strategies.xla_workarounds import call_unsharded, window_dims
 
 
 class Summands(NamedTuple):
@@ -237,10 +236,6 @@ def _sum_on_each_device(
         axis_names=set(rows.axes),
         check_vma=False,
     )
-    windows = window_dims(equation)
-    if any(windows):  # other axes may shard them
-        *of_operands, of_result = windows
-        call = partial(call_unsharded, rows.mesh, [*of_operands, [dim + 1 for dim in of_result]], call)
     return Summands(call(*operands), None)
 
 

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import with_sharding_constraint
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from keras_dist.strategies.jaxpr_evaluation import with_equations
+from keras_dist.strategies.resharding import unsharded_along
 
 _INT32 = np.iinfo("int32")
 
@@ -32,14 +33,17 @@ def with_workarounds(program: Any, mesh: Mesh) -> Any:
     """Returns a traced program with the right numbers when XLA compiles it for the devices of a mesh."""
     platform = mesh.devices.flat[0].platform
 
-    def replaced(equation: Any, is_on_each_device: bool) -> Any:
+    def replaced(equation: Any) -> Any:
         name = equation.primitive.name
         if name.startswith("scatter") and _has_other_indices(equation):
             return _called(equation, _scatter)
         if name == "fft" and platform == "cpu":
             return _called(equation, _fft)
-        windows = [] if is_on_each_device else window_dims(equation)
-        return _called(equation, functools.partial(call_unsharded, mesh, windows)) if any(windows) else equation
+        windows = _window_dims(equation)
+        partitioned = _partitioned_mesh(equation, mesh) if any(windows) else None
+        if partitioned is None:
+            return equation
+        return _called(equation, functools.partial(_unsharded, partitioned, windows))
 
     return with_equations(program, replaced)
 
@@ -56,7 +60,15 @@ def _scatter(scatter: Callable, operand: Any, indices: Any, updates: Any) -> Any
     return scatter(operand, indices, updates)
 
 
-def window_dims(equation: Any) -> list[Collection[int]]:
+def _partitioned_mesh(equation: Any, mesh: Mesh) -> Mesh | AbstractMesh | None:
+    """Returns the mesh over which XLA partitions an equation; None in a `jax.shard_map` of all axes."""
+    inner = equation.invars[0].aval.sharding.mesh
+    if not inner.manual_axes:
+        return mesh
+    return None if {*inner.manual_axes} == {*inner.axis_names} else inner
+
+
+def _window_dims(equation: Any) -> list[Collection[int]]:
     """Returns the dims with windows of each operand, and of the result, where XLA may get wrong numbers."""
     if equation.primitive.name == "select_and_scatter_add":
         return [[dim for dim, size in enumerate(equation.params["window_dimensions"]) if size > 1]] * 3
@@ -72,12 +84,9 @@ def window_dims(equation: Any) -> list[Collection[int]]:
     return [] if is_plain and (kernel == inputs or {*kernel} <= {1}) else dims
 
 
-def call_unsharded(mesh: Mesh, dims: list[Collection[int]], function: Callable, *operands: Any) -> Any:
-    """Returns `function(*operands)` with those dims of each operand, and of the result, unsharded."""
-
+def _unsharded(mesh: Mesh | AbstractMesh, dims: list[Collection[int]], function: Callable, *operands: Any) -> Any:
     def unshard(array: Any, dims: Collection[int]) -> Any:
-        spec = PartitionSpec(*(None if dim in dims else PartitionSpec.UNCONSTRAINED for dim in range(array.ndim)))
-        return with_sharding_constraint(array, NamedSharding(mesh, spec))
+        return with_sharding_constraint(array, unsharded_along(dims, array.ndim, mesh))
 
     *of_operands, of_result = dims
     return unshard(function(*map(unshard, operands, of_operands)), of_result)

@@ -177,7 +177,7 @@ def is_running(pid):
 def test_processes_end_when_the_launcher_is_killed(tmp_path):
     source = """
 import os, signal, sys, time
-sys.modules["tensorflow"] = None  # which Keras imports for each random seed, in six seconds
+sys.modules["tensorflow"] = None  # which Keras imports to set a random seed, in six seconds
 import keras_dist as kd
 if os.environ["KERAS_DISTRIBUTION_PROCESS_ID"] == "0":  # like TrainingCheckpoint, which saves first
     signal.signal(signal.SIGTERM, lambda *_: (open(__file__ + ".saved", "w").close(), os._exit(0)))

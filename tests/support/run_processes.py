@@ -66,7 +66,7 @@ def run_processes(
         end_grace: seconds that a process has to end by itself after another one failed.
         check: whether all must end with status 0; if not, an AssertionError shows their output.
         grace: seconds for the others to end after one failed.
-        tensorflow: whether Keras may import TensorFlow, which it does for each random seed, in six seconds.
+        tensorflow: whether Keras may import TensorFlow, which it does to set a random seed, in six seconds.
         **environment: variables to set for all; None unsets.
 
     Returns:

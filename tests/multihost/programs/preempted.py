@@ -8,7 +8,7 @@ import sys
 import time
 
 if __name__ == "__main__":
-    sys.modules["tensorflow"] = None  # which Keras imports for each random seed, in six seconds
+    sys.modules["tensorflow"] = None  # which Keras imports to set a random seed, in six seconds
 
 import jax
 import keras
