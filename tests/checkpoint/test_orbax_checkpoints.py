@@ -224,7 +224,7 @@ def test_saving_in_the_background_writes_the_state_of_its_step(tmp_path):
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
         model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(2048), keras.layers.Dense(1)])
         model.compile("adam", "mse")
-        rows = np.ones((96, 512), "float32")
+        rows = np.ones((48, 512), "float32")
         checkpoint = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_freq=1, max_to_keep=None)
         model.fit(rows, rows[:, :1], batch_size=8, verbose=0, callbacks=[checkpoint, Copy()])
         for step, weights in enumerate(copies, start=1):

@@ -70,7 +70,7 @@ class Events(keras.callbacks.Callback):
 
 def train(directory, events, first=True, **arguments):
     """Trains a new model; `first` says whether the checkpoint comes first in the list of callbacks."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(7)
     checkpoint = [] if directory is None else [kd.TrainingCheckpoint(str(directory), **{"save_freq": 4, **arguments})]
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():

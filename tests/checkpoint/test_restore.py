@@ -118,7 +118,7 @@ def test_layers_of_the_same_name_are_restored(frozen):
 
 def fit(make_model, optimizer, epochs, directory=None):
     with kd.DataParallel(shard_optimizer_state=True, devices=kd.list_devices()[:2]).scope():
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(3)
         model = make_model()
         model.compile(optimizer(), "mse")

@@ -141,7 +141,7 @@ AXES = {  # of the kernel, the scale, the zero point and the groups of rows
         "heads_first": [(None, ("model", "data"))] * 3 + [(("model", "data"),)],
     },
 }
-AXES["awq"] = {"output": AXES["gptq"]["output"]}
+AXES["awq"] = {name: AXES["gptq"][name] for name in ("down", "odd", "output")}
 CONFIGS = {
     "int4": keras.quantizers.Int4QuantizationConfig(block_size=8),
     "gptq": keras.quantizers.GPTQConfig(dataset=["x"], tokenizer=str.split, group_size=8),
@@ -169,7 +169,7 @@ def quantized_kernels(mode):
     return made, outputs
 
 
-@pytest.mark.parametrize("mode", [slow("int4"), "gptq", slow("awq")])
+@pytest.mark.parametrize("mode", [slow("int4"), slow("gptq"), "awq"])
 def test_a_rule_is_for_the_float_kernel(mode):
     rules = distribution({f"{name}/kernel": axes for name, (*_, axes) in KERNELS.items()})
     alone, expected = quantized_kernels(mode)

@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 from support.cpu_memory import capacity_of
 from support.planned_models import MODELS as PLANNED
-from support.planned_models import gpt, perceptron
+from support.planned_models import perceptron
 from support.slow_cases import slow_unless
 from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
 
@@ -131,8 +131,8 @@ def test_models_of_all_kinds_get_a_choice(name):
 
 
 def test_memory_is_minimized():
-    least = kd.auto(wide, 32, objective="memory", trials=5)
-    fastest = kd.auto(wide, 32, trials=5)
+    least = kd.auto(wide, 32, objective="memory", trials=3)
+    fastest = kd.auto(wide, 32, trials=3)
     assert least.plan.memory.total <= fastest.plan.memory.total
     compiled = [trial for trial in least.trials if trial.plan is not None]
     assert least.plan.memory.total == min(trial.memory_bytes for trial in compiled)
@@ -281,6 +281,15 @@ def alternating(depth):
     return model
 
 
+def equal_blocks(depth):
+    x = inputs = keras.Input((32,))
+    for number in range(depth):
+        x = layers.Dense(32, activation="relu", name=f"block{number}")(x)
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse")
+    return model
+
+
 def test_blocks_that_alternate_are_compared_by_more_of_them():
     choice = kd.auto(alternating, 16, depth=6, strategies=["dp", "zero1"])
     assert choice.plan.depth == 6
@@ -300,7 +309,7 @@ def test_a_confirmation_that_ends_in_an_error_returns_the_comparison(monkeypatch
         return original(self, distribution, batch, depths_, report)
 
     monkeypatch.setattr(choosing.Task, "plan", failing)
-    choice = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=6, strategies=["dp"])
+    choice = kd.auto(equal_blocks, 16, depth=6, strategies=["dp"])
     assert depths == [(1, 2), (2, 4)]
     assert choice.is_interrupted == isinstance(error, KeyboardInterrupt)
     assert choice.plan == choice.trials[0].plan
@@ -348,10 +357,10 @@ def test_candidates_that_trials_left_out_are_named_when_nothing_fits(monkeypatch
 
 
 def test_depth_is_extrapolated():
-    choice = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=6, strategies=["dp"], trials=1)
+    choice = kd.auto(equal_blocks, 16, depth=6, strategies=["dp"], trials=1)
     assert choice.plan.depth == 6
     assert "Extrapolated to 6 blocks from compilations of 2 and 4" in choice.plan.notes[0]
-    whole = kd.auto(lambda depth: gpt(depth, width=64), 16, depth=1, strategies=["dp"])
+    whole = kd.auto(equal_blocks, 16, depth=1, strategies=["dp"])
     assert whole.plan.depth is None
 
 

@@ -178,7 +178,7 @@ def test_an_interrupted_search_returns_what_it_found(after, expected):
 def build():
     keras.utils.set_random_seed(0)
     inputs = x = keras.Input((32, 16))
-    for _ in range(4):
+    for _ in range(3):
         y = layers.Dense(64)(x)
         for activation in ("gelu", "silu", "softplus"):  # of which the backward pass needs the inputs
             y = layers.Activation(activation)(y)

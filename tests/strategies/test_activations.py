@@ -30,13 +30,13 @@ def test_inputs_keep_their_masks():
         with scope:
             tokens = keras.Input((6,), dtype="int32")
             x = layers.Embedding(16, 8, mask_zero=True)(tokens)
-            model = keras.Model(tokens, layers.LSTM(8, name="lstm")(layers.Dense(8, name="dense")(x)))
+            model = keras.Model(tokens, layers.SimpleRNN(8, name="recurrent")(layers.Dense(8, name="dense")(x)))
             model.compile("sgd", "mse")
             ids = np.random.default_rng(0).integers(0, 3, (ROWS, 6))
             return model.predict(ids, verbose=0), model.train_on_batch(ids, Y), np.asarray(model(ids))
 
     expected = run(contextlib.nullcontext())
-    actual = run(with_input_rules(dense=("data", None, "model"), lstm=("data", "model", None)))
+    actual = run(with_input_rules(dense=("data", None, "model"), recurrent=("data", "model", None)))
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, atol=1e-5), actual, expected)
 
 

@@ -52,6 +52,24 @@ def trained_on_one_device(name, optimizer="AdamW"):
     return trained(MODELS[name][0], *rows_of(name), optimizer=optimizer)
 
 
+def two_layers(optimizer="adamw"):
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "tanh", use_bias=False), keras.layers.Dense(8, use_bias=False)]
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def two_layers_and_data():
+    x, y = np.random.default_rng(0).normal(size=(2, 36, 8)).astype("float32")
+    return two_layers, x, y
+
+
+@functools.cache
+def two_layers_trained_on_one_device(optimizer="AdamW"):
+    return trained(*two_layers_and_data(), optimizer=optimizer)
+
+
 pytestmark = pytest.mark.usefixtures("shard_small_optimizer_state")
 
 
@@ -67,9 +85,8 @@ def test_numbers_are_those_of_one_device(name, strategy):
 @pytest.mark.parametrize("optimizer", [slow("schedule"), "moving average"])
 def test_other_optimizers(optimizer):
     """Learning rates follow updates, and Keras changes moving averages of weights after every batch."""
-    build, _, _ = MODELS["mixture"]
-    actual = trained(build, *rows_of("mixture"), fsdp(), optimizer)
-    assert_same_numbers(actual, trained_on_one_device("mixture", optimizer), 1e-4)
+    actual = trained(*two_layers_and_data(), fsdp(), optimizer)
+    assert_same_numbers(actual, two_layers_trained_on_one_device(optimizer), 1e-4)
 
 
 def test_constraints_of_weights():
@@ -95,9 +112,9 @@ def test_constraints_of_weights():
 )
 def test_step_options(options, monkeypatch):
     monkeypatch.setattr("keras_dist.strategies.train_steps.MIN_OFFLOAD_BYTES", 256)
-    build, _, _ = MODELS["mixture"]
     distribution = fsdp(step_options=kd.StepOptions(**options))
-    assert_same_numbers(trained(build, *rows_of("mixture"), distribution), trained_on_one_device("mixture"), 1e-4)
+    actual = trained(*two_layers_and_data(), distribution)
+    assert_same_numbers(actual, two_layers_trained_on_one_device(), 1e-4)
 
 
 class Logs(keras.Model):
@@ -130,10 +147,6 @@ def test_steps_that_are_not_those_of_keras(kind):
 # ------------------------------------------------------------------------------------------------- between steps
 
 
-def mixture_and_data():
-    return MODELS["mixture"][0], *rows_of("mixture")
-
-
 class ReadsState(keras.callbacks.Callback):
     """Keeps all state after each batch."""
 
@@ -149,7 +162,7 @@ class ReadsState(keras.callbacks.Callback):
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_state_can_be_read_after_every_batch(steps_per_execution):
     def states(distribution):
-        build, x, y = mixture_and_data()
+        build, x, y = two_layers_and_data()
         start_anew()
         with scope(distribution):
             model = build(accumulating())
@@ -163,7 +176,7 @@ def test_state_can_be_read_after_every_batch(steps_per_execution):
 
 def test_train_on_batch():
     def states(distribution):
-        build, x, y = mixture_and_data()
+        build, x, y = two_layers_and_data()
         start_anew()
         with scope(distribution):
             model = build(accumulating())
@@ -175,7 +188,7 @@ def test_train_on_batch():
 @functools.cache
 def state_after_nine_batches():
     """Of one device, after three updates: the four whole batches, and then all five."""
-    build, x, y = mixture_and_data()
+    build, x, y = two_layers_and_data()
     start_anew()
     model = build(accumulating())
     model.fit(np.concatenate([x[:32], x]), np.concatenate([y[:32], y]), 8, verbose=0, shuffle=False)
@@ -191,7 +204,7 @@ def state_after_nine_batches():
     ],
 )
 def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):
-    build, x, y = mixture_and_data()
+    build, x, y = two_layers_and_data()
     start_anew()
     with scope(fsdp()):
         model = build(accumulating())
@@ -213,7 +226,7 @@ def test_checkpoint_within_an_accumulation(save_freq, tmp_path):
             raise KeyboardInterrupt
 
     def fitted(distribution, *callbacks):
-        build, x, y = mixture_and_data()
+        build, x, y = two_layers_and_data()
         start_anew()
         with scope(distribution):
             model = build(accumulating())
@@ -230,7 +243,7 @@ def test_checkpoint_within_an_accumulation(save_freq, tmp_path):
 
 
 def test_redistributed_within_an_accumulation():
-    build, x, y = mixture_and_data()
+    build, x, y = two_layers_and_data()
     start_anew()
     model = build(accumulating())
     with scope(fsdp()):
@@ -251,7 +264,7 @@ def test_interrupted_in_an_accumulation():
                 raise KeyboardInterrupt
 
     def state(distribution):
-        build, x, y = mixture_and_data()
+        build, x, y = two_layers_and_data()
         start_anew()
         with scope(distribution):
             model = build(accumulating())
@@ -268,7 +281,7 @@ def test_interrupted_in_an_accumulation():
 
 @pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
 def test_gradients_are_sent_in_updates_only(strategy):
-    build, x, y = mixture_and_data()
+    build, x, y = MODELS["mixture"]
     plan = kd.plan(lambda: build(accumulating()), STRATEGIES[strategy](build), (x[:8], y[:8]))
     plain = kd.plan(lambda: build("adamw"), STRATEGIES[strategy](build), (x[:8], y[:8]))
     assert plan.wire_bytes <= 1.02 * plain.wire_bytes

@@ -206,11 +206,16 @@ def test_remat_changes_no_number(name, options):
 
 
 @pytest.mark.parametrize(
-    "remat", [slow("dots"), "attention", keras.RematScope("list_of_layers", layer_names=["block1"])]
+    ("name", "remat"),
+    [
+        slow("layers", "dots"),
+        ("layers", "attention"),
+        ("nested", keras.RematScope("list_of_layers", layer_names=["block1"])),
+    ],
 )
-def test_each_mode_changes_no_number(remat):
-    expected = numbers("layers", fully_sharded())
-    assert_same_numbers(numbers("layers", fully_sharded(step_options=kd.StepOptions(remat=remat))), expected, 1e-4)
+def test_each_mode_changes_no_number(name, remat):
+    expected = numbers(name, fully_sharded())
+    assert_same_numbers(numbers(name, fully_sharded(step_options=kd.StepOptions(remat=remat))), expected, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +295,7 @@ def test_evaluation_and_prediction_compute_nothing_again():
     model, y = build(), TOKENS % 4
     distribution = kd.DataParallel(step_options=kd.StepOptions(remat="full"))
     steps = [kd.plan(model, each, (x, y), step="test").flops for each in (distribution, kd.DataParallel())]
-    assert steps[0] == steps[1]
-    steps = [kd.plan(model, each, (x, y)).flops for each in (distribution, kd.DataParallel())]
-    assert steps[0] > steps[1]
+    assert steps[0] == steps[1]  # they differ in training: the test of a train step that the user defines
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -309,7 +312,8 @@ def test_blocks_are_found(name):
 
 def test_blocks_of_known_networks():
     """The first block of each stage of ResNet50 has other shapes, so 12 of 16 blocks are equal to another."""
-    model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), include_top=False)
+    with kd.deferred():
+        model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), include_top=False)
     (parts,) = [parts for parts in RepeatedBlocks(model)._parts.values() if any(part.is_block for part in parts)]
     assert sum(part.is_block for part in parts) == 12
     assert all(len(part.nodes) == 10 for part in parts if part.is_block)
