@@ -245,7 +245,7 @@ def assert_trains_as_on_one_device(platform, monkeypatch, name, strategy, policy
 
 FAST = {
     ("gpu", "DP", "MultiHeadAttention in a window"),
-    ("tpu", "TP + SP x CP", "Llama 3"),
+    ("tpu", "TP + SP x CP", "MultiHeadAttention across"),
 }
 WITH_SEQUENCES = {"Llama 3", "Gemma 3", "BERT", "ViT", "MultiHeadAttention across"}  # the others are much like these
 CASES = [

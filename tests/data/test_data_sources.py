@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support.slow_cases import crossed, slow
+from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
 from keras_dist._keras.data_adapters import STACK_BATCHES
@@ -313,7 +313,10 @@ def fit_with(option):
     return fit(one_input(), numpy_arrays(), **FIT_OPTIONS[option])
 
 
-@pytest.mark.parametrize("option", FIT_OPTIONS)
+WITHOUT_WEIGHTS = "sample_weight", "validation_data", "validation_split"  # other options have them, and weights
+
+
+@pytest.mark.parametrize("option", [slow_unless(name not in WITHOUT_WEIGHTS, name) for name in FIT_OPTIONS])
 def test_an_option_of_fit_gives_the_numbers_of_one_device(distribution, option):
     assert_same_as_on_one_device(distribution, fit_with, option)
 

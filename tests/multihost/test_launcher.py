@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from support.slow_cases import slow
 
 import keras_dist
 from keras_dist.multihost import launcher
@@ -86,7 +87,7 @@ def test_output_that_the_program_does_not_flush_is_shown_at_once():
 
 @pytest.mark.parametrize(
     ("end", "status", "own"),
-    [("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), ("raise KeyError(1)", 1, 1)],
+    [("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), slow("raise KeyError(1)", 1, 1)],
 )
 def test_the_first_failure_stops_the_others_and_is_the_status(end, status, own, monkeypatch):
     monkeypatch.setattr(launcher, "_TERMINATION_GRACE", 1.0)

@@ -204,7 +204,7 @@ def auto_remat():
 
 def test_auto_is_the_cheapest_mode_that_fits(monkeypatch, memory, auto_remat):
     assert memory[None] > memory["dots"] >= memory["full"]  # they are equal with JAX 0.10
-    for capacity in (memory["dots"], memory["full"]):
+    for capacity in {memory["dots"], memory["full"]}:
         capacity_of(monkeypatch, capacity)
         planned = kd.plan(build, auto_remat, 64)
         mode = next(mode for mode, needed in memory.items() if needed <= capacity)

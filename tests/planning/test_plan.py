@@ -1,7 +1,6 @@
 """Plans of models and batches of all kinds, and arguments that cannot be planned."""
 
 import dataclasses
-import functools
 import json
 import re
 
@@ -24,10 +23,12 @@ def figures(planned):
     return planned.memory, variables, planned.traffic, planned.flops, planned.model_flops
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", slow("fully sharded")])
-def test_build_functions_deferred_models_and_real_models_have_the_same_plan(layout):
+@pytest.mark.parametrize(
+    ("build", "layout"),
+    [(perceptron, "tensor parallel"), slow(gpt, "tensor parallel"), slow(gpt, "fully sharded")],
+)
+def test_build_functions_deferred_models_and_real_models_have_the_same_plan(build, layout):
     distribution = LAYOUTS[layout]()
-    build = functools.partial(gpt, depth=1)
     of_function = kd.plan(build, distribution, 16)
     with distribution.scope():
         with kd.deferred():

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import KERNEL, use_kernel_of
-from support.slow_cases import crossed, slow_unless
+from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.strategies import attention
@@ -82,7 +82,17 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("platform", "name"), crossed(["tpu", "gpu"], MASKS), indirect=["platform"])
+CONTAINED = "none", "causal", "padding", "padding in front"  # in another mask, or in the test of lengths
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        *crossed(["tpu", "gpu"], [name for name in MASKS if name not in CONTAINED]),
+        *(slow(platform, name) for platform in ("tpu", "gpu") for name in CONTAINED),
+    ],
+    indirect=["platform"],
+)
 def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
     assert assert_equals_one_device(kd.DataParallel(), *operands(150), MASKS[name]) == [(KERNEL[platform], None)]
 
@@ -128,7 +138,11 @@ def test_inside_of_shard_map_operands_are_shards_already(platform):
         np.testing.assert_allclose(jax.jit(mapped)(query), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap, "scan"])
+@pytest.mark.parametrize(
+    ("platform", "transform"),
+    crossed(["tpu", "gpu"], [jax.checkpoint, jax.vmap, "scan"]),
+    indirect=["platform"],
+)
 def test_under_other_transformations(platform, transform):
     query = operands(128)[0]
 

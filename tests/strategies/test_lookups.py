@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from support.slow_cases import slow
 from support.strategy_models import STRATEGIES, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -34,7 +35,7 @@ def fitted(build, distribution=None, x=X, y=Y):
         return {"fit": history, "predict": predictions, "weights": [np.asarray(weight) for weight in model.weights]}
 
 
-@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "HSDP", "FSDP x TP"])
+@pytest.mark.parametrize("strategy", ["DP", slow("ZeRO-1"), slow("HSDP"), "FSDP x TP"])
 def test_tied_tables_have_the_numbers_of_one_device(strategy, shard_small_optimizer_state):
     assert_same_numbers(fitted(tied, STRATEGIES[strategy](tied)), fitted(tied), 1e-5)
 
@@ -53,7 +54,9 @@ def looks_up(policy=None, kind=layers.Embedding):
     return model
 
 
-@pytest.mark.parametrize(("strategy", "microbatches"), [("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), ("HSDP", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"), [("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), slow("HSDP", 1)]
+)
 def test_rows_that_devices_exchange(strategy, microbatches):
     distribution = STRATEGIES[strategy](looks_up).with_step_options(kd.StepOptions(microbatches=microbatches))
     with distribution.scope():
@@ -134,7 +137,7 @@ def test_lookups_are_summed_in_float32(strategy):
     np.testing.assert_allclose(table, 2 * expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
+@pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
 def test_rows_of_a_table_that_is_cast_first_are_equal(strategy):
     """Predictions in bfloat16 are those of one device to the last bit, and losses to the precision of gradients."""
 

@@ -85,10 +85,21 @@ def test_all_methods_of_a_model(name, strategies):
         assert_same_numbers(run_all_methods(build, x, y, STRATEGIES[strategy](build)), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["FSDP, resharding", slow("HSDP x TP")])
-def test_dropout(strategy):
-    _, x, y = MODELS["transformer"]
-    build = functools.partial(transformer, dropout=0.3)
+def dense_with_dropout():
+    hidden = layers.Dense(32, "tanh"), layers.Dropout(0.3), layers.Dense(8)
+    model = keras.Sequential([keras.Input((16,)), layers.Dropout(0.3), *hidden])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("dense", "FSDP, resharding"), slow("transformer", "FSDP, resharding"), slow("transformer", "HSDP x TP")],
+)
+def test_dropout(name, strategy):
+    build, x, y = dense_with_dropout, np.ones((ROWS, 16)), np.zeros((ROWS, 8))
+    if name == "transformer":
+        build, (_, x, y) = functools.partial(transformer, dropout=0.3), MODELS[name]
     _, expected = trained(build, x, y, steps=4)
     _, actual = trained(build, x, y, STRATEGIES[strategy](build), steps=4)
     assert_same_numbers(actual, expected, TOLERANCE)

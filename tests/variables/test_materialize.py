@@ -9,7 +9,7 @@ import pytest
 from jax.extend.random import threefry_prng_impl
 from keras import layers
 from support.planned_models import LAYOUTS, MODELS, gpt
-from support.slow_cases import crossed
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist.variables.fused_threefry import fused_key
@@ -28,7 +28,10 @@ def build_model(build, distribution, deferred):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    crossed(["gpt", "convnet", "two branches"], ["tensor parallel", "fully sharded", "data parallel"]),
+    [
+        *crossed(["perceptron", "convnet", "two branches"], ["tensor parallel", "fully sharded", "data parallel"]),
+        *(slow("gpt", layout) for layout in ("tensor parallel", "fully sharded", "data parallel")),
+    ],
 )
 def test_values_and_layouts_equal_a_normal_build(name, layout):
     build, (x, y) = MODELS[name]
