@@ -313,10 +313,10 @@ def fit_with(option):
     return fit(one_input(), numpy_arrays(), **FIT_OPTIONS[option])
 
 
-WITHOUT_WEIGHTS = "sample_weight", "validation_data", "validation_split"  # other options have them, and weights
+CONTAINED = "sample_weight", "validation_data", "validation_split"  # in the options with weights
 
 
-@pytest.mark.parametrize("option", [slow_unless(name not in WITHOUT_WEIGHTS, name) for name in FIT_OPTIONS])
+@pytest.mark.parametrize("option", [slow_unless(name not in CONTAINED, name) for name in FIT_OPTIONS])
 def test_an_option_of_fit_gives_the_numbers_of_one_device(distribution, option):
     assert_same_as_on_one_device(distribution, fit_with, option)
 

@@ -271,23 +271,17 @@ def test_a_strategy_that_changes_nothing_is_not_compiled_twice():
     assert not any("gathering again" in label for label in labels)
 
 
-def alternating(depth):
-    """Blocks of two kinds: every second one is wider."""
+def blocks(depth, kinds=1):
+    """Blocks of one kind, or of two: then every second one is wider."""
     x = inputs = keras.Input((32,))
     for number in range(depth):
-        x = layers.Dense(32, name=f"block{number}_down")(layers.Dense(64 * (1 + number % 2), activation="relu")(x))
+        x = layers.Dense(32, name=f"block{number}_down")(layers.Dense(64 * (1 + number % kinds), activation="relu")(x))
     model = keras.Model(inputs, x)
     model.compile("sgd", "mse")
     return model
 
 
-def equal_blocks(depth):
-    x = inputs = keras.Input((32,))
-    for number in range(depth):
-        x = layers.Dense(32, activation="relu", name=f"block{number}")(x)
-    model = keras.Model(inputs, x)
-    model.compile("sgd", "mse")
-    return model
+alternating = functools.partial(blocks, kinds=2)
 
 
 def test_blocks_that_alternate_are_compared_by_more_of_them():
@@ -309,7 +303,7 @@ def test_a_confirmation_that_ends_in_an_error_returns_the_comparison(monkeypatch
         return original(self, distribution, batch, depths_, report)
 
     monkeypatch.setattr(choosing.Task, "plan", failing)
-    choice = kd.auto(equal_blocks, 16, depth=6, strategies=["dp"])
+    choice = kd.auto(blocks, 16, depth=6, strategies=["dp"])
     assert depths == [(1, 2), (2, 4)]
     assert choice.is_interrupted == isinstance(error, KeyboardInterrupt)
     assert choice.plan == choice.trials[0].plan
@@ -357,10 +351,10 @@ def test_candidates_that_trials_left_out_are_named_when_nothing_fits(monkeypatch
 
 
 def test_depth_is_extrapolated():
-    choice = kd.auto(equal_blocks, 16, depth=6, strategies=["dp"], trials=1)
+    choice = kd.auto(blocks, 16, depth=6, strategies=["dp"], trials=1)
     assert choice.plan.depth == 6
     assert "Extrapolated to 6 blocks from compilations of 2 and 4" in choice.plan.notes[0]
-    whole = kd.auto(equal_blocks, 16, depth=1, strategies=["dp"])
+    whole = kd.auto(blocks, 16, depth=1, strategies=["dp"])
     assert whole.plan.depth is None
 
 

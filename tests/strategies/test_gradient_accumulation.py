@@ -6,7 +6,7 @@ import math
 import keras
 import numpy as np
 import pytest
-from support.keras_scenarios import start_anew
+from support.keras_scenarios import dense_model, start_anew
 from support.slow_cases import slow
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, fsdp, scope
 
@@ -48,21 +48,13 @@ def trained(build, x, y, distribution=None, optimizer="AdamW", epochs=2):
 
 
 @functools.cache
-def trained_on_one_device(name, optimizer="AdamW"):
-    return trained(MODELS[name][0], *rows_of(name), optimizer=optimizer)
-
-
-def two_layers(optimizer="adamw"):
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(16, "tanh", use_bias=False), keras.layers.Dense(8, use_bias=False)]
-    )
-    model.compile(optimizer, "mse", metrics=["mae"])
-    return model
+def trained_on_one_device(name):
+    return trained(MODELS[name][0], *rows_of(name))
 
 
 def two_layers_and_data():
-    x, y = np.random.default_rng(0).normal(size=(2, 36, 8)).astype("float32")
-    return two_layers, x, y
+    x = np.random.default_rng(0).normal(size=(36, 4)).astype("float32")
+    return dense_model, x, x[:, :1]
 
 
 @functools.cache

@@ -356,7 +356,7 @@ STEPS = {
 }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     shape=st.lists(st.sampled_from([2, 4, 6]), min_size=2, max_size=3),
     steps=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 2)), max_size=5),

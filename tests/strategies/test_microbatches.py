@@ -54,7 +54,7 @@ def two_losses():
 
 def recurrent():
     inputs = keras.Input((5, 8))
-    x = layers.GRU(16, return_sequences=True)(inputs)
+    x = layers.Bidirectional(layers.GRU(16, return_sequences=True))(inputs)
     model = keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5), "mse")
     return model

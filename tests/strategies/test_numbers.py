@@ -92,14 +92,18 @@ def dense_with_dropout():
     return model
 
 
+WITH_DROPOUT = {
+    "dense": (dense_with_dropout, np.ones((ROWS, 16)), np.zeros((ROWS, 8))),
+    "transformer": (functools.partial(transformer, dropout=0.3), *MODELS["transformer"][1:]),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [("dense", "FSDP, resharding"), slow("transformer", "FSDP, resharding"), slow("transformer", "HSDP x TP")],
 )
 def test_dropout(name, strategy):
-    build, x, y = dense_with_dropout, np.ones((ROWS, 16)), np.zeros((ROWS, 8))
-    if name == "transformer":
-        build, (_, x, y) = functools.partial(transformer, dropout=0.3), MODELS[name]
+    build, x, y = WITH_DROPOUT[name]
     _, expected = trained(build, x, y, steps=4)
     _, actual = trained(build, x, y, STRATEGIES[strategy](build), steps=4)
     assert_same_numbers(actual, expected, TOLERANCE)

@@ -32,7 +32,7 @@ MESH_SHAPES = [
 
 # The draws are equal in every run. Failures are not shrunk, because each attempt would compile for seconds.
 compiling = hypothesis.settings(
-    max_examples=1,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     phases=[hypothesis.Phase.generate],
@@ -328,7 +328,7 @@ def test_fit_evaluate_and_predict_give_the_numbers_of_one_device(architecture, d
 
 
 @pytest.mark.parametrize("architecture", NAMES)
-@compiling
+@hypothesis.settings(compiling, max_examples=1)
 @hypothesis.given(data=st.data())
 def test_single_batches_and_calls_give_the_numbers_of_one_device(architecture, data):
     case = data.draw(cases(architecture, rows=st.integers(3, 17)))
