@@ -53,7 +53,7 @@ def active_distribution() -> DistributionHooks | None:
     return active if is_of_this_package(active) else None
 
 
-ALWAYS = PatchGroup("always", "From `import keras_dist` on.")
+ALWAYS = PatchGroup("always", "As soon as keras_dist is imported.")
 INSTALLED = PatchGroup(
     "installed",
     "While a distribution of keras_dist is active in any thread. They act in threads where it is.",

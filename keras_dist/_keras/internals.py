@@ -35,7 +35,7 @@ import keras  # noqa: E402
 
 
 def unsupported_keras(problem: object) -> str:
-    """Returns the text of an error about a Keras that has not what this package calls or replaces."""
+    """Returns the text of an error about a Keras release that lacks something this package needs."""
     return (
         f"keras_dist does not support Keras {keras.__version__}: {problem}. Install a release of Keras that "
         "keras_dist's docs/keras_versions.md lists, or a newer keras_dist."

@@ -6,7 +6,7 @@ _HEAD = """# Patches of Keras
 
 keras_dist replaces these functions of Keras, and one of JAX that Keras calls, where there is no public hook. Each patch
 calls the original function for everything that it is not about, so programs that use plain `keras.distribution` see no
-change. All of them are for every release of Keras in [keras_versions.md](keras_versions.md). Before patches are
+change. All apply to every release of Keras in [Keras versions](keras_versions.md). Before patches are
 installed, the parameters of Keras's functions are compared with those of these releases; others are an error that names
 the function.
 

@@ -114,7 +114,7 @@ def set_status(topic: str, status: Any) -> None:
 
 
 def statuses(topic: str) -> dict[int, Any]:
-    """Returns what processes do, of those that have told, by process."""
+    """Returns what each process that has reported does, by process."""
     return {process: json.loads(text) for process, text in sorted(_by_process(f"{_PREFIX}/{topic}/").items())}
 
 

@@ -12,7 +12,7 @@
   `known_tpus.py`, `known_gpus.py`: these figures with their sources; `compiler_options.py`: options of XLA that others
   recommend.
 * `abstract_step.py`: the step of a model, with shapes in place of arrays; `lowering.py`: what a compiler gets of it.
-* `target_platform.py`: what the model is told about its platform while it is traced.
+* `target_platform.py`: what code that is traced learns about its platform.
 * `compilation.py`: what the compiled step holds, computes and sends; `extrapolation.py`: that of a deeper model.
 * `hlo/`: reads compiled modules.
 * `model_flops.py`: the FLOP that a model requires.

@@ -1,4 +1,4 @@
-"""Chooses a distribution for one batch on some devices, and says what else is to be known of the choice."""
+"""Chooses a distribution for one batch on some devices, and explains the choice."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ from keras_dist.planning.search_space import search_space
 from keras_dist.strategies.attention import attention_warnings_repeated
 from keras_dist.strategies.base import Distribution
 
-# Candidates are compared by models of so few blocks. The chosen one is planned with those of `plan`.
+# Depths compiled to compare candidates, and to plan the chosen one, which are those of `plan`.
 _COMPARED_DEPTHS, _PLANNED_DEPTHS = (1, 2), (2, 4)
 _NOT_TRIED = (
     "Not tried: pipeline and expert parallelism, rules of your own, step options where a model fits without them, and "

@@ -1,4 +1,4 @@
-"""What code that is traced for a target is told about its platform: the answers of the target's devices.
+"""What code that is traced for a target learns about its platform: the answers of the target's devices.
 
 Keras chooses an attention kernel and a recurrent kernel while it traces, by `jax.devices()[0].platform`,
 `jax.default_backend()`, cuDNN's version and the compute capability. KerasHub asks for the kind of the devices too.

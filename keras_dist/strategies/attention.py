@@ -19,7 +19,7 @@ from keras_dist.strategies.dim_axes import without_repeats
 from keras_dist.strategies.mask_recognition import recognize, recognize_bias
 from keras_dist.strategies.sharded_attention import ShardedCall, shards_of, usable_axes
 
-# Kernels pad fewer queries to as many, and their logits, as in the steps of `generate()`, need little memory.
+# Below this many queries, as in the steps of `generate()`, XLA is used: a kernel would pad them to 128.
 _FEWEST_QUERIES = 128
 
 

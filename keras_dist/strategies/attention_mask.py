@@ -99,7 +99,7 @@ class AttentionMask:
         return seen if self.query_valid is None else seen & self.query_valid
 
     def visible_fraction(self, num_queries: int, num_keys: int) -> float:
-        """Returns the part of all pairs of a query and a key that the band lets see each other."""
+        """Returns the fraction of (query, key) pairs inside the band."""
         first, end = self._band_of_queries(num_queries, num_keys, np)
         return math.fsum(np.maximum(end - first, 0)) / (num_queries * num_keys)
 

@@ -28,7 +28,7 @@ from keras_dist.strategies.weight_layouts import WeightLayouts
 from keras_dist.variables import global_reads
 
 is_updating: ThreadValue[bool] = ThreadValue(False)
-"""Whether the update that is being traced in this thread takes place whenever it runs."""
+"""Whether the update that is being traced in this thread is unconditional."""
 
 
 class GradientAccumulation:

@@ -18,7 +18,7 @@ class StepOptions:
     """Options that trade the memory, the traffic and the time of a training step against each other. All are off.
 
     Every distribution takes them as `step_options`. They change nothing in the model, its optimizer or its checkpoints,
-    which can be taken on with other options.
+    which can be resumed with other options.
 
     Args:
         microbatches: number of parts that each batch is split into. The compiled step computes the gradients of one

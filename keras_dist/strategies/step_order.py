@@ -5,8 +5,8 @@ computation, and with it what it is computed from. So XLA:GPU computes the gradi
 later than the rest of their backward pass, and holds until then what they are computed from. Activations are copied to
 hosts when they are about to be fetched again. `jax.lax.optimization_barrier` changes neither.
 
-What a program needs, no scheduler moves. A token is a number that a device has once it has computed or copied an array:
-an element of it. `after` returns a value unless a token is a number that never occurs, so it needs the token.
+No scheduler can move a true data dependency. A token is a number that a device has once it has computed or copied an
+array: an element of it. `after` returns a value unless a token is a number that never occurs, so it needs the token.
 """
 
 import functools

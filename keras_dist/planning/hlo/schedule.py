@@ -333,7 +333,7 @@ def _cycles(instruction: Instruction) -> float | None:
 
 
 def _microseconds(instruction: Instruction) -> float | None:
-    """Returns the least time that a cost model of XLA:GPU gives an instruction.
+    """Returns the shortest time that a cost model of XLA:GPU gives an instruction.
 
     There are several models, and none is too fast for what it knows. The first one counts what a fused reduction reads
     again for each element that needs the result: seconds where a softmax fused by Triton takes microseconds.
