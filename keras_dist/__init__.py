@@ -67,7 +67,7 @@ from keras_dist.strategies.tensor_parallel import tensor_parallel_layout_map
 from keras_dist.variables.deferred import deferred, materialize
 from keras_dist.variables.redistribute import redistribute
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Choice",
