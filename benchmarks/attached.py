@@ -5,7 +5,7 @@ option. Each step is also planned for the same hardware by a process that uses n
 the loss of the first epoch from that without options, the peak of memory over the plan's memory, and the time of a step
 next to the plan's lower bound and forecast.
 
-Run on a machine with GPUs or TPUs: pip install "keras-dist[cuda12]" && python benchmarks/attached.py
+Run on a machine with GPUs or TPUs: pip install ".[cuda12]" && python benchmarks/attached.py
 """
 
 import argparse

@@ -5,7 +5,7 @@ eight devices that need not be attached. The hand-written program (`handwritten.
 `jax.shard_map`, with its collectives written out and the same fused kernel: splash attention on TPUs, cuDNN on GPUs.
 Growth is the increase of temporaries since the length before, per token: memory that is linear in the length keeps it.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/attention.py [--target h100:8] [name ...]
+Run: pip install ".[tpu,cuda12]" && python benchmarks/attention.py [--target h100:8] [name ...]
 """
 
 import argparse

@@ -10,7 +10,7 @@
 
 What is compiled is kept on disk (see `docs/auto.md`), so a run that was stopped goes on where it was.
 
-Run: pip install "keras-dist[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/auto.py exhaustive [case ...]
+Run: pip install ".[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/auto.py exhaustive [case ...]
 """
 
 import argparse

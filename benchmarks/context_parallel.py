@@ -12,7 +12,7 @@ alone: u = 1), S positions of a row, N query heads and K key heads of size H on 
 sends as much, and keys and values a second time if they were gathered and not kept. Devices that keep their queries
 (u = 1) swap half of them, to have the same causal work.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/context_parallel.py [--target h100:8]
+Run: pip install ".[tpu,cuda12]" && python benchmarks/context_parallel.py [--target h100:8]
 
 `--check` compares the losses of the hand-written step with those of Keras on one device, on eight simulated devices.
 """

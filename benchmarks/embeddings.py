@@ -5,7 +5,7 @@ width 1,024 and a vocabulary of 32,768, 512 tokens per device on 8 devices that 
 bfloat16. The lower bound: each gradient is reduced once, and under FSDP each weight gathered once, in the dtype of
 compute; under ZeRO-1 each new weight is gathered in float32.
 
-Run: pip install "keras-dist[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/embeddings.py
+Run: pip install ".[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/embeddings.py
 """
 
 import math

@@ -8,7 +8,7 @@ No figure of the forecast is tuned to a row. The rates of GPUs are fitted to the
 their rows show how good these fits are; the rates of TPUs' matrix multiplications are the compiler's own. The bound
 must never exceed a measurement.
 
-Run: pip install "keras-dist[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/forecast.py torchtitan-8b-h100
+Run: pip install ".[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/forecast.py torchtitan-8b-h100
 """
 
 import argparse

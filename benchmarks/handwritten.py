@@ -4,7 +4,7 @@ The model computes what a Keras one does, operation for operation (`mixed_bfloat
 compute). Every strategy is the same per-device program inside `jax.shard_map`, with its collectives written out: no
 partitioner decides what is sent.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/handwritten.py [--target h100:8] [name ...]
+Run: pip install ".[tpu,cuda12]" && python benchmarks/handwritten.py [--target h100:8] [name ...]
 """
 
 import argparse

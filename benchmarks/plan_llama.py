@@ -10,7 +10,7 @@ KerasHub's Llama 3 with AdamW and bfloat16 compute:
 By default, models of few blocks are compiled and the plan is extrapolated; `--whole` compiles all blocks. `8b-128k` is
 always compiled in full: it needs so much memory that the compiler computes some activations again.
 
-Run: pip install "keras-dist[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
+Run: pip install ".[tpu,cuda12,hub]" tensorflow-cpu && python benchmarks/plan_llama.py 8b
 """
 
 import argparse

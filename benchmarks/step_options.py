@@ -3,7 +3,7 @@
 A transformer with 6 blocks of width 1,024 and 8,192 tokens per device, bfloat16 compute and float32 Adam, compiled for
 eight devices that need not be attached.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/step_options.py [--target h100:8]
+Run: pip install ".[tpu,cuda12]" && python benchmarks/step_options.py [--target h100:8]
 """
 
 import argparse

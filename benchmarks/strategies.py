@@ -5,7 +5,7 @@ devices that need not be attached. The hand-written program (`handwritten.py`) i
 with its collectives written out and the same fused kernel of attention. One run compiles both and reads both compiled
 modules in the same way.
 
-Run: pip install "keras-dist[tpu]" "keras-dist[cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
+Run: pip install ".[tpu,cuda12]" && python benchmarks/strategies.py [--target h100:8] [name ...]
 
 `--check` needs no compiler for other hardware: it runs the hand-written step of a small model under each strategy on
 eight simulated devices, and compares its losses with those of Keras on one device.
@@ -179,7 +179,7 @@ def installed_targets() -> list[str]:
     compilers = {"h100:8": "jax_cuda12_plugin", "v5e:2x4": "libtpu"}
     targets = [target for target, package in compilers.items() if importlib.util.find_spec(package)]
     if not targets:
-        sys.exit('No compiler is installed: pip install "keras-dist[tpu]" or "keras-dist[cuda12]".')
+        sys.exit('No compiler is installed: pip install ".[tpu]" or ".[cuda12]".')
     return targets
 
 

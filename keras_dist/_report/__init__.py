@@ -1,8 +1,9 @@
-"""Prints figures as text, HTML and JSON. Imports nothing else of this package.
+"""Prints figures as text, HTML and JSON, and commands to install packages. Imports nothing else of this package.
 
 * `report.py`: the base class of reports, and their conversion to numbers, strings, lists and dicts.
 * `tables.py`: tables and bar charts, as text and as HTML for notebooks.
 * `units.py`: formats bytes, counts, seconds and percentages.
 * `variable_groups.py`: groups the variables of equal blocks into one row.
 * `progress.py`: shows the progress of long operations.
+* `install_advice.py`: the commands that messages advise, to install what is missing.
 """

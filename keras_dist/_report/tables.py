@@ -2,6 +2,7 @@
 
 import html
 import io
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,10 @@ def render_html(sections: Iterable[Section]) -> str:
 
 
 def _wrap(line: str) -> str:
-    return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    """Returns a line in lines of at most WIDTH columns. "Run: " and the command after it stay on one, to be copied."""
+    joined = re.sub(r"Run: .*", lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), line)
+    wrapped = textwrap.wrap(joined, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(wrapped).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _element(tag: str, text: str, style: str = "") -> str:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import internals, training_state
+from keras_dist._report.install_advice import install_command
 from keras_dist.checkpoint import checksums, path_matching
 from keras_dist.checkpoint.path_matching import Matching
 from keras_dist.multihost import messaging
@@ -27,7 +28,7 @@ def orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise ImportError(
-            'Orbax is not installed, and checkpoints need it. Run: pip install "keras-dist[checkpoint]".'
+            f"Orbax is not installed, and checkpoints need it. Run: {install_command('checkpoint')}."
         ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

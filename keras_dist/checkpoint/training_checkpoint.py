@@ -66,7 +66,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             --elastic` sets, or 0.
 
     Raises:
-        ImportError: Orbax is not installed (`pip install 'keras-dist[checkpoint]'`).
+        ImportError: Orbax, of the extra `checkpoint`, is not installed.
         ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
             directory is not writable, has too little space or is used by another running job; the processes find
             different checkpoints; all of them are damaged; the checkpoint is of another model or of another number of

@@ -13,6 +13,7 @@ import keras
 from jax.core import Tracer
 
 from keras_dist._keras import internals
+from keras_dist._report.install_advice import install_command
 from keras_dist._report.tables import Lines, Table, render_html, render_text
 from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import as_layout_on_mesh, axis_tuple, layout_error
@@ -61,7 +62,7 @@ class TensorPicture:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError('figure() needs matplotlib. Run: pip install "keras-dist[plot]".') from error
+            raise ImportError(f"figure() needs matplotlib. Run: {install_command('plot')}.") from error
 
         class ShardFigure(Figure):
             def _repr_png_(self) -> bytes:  # a notebook shows others only after pyplot has loaded its inline backend

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_dist._report.install_advice import OLDEST, install_command
 from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Lines, Section, Table
 from keras_dist._report.units import bytes_text, counted
@@ -15,7 +16,6 @@ from keras_dist.monitoring.system_facts import SystemFacts
 
 _SIMULATE = "--xla_force_host_platform_device_count"
 _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-_OLDEST = {"keras": (3, 15), "jax": (0, 10)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +104,11 @@ def _backend(facts: SystemFacts) -> Iterator[Finding]:
 
 
 def _old_versions(facts: SystemFacts) -> Iterator[Finding]:
-    for package, oldest in _OLDEST.items():
+    for package, oldest in OLDEST.items():
         version = facts.versions.get(package)
-        if version is not None and _release(version)[:2] < oldest:
-            least = ".".join(map(str, oldest))
-            yield Finding(f"{package} {version} is older than {least}.", f"Run pip install -U '{package}>={least}'.")
+        if version is not None and _release(version) < _release(oldest):
+            fix = f'Run: pip install --upgrade "{package}>={oldest}".'
+            yield Finding(f"{package} {version} is older than {oldest}.", fix)
 
 
 def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
         # `jax_plugins.xla_cuda12` looks for kernels in jax_cuda13_plugin first.
         yield Finding(
             "jax-cuda12-plugin and jax-cuda13-plugin are both installed: CUDA 12 would run with kernels for CUDA 13.",
-            "Uninstall one of them with its library: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
+            "Uninstall one of them with its library. Run: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
         )
     jaxlib = facts.versions.get("jaxlib")
     for name in plugins:
@@ -126,7 +126,7 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
             if jaxlib is not None and version is not None and _release(version) != _release(jaxlib):
                 yield Finding(
                     f"{part} {version} is not of the version of jaxlib {jaxlib}, which JAX requires.",
-                    f"Run pip install -U 'jax[{name.split('-')[1]}]=={facts.versions.get('jax', jaxlib)}'.",
+                    f"Run: {install_command(name.split('-')[1])}.",
                 )
 
 
@@ -160,15 +160,17 @@ def _no_devices(facts: SystemFacts) -> Iterator[Finding]:
     elif "JAX_PLATFORMS" in facts.environment:
         fix = f"Check JAX_PLATFORMS={facts.environment['JAX_PLATFORMS']}, or unset it."
     else:
-        fix = "Run python -c 'import jax; jax.devices()' to see all of the error."
+        fix = "See all of the error. Run: python -c 'import jax; jax.devices()'."
     yield Finding(f"JAX has no devices: {facts.failure.rstrip('.')}.", fix)
 
 
 def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
     if facts.platform != "cpu":
         return
+    cuda = _installed(facts, *_CUDA_PLUGINS)
+    cuda_extra = cuda[0].split("-")[1] if cuda else facts.cuda_extra
     kinds = (
-        (facts.gpus, "NVIDIA GPU", _installed(facts, *_CUDA_PLUGINS), "cuda12", ("cuda", "gpu")),
+        (facts.gpus, "NVIDIA GPU", cuda, cuda_extra, ("cuda", "gpu")),
         (facts.tpus, "TPU chip", _installed(facts, "libtpu"), "tpu", ("tpu",)),
     )
     platforms = facts.environment.get("JAX_PLATFORMS", "")
@@ -176,9 +178,7 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
         if not count:
             continue
         if not plugins:
-            yield Finding(
-                f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run pip install -U 'jax[{extra}]'."
-            )
+            yield Finding(f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run: {install_command(extra)}.")
         elif platforms and not any(each in platforms.split(",") for each in names):
             yield Finding(
                 f"The host has {counted(count, name)}, which JAX_PLATFORMS={platforms} hides.",
@@ -190,7 +190,7 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
             reason = f" ({reasons[-1]})" if reasons else ""
             yield Finding(
                 f"The host has {counted(count, name)} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
-                f"Reinstall it with all of its libraries: pip install -U 'jax[{extra}]'.",
+                f"Install all of its libraries. Run: {install_command(extra)}.",
             )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from jax._src import hardware_utils  # public JAX does not say what a host has before it starts its devices
 
+from keras_dist._report.install_advice import cuda_extra
+
 TIMEOUT = 120  # seconds for JAX to create its devices; a pod slice takes a minute
 
 PACKAGES = (
@@ -55,6 +57,7 @@ class SystemFacts:
         cores: number of CPU cores that this process may use.
         gpus: number of NVIDIA GPUs that the driver shows.
         tpus: number of TPU chips that the host shows.
+        cuda_extra: the extra that installs JAX for NVIDIA GPUs here, "cuda12" or "cuda13".
         devices: what `device_facts.py` prints of each device; empty if JAX could not create any.
         longest_link: the longest link between neighbors in JAX's order of devices.
         output: what JAX wrote to standard error.
@@ -67,6 +70,7 @@ class SystemFacts:
     cores: int
     gpus: int = 0
     tpus: int = 0
+    cuda_extra: str = "cuda13"
     devices: tuple[Mapping[str, Any], ...] = ()
     longest_link: str | None = None
     output: str = ""
@@ -94,6 +98,7 @@ def collect(keras_backend: str | None) -> SystemFacts:
         environment=environment,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=len(glob.glob("/dev/nvidia[0-9]*")),
+        cuda_extra=cuda_extra(),
         tpus=hardware_utils.num_available_tpu_chips_and_device_id()[0],
     )
     command = [sys.executable, "-m", "keras_dist.monitoring.device_facts"]

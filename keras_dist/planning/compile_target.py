@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from keras_dist._report.install_advice import cuda_extra, install_command
 from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, cpu_thread_count, platform_devices
@@ -83,8 +84,8 @@ class Target(Sequence):
 def target(name: str, slices: int = 1) -> Target:
     """Returns devices of hardware that need not be attached, to compile programs for.
 
-    Programs for TPUs are compiled by libtpu, `pip install "keras-dist[tpu]"`, and for NVIDIA GPUs by JAX's CUDA plugin,
-    `pip install "keras-dist[cuda12]"`. Neither needs the hardware or its drivers, and the programs cannot be executed.
+    Programs for TPUs are compiled by libtpu, of the extra `tpu`, and for NVIDIA GPUs by JAX's CUDA plugin, of the extra
+    `cuda13` or `cuda12`. Neither needs the hardware or its drivers, and the programs cannot be executed.
     CPU devices are those of this process. If JAX has not started yet, `"cpu:8"` makes it start with 8.
 
     The same name returns the same devices, so meshes of them are equal and nothing is compiled twice. Registered TPUs
@@ -225,8 +226,7 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
         )
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError(
-            f"Target {name!r} needs libtpu to compile for TPUs, which is not installed. Run: pip install "
-            '"keras-dist[tpu]".'
+            f"Target {name!r} needs libtpu to compile for TPUs, which is not installed. Run: {install_command('tpu')}."
         )
     options = {}
     if min(x, y) < 2:
@@ -265,9 +265,10 @@ def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kin
         )
     plugin = next((plugin for plugin in _CUDA_PLUGINS if importlib.util.find_spec(plugin)), None)
     if plugin is None:
+        extra = cuda_extra(entry.compiler_target.compute_capability >= _OLDEST_OF_CUDA_13)
         raise ValueError(
-            f"Target {name!r} needs JAX's CUDA plugin to compile for NVIDIA GPUs, which is not installed. Run: pip "
-            'install "keras-dist[cuda12]".'
+            f"Target {name!r} needs JAX's CUDA plugin to compile for NVIDIA GPUs, which is not installed. Run: "
+            f"{install_command(extra)}."
         )
     hosts, gpus = (1, *shape)[-2:]
     get_devices = functools.partial(
@@ -297,8 +298,8 @@ def _cuda_devices(name: str, plugin: str, get_devices: Callable[[], Any]) -> lis
             version = importlib.metadata.version(plugin.replace("_", "-"))
             raise ValueError(
                 f"Cannot compile for target {name!r}: JAX {jax.__version__} cannot use {plugin} {version} "
-                f"({type(error).__name__}: {error}). Install matching versions: pip install --upgrade "
-                '"keras-dist[cuda12]".'
+                f"({type(error).__name__}: {error}). Install matching versions: "
+                f"{install_command(plugin.split('_')[1])}."
             ) from error
 
 
@@ -314,7 +315,7 @@ def _require_assembler(name: str, gpu: GpuCompilerTarget, device: Device) -> Non
         found = re.search(r"\S*/ptxas", str(error))
         raise ValueError(
             f"Cannot compile for target {name!r}: XLA uses {found[0] if found else 'ptxas'}, but CUDA's ptxas knows "
-            f"compute capability {capability} up to CUDA 12 only. Run: pip install nvidia-cuda-nvcc-cu12."
+            f'compute capability {capability} up to CUDA 12 only. Run: pip install "nvidia-cuda-nvcc-cu12".'
         ) from error
 
 

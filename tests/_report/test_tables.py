@@ -57,3 +57,8 @@ def test_sections_are_separated_by_empty_lines_and_wrapped_at_120_columns():
     html = render_html([("First", [Lines(("a < b",))]), ("Second", [TABLE])])
     assert re.findall(r"<(?:h4|p)>(.*?)</", html) == ["First", "a &lt; b", "Second"]
     assert "http" not in html
+
+
+def test_a_command_is_not_wrapped():
+    text = Lines(("word " * 22 + 'Run: pip install --upgrade "a" "b".',)).to_text()
+    assert text.splitlines() == [("word " * 22).strip(), '  Run: pip install --upgrade "a" "b".']

@@ -22,9 +22,7 @@ import keras_dist as kd
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.attention import recorded_attention
 
-keras_hub = pytest.importorskip(
-    "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
-)
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 8, 136, 64, 32

@@ -6,9 +6,7 @@ import pytest
 
 import keras_dist as kd
 
-keras_hub = pytest.importorskip(
-    "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
-)
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ def defined_tests(path):
 @pytest.mark.parametrize("file", ["distribution/distribution_lib_test.py", *SLOW])
 def test_all_tests_of_keras_but_the_excluded_pass(file, tmp_path):
     """Every test of the file runs, and passes or is excluded."""
-    pytest.importorskip("tensorflow", reason="Keras's tests import tensorflow: pip install 'keras-dist[test]'")
+    pytest.importorskip("tensorflow", reason="Keras's tests import tensorflow: pip install '.[test]'")
     path = pathlib.Path(keras.__file__).parent / "src" / file
     if not path.exists():
         pytest.skip(f"the wheel of Keras {keras.__version__} does not include its tests; the wheel of 3.15.1 does")
     if "orbax" in file:
-        pytest.importorskip("orbax.checkpoint", reason="needs Orbax: pip install 'keras-dist[test]'")
+        pytest.importorskip("orbax.checkpoint", reason="needs Orbax: pip install '.[test]'")
     report = tmp_path / "report.xml"
     command = [
         *(sys.executable, "-m", "pytest", "-p", "support.keras_on_ours", "-p", "no:cacheprovider", "-c", os.devnull),

@@ -9,9 +9,7 @@ import pytest
 
 import keras_dist as kd
 
-keras_hub = pytest.importorskip(
-    "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
-)
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models
 SIZES = {"vocabulary_size": 512, "num_layers": 2, "hidden_dim": 64, "intermediate_dim": 128}
 HEADS = {"num_query_heads": 8, "num_key_value_heads": 8}

@@ -1,5 +1,6 @@
 """A picture of a tensor shows which device holds which shard."""
 
+import re
 import sys
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
+from keras_dist._report.install_advice import install_command
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_a_figure_of_thousands_of_shards_has_no_texts():
 
 def test_a_figure_needs_matplotlib(mesh, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "keras-dist\[plot\]"'):
+    with pytest.raises(ImportError, match=re.escape(install_command("plot"))):
         kd.visualize((8,), kd.TensorLayout(("a",), mesh)).figure()
 
 

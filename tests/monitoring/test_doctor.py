@@ -6,6 +6,7 @@ import json
 import jax
 import pytest
 
+from keras_dist._report.install_advice import install_command
 from keras_dist.monitoring import device_facts, system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.monitoring.system_facts import SystemFacts
@@ -34,15 +35,21 @@ def facts(versions=None, environment=None, **changed):
     ("found", "must_change", "words"),
     [
         (facts(environment={"KERAS_BACKEND": "torch"}), True, ["torch", "KERAS_BACKEND=jax"]),
-        (facts({"keras": "3.10.0"}), True, ["3.10.0", "3.15"]),
+        (facts({"keras": "3.10.0"}), True, ["3.10.0", '"keras>=3.15"']),
+        (facts({"jax": "0.10.1"}), True, ["0.10.1", '"jax>=0.10.2"']),
         (facts(CUDA12 | {"jax-cuda13-plugin": "0.12.0"}, devices=GPU), True, ["jax-cuda12-plugin", "jax-cuda13"]),
-        (facts(CUDA12 | {"jax-cuda12-plugin": "0.11.0"}), True, ["0.11.0", "jax[cuda12]==0.12.0"]),
+        (facts(CUDA12 | {"jax-cuda12-plugin": "0.11.0"}), True, ["0.11.0", "0.12.0", install_command("cuda12")]),
         (facts(environment={"XLA_FLAGS": "--xla_a=1 --xla_a=2"}), True, ["--xla_a", "'1'", "'2'"]),
         (facts(environment={"XLA_FLAGS": "--xla_a=1 , --xla_b"}), True, ["','"]),
-        (facts(gpus=8), True, ["8 NVIDIA", "jax[cuda12]"]),
-        (facts(CUDA12, gpus=8, output="  RuntimeError: Unable to load cuDNN."), True, ["cuDNN", "Reinstall"]),
+        (facts(gpus=8), True, ["8 NVIDIA", install_command("cuda13")]),
+        (facts(gpus=8, cuda_extra="cuda12"), True, ["8 NVIDIA", install_command("cuda12")]),
+        (
+            facts(CUDA12, gpus=8, output="  RuntimeError: Unable to load cuDNN."),
+            True,
+            ["cuDNN", install_command("cuda12")],
+        ),
         (facts(CUDA12, {"JAX_PLATFORMS": "cpu"}, gpus=8), False, ["hides", "JAX_PLATFORMS"]),
-        (facts(tpus=4), True, ["4 TPU", "jax[tpu]"]),
+        (facts(tpus=4), True, ["4 TPU", install_command("tpu")]),
         (facts(environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}), True, ["64", "NPROC=128"]),
         (facts(environment={"JAX_NUM_CPU_DEVICES": "16", "NPROC": "4"}), True, ["NPROC=4", "NPROC=32"]),
         (facts(environment={"JAX_NUM_CPU_DEVICES": "16"}, devices=GPU), False, ["16", "gpu"]),

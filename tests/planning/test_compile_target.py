@@ -14,6 +14,8 @@ from support.compilers import needs_cuda, needs_libtpu
 from support.new_process import run
 
 import keras_dist as kd
+from keras_dist._report import install_advice
+from keras_dist._report.install_advice import install_command
 from keras_dist.planning import compile_target as module
 from keras_dist.planning.compile_target import Target, target
 from keras_dist.planning.hardware import hardware
@@ -148,13 +150,13 @@ def test_arguments_of_other_types_are_refused():
 class TestCompilers:
     """Requests to the compilers and their answers, with mock compilers."""
 
-    def test_missing_compiler_names_the_extra_to_install(self, compilers, monkeypatch):
+    def test_missing_compiler_names_the_extra_to_install(self, compilers, monkeypatch, tmp_path):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
         monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-        with pytest.raises(ValueError, match=r'"keras-dist\[tpu\]"'):
-            target("v5e:2x4")
-        with pytest.raises(ValueError, match=r'"keras-dist\[cuda12\]"'):
-            target("h100:3")
+        monkeypatch.setattr(install_advice, "_DRIVER_FILE", tmp_path / "absent")
+        for name, extra in {"v5e:2x4": "tpu", "h100:3": "cuda13", "v100:2": "cuda12"}.items():
+            with pytest.raises(ValueError, match=re.escape(install_command(extra))):
+                target(name)
 
     def test_plugin_of_another_version_is_named(self, compilers):
         compilers.answer = NotImplementedError("topology not implemented for cuda")

@@ -140,7 +140,7 @@ def test_model_larger_than_any_host_is_planned():
     assert planned.fits
 
 
-@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install 'keras-dist[hub]'")
+@pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install '.[hub]'")
 @pytest.mark.parametrize("target", ["cpu:8", *V5E_FIRST])
 def test_keras_hub_task_that_compiles_itself(target):
     import keras_hub

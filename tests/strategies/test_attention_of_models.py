@@ -88,7 +88,7 @@ MODELS = {
 @pytest.fixture
 def fused_attention(monkeypatch):
     """Keras Hub's models call `ops.dot_product_attention`, as they do on GPUs."""
-    pytest.importorskip("keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError)
+    pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
     for name, module in list(sys.modules.items()):
         for check in ("fused_attention_op_available", "running_on_gpu", "gpu_supports_fused_attention_op"):
             if name.startswith("keras_hub") and hasattr(module, check):

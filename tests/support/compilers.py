@@ -5,11 +5,11 @@ import importlib.util
 import pytest
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'keras-dist[tpu]'"
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
 )
 needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the CUDA compiler: pip install 'keras-dist[cuda12]'",
+    reason="needs the CUDA compiler: pip install '.[cuda12]'",
 )
 EIGHT_DEVICES = [pytest.param("v5e:2x4", marks=needs_libtpu), pytest.param("h100:8", marks=needs_cuda)]
 # For what both compilers make alike, and one of them in half a minute or more.

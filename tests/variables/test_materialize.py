@@ -175,9 +175,7 @@ def test_subclassed_models_train_after_materialize(call):
 
 
 def test_keras_hub_task_trains_after_materialize():
-    keras_hub = pytest.importorskip(
-        "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
-    )
+    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
     distribution = LAYOUTS["fully sharded"]()
     tokens = np.ones((8, 16), "int32")
     with distribution.scope():

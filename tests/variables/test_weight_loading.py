@@ -383,9 +383,7 @@ def test_lazy_tensor_can_be_read_like_an_array(on_disk):
 
 
 def test_keras_hub_preset_is_read_by_shards(tmp_path, largest_transfer):
-    keras_hub = pytest.importorskip(
-        "keras_hub", reason="needs KerasHub: pip install 'keras-dist[hub]'", exc_type=ImportError
-    )
+    keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
     keras.utils.set_random_seed(0)
     sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512, "max_sequence_length": 64}
     saved = keras_hub.models.GPT2Backbone(vocabulary_size=4096, **sizes)
