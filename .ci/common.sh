@@ -52,11 +52,21 @@ stage() {
   echo "== $(date +%H:%M:%S) $*"
 }
 
-# Creates the virtual environment $work/NAME with a Python, and installs this repository with extras.
+# Builds the sdist, and the wheel from that, as a release is built. Sets $wheel. A package index would accept both.
+build_distributions() {
+  "$newest/python3" -m venv "$work/build" &&
+    "$work/build/bin/pip" install -q build twine &&
+    "$work/build/bin/python" -m build --outdir "$work/dist" "$repository" >"$work/build.log" ||
+    { cat "$work/build.log"; return 1; }
+  "$work/build/bin/twine" check --strict "$work"/dist/* &&
+    wheel=$(ls "$work"/dist/keras_dist-*.whl)
+}
+
+# Creates the virtual environment $work/NAME with a Python, or takes the one there is, and installs the wheel with extras.
 install() {
-  local name=$1 python=$2 extras=$3
+  local name=$1 python=$2 extras=${3:-}
   "$python/python3" -m venv "$work/$name" &&
-    "$work/$name/bin/pip" install -q "$repository[$extras]"
+    "$work/$name/bin/pip" install -q "$wheel${extras:+[$extras]}"
 }
 
 print_versions() {
