@@ -19,6 +19,7 @@ extensions = [
     "sphinx_copybutton",
     "myst_nb",
     "guide_pages",
+    "repository_address",
 ]
 exclude_patterns = ["_build", "_extensions"]
 

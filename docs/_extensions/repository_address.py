@@ -1,0 +1,17 @@
+"""Fills in the address of the repository, which `pyproject.toml` states, where a page has ADDRESS_OF_THIS_REPOSITORY."""
+
+import pathlib
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLACEHOLDER = "ADDRESS_OF_THIS_REPOSITORY"
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+
+
+def fill_in(app, name: str, source: list[str]) -> None:
+    source[0] = source[0].replace(PLACEHOLDER, ADDRESS)
+
+
+def setup(app):
+    app.connect("source-read", fill_in)
+    return {"parallel_read_safe": True}
