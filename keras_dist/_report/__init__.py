@@ -2,6 +2,7 @@
 
 * `report.py`: the base class of reports, and their conversion to numbers, strings, lists and dicts.
 * `tables.py`: tables and bar charts, as text and as HTML for notebooks.
+* `figures.py`: bar charts as figures of matplotlib, an extra.
 * `units.py`: formats bytes, counts, seconds and percentages.
 * `variable_groups.py`: groups the variables of equal blocks into one row.
 * `progress.py`: shows the progress of long operations.

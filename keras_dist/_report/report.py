@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from keras_dist._report.tables import Section, render_html, render_text
+from keras_dist._report.tables import Section, html_page, render_html, render_text
 
 
 class Report:
@@ -27,6 +29,15 @@ class Report:
             indent: number of spaces per level; None for a single line.
         """
         return json.dumps(self.to_dict(), indent=indent)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML file, which loads nothing else: to open from disk, to publish or to mail.
+
+        Args:
+            path: name of the file, which is replaced if it exists.
+        """
+        [(title, _), *_] = sections = list(self._sections())
+        pathlib.Path(path).write_text(html_page(title, render_html(sections)), encoding="utf-8")
 
     def __str__(self) -> str:
         return render_text(self._sections())

@@ -143,6 +143,26 @@ def render_html(sections: Iterable[Section]) -> str:
     return "\n".join([_STYLE, '<div class="keras-dist">', *blocks, "</div>"])
 
 
+def html_page(title: str, body: str) -> str:
+    """Returns a file with an element as its body, in the light or dark colors of the reader's browser."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1.5em; overflow-x: auto; font-family: system-ui, sans-serif; }}
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
 def _wrap(line: str) -> str:
     """Returns a line in lines of at most WIDTH columns. "Run: " and the command after it stay on one, to be copied."""
     joined = re.sub(r"Run: .*", lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), line)

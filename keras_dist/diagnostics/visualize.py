@@ -1,25 +1,27 @@
 """`visualize`: which device holds which shard of a tensor, as text, as HTML and as a figure."""
 
-import io
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 from jax.core import Tracer
 
 from keras_dist._keras import internals
-from keras_dist._report.install_advice import install_command
+from keras_dist._report.figures import new_figure
 from keras_dist._report.tables import Lines, Table, render_html, render_text
 from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import as_layout_on_mesh, axis_tuple, layout_error
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.mesh.render import visible_indices
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_RANGES, _MOST_WRITTEN = 12, 32, 4, 1024
 
@@ -51,7 +53,7 @@ class TensorPicture:
     def _repr_html_(self) -> str:
         return render_html([(self.title, [Lines(self.notes), self._table()])])
 
-    def figure(self) -> Any:
+    def figure(self) -> "Figure":
         """Returns a `matplotlib.figure.Figure`: a rectangle per shard, colored by the devices that hold it.
 
         A notebook shows it.
@@ -59,20 +61,9 @@ class TensorPicture:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(f"figure() needs matplotlib. Run: {install_command('plot')}.") from error
-
-        class ShardFigure(Figure):
-            def _repr_png_(self) -> bytes:  # a notebook shows others only after pyplot has loaded its inline backend
-                file = io.BytesIO()
-                self.savefig(file, format="png")
-                return file.getvalue()
-
         rows, columns = self._rows_and_columns()
         colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
-        figure = ShardFigure(figsize=(8, 6), layout="constrained")
+        figure = new_figure(8, 6)
         axes = figure.subplots()
         grid = [[self._ids(i, j) for j in range(len(columns))] for i in range(len(rows))]
         edges = [[*(part[0] for part in parts), parts[-1][1]] for parts in (columns, rows)]

@@ -1,7 +1,8 @@
 """Planning: compiles the real step for hardware that need not be attached, and reports what it needs.
 
 * `plan.py`: `plan`, which puts the parts below together.
-* `report.py`: `Plan`, as data and as a printed report. `compare.py`: several plans in one table.
+* `report.py`: `Plan`, as data and as a printed report; `plan_figure.py`: its figure. `compare.py`: several plans in one
+  table.
 * `fitting_options.py`: step options that make a step fit, and `remat="auto"`.
 * `auto.py`: `auto`, which chooses among distributions; `choosing.py` does it for one batch on some devices, and
   `choice.py` is the result. `places.py`: devices; `candidates.py`: meshes and strategies; `search_space.py`: those

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_dist._report.report import Report, to_plain_data
 from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
@@ -22,8 +22,12 @@ from keras_dist.planning.forecast_section import forecast_section
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
+from keras_dist.planning.plan_figure import plan_figure
 from keras_dist.planning.roofline import Roofline
 from keras_dist.strategies.step_options import StepOptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
@@ -167,6 +171,20 @@ class Plan(Report):
             charts.append((title, [bars, sentence]))
         return render_text(charts)
 
+    def figure(self) -> "Figure":
+        """Returns a `matplotlib.figure.Figure`: the memory of a device by kind, and the schedule of a step.
+
+        The schedule has the time of compute, of the collectives over each mesh axis, and of copies. Where a collective
+        is exposed, the device waits for it; the rest of it is hidden by compute. Without a forecast of step time, the
+        figure has the lower bounds by resource, if they are known. A notebook shows it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        title = f"{subject_text(self)}\n{_devices_text(self)}: {fits_text(self)}"
+        [bars] = _memory(self)[1]
+        return plan_figure(title, bars.bars, _memory_width(self.memory), self.roofline, self.traffic)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
         own = dataclasses.replace(self, fitting_plan=None, step_options=StepOptions())
@@ -230,11 +248,15 @@ def bound_text(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> Section:
     depth = f", {counted(plan.depth, 'block')}" if plan.depth is not None else ""
-    devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
-    lines = f"{devices}, {distribution_name(plan)}", f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
+    lines = _devices_text(plan), f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
     if plan.compiler_options:
         lines = *lines[:2], f"compiler options {options_text(plan.compiler_options)}", lines[2]
     return subject_text(plan) + depth, [Lines(lines)]
+
+
+def _devices_text(plan: Plan) -> str:
+    devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
+    return f"{devices}, {distribution_name(plan)}"
 
 
 def _batch_text(batch: Any) -> str:
@@ -276,9 +298,14 @@ def _what_fits(plan: Plan, fitting: Plan) -> Section:
     return "What makes it fit", [Lines(tuple(lines)), Table(columns, rows)]
 
 
-def _memory(plan: Plan) -> Section:
+def _memory_width(memory: Memory) -> int:
+    """Returns the bytes that the full width of the bars of memory stands for."""
+    return max(memory.total, memory.capacity or 0, 1)
+
+
+def _memory(plan: Plan) -> tuple[str, list[Bars]]:
     memory = plan.memory
-    scale = max(memory.total, memory.capacity or 0, 1)
+    scale = _memory_width(memory)
 
     def figures(size: int) -> tuple[str, ...]:
         return (bytes_text(size), *(() if memory.capacity is None else (percent_text(size / memory.capacity),)))

@@ -341,6 +341,53 @@ def test_html_style_applies_only_to_reports():
     assert all(selector.startswith(".keras-dist") for selector in selectors)
 
 
+@pytest.mark.parametrize("report", [example_plan(), compare(a=example_plan())], ids=["plan", "comparison"])
+def test_a_report_is_saved_as_one_file_that_loads_nothing(report, tmp_path):
+    report.save_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert report._repr_html_() in page
+    assert "<title>gpt, train step, 197 k parameters</title>" in page
+    assert not re.search(r"https?:|src=|url\(|@import|<script", page)
+
+
+# ------------------------------------------------------------------------------------------------------ the figure
+
+
+def bars_of(axes) -> list[tuple[int, float, float]]:
+    """The row, start and end of each bar that has a width, in the units of the axis."""
+    bars = [(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in axes.patches]
+    return [(row, pytest.approx(start), pytest.approx(start + width)) for row, start, width in bars if width]
+
+
+def test_the_figure_has_the_memory_and_the_schedule():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figure = example_plan().figure()
+    memory, time = figure.axes
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert "gpt, train step" in figure.get_suptitle()
+    assert (memory.get_xlabel(), time.get_xlabel()) == ("GiB", "ms (gray: hidden by compute)")
+    rows = [label.get_text() for label in memory.get_yticklabels()]
+    assert rows[:2] == ["weights  2 GiB  12.5%", "optimizer  4 GiB  25%"]
+    assert [bar for bar in bars_of(memory) if bar[0] < 2] == [(0, 0, 2), (1, 2, 6)]
+    assert bars_of(memory)[-1] == (len(rows) - 1, 0, 16)  # the capacity
+    assert [label.get_text() for label in time.get_yticklabels()] == [
+        "compute  7 ms",
+        "collectives over data, model  4 ms  2 ms exposed",
+        "collectives over other groups  500 us  0 s exposed",
+        "copies  1 ms",
+    ]
+    hidden, exposed = (1, 5, 7), (1, 7, 9)
+    assert bars_of(time) == [(0, 0, 7), hidden, exposed, (2, 6.5, 7), (3, 9, 10)]
+
+
+def test_the_figure_has_the_bounds_without_a_forecast_and_no_time_if_none_is_known():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    _, time = example_plan(roofline=Roofline(0.001, 0.002, None, 0.0)).figure().axes
+    assert bars_of(time) == [(0, 0, 1), (1, 0, 2)]
+    assert time.get_yticklabels()[2].get_text() == "ICI  unknown"
+    assert len(example_plan(roofline=Roofline.unknown("cpu")).figure().axes) == 1
+
+
 # ------------------------------------------------------------------------------------------------------ comparisons
 
 
