@@ -6,6 +6,8 @@ import sys
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE / "_extensions"))
 
+from repository_address import ADDRESS
+
 import keras_dist
 
 project = "keras_dist"
@@ -16,6 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "docstrings",  # before napoleon, which reads what it writes
     "sphinx.ext.napoleon",
+    "sphinx.ext.githubpages",  # lets GitHub publish folders such as _sources
     "sphinx_copybutton",
     "myst_nb",
     "guide_pages",
@@ -49,6 +52,8 @@ html_title = "keras_dist"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
+    "repository_url": ADDRESS,
+    "use_repository_button": True,
     "show_toc_level": 2,
     "use_download_button": True,
     "use_fullscreen_button": False,

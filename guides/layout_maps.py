@@ -7,10 +7,10 @@
 
 # %%
 import os
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import builtins
 import pickle
 import textwrap
 import warnings
@@ -28,7 +28,15 @@ from keras import layers
 MESH = kd.create_device_mesh("data:2,model:4")
 COLUMNS, ROWS = (None, "model"), ("model", None)  # for a kernel of shape (inputs, outputs)
 
-show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
+
+def show(value, with_figure: bool = False) -> None:
+    """Displays a table or a report in a notebook, perhaps with its figure, and prints it in a script."""
+    if "ipykernel" in sys.modules:
+        from IPython.display import display
+
+        display(value, *([value.figure()] if with_figure else []))
+    else:
+        print(value)
 
 
 # %% [markdown]
@@ -236,11 +244,11 @@ print_rows(kd.explain(model, distribution), "kernel", "lora_kernel_a", "lora_ker
 layout_map = first_map()
 with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
     model = transformer()
-    show(kd.visualize(model.get_layer("head").kernel))
+    show(kd.visualize(model.get_layer("head").kernel), with_figure=True)
     del layout_map["head/kernel"]
     layout_map["head/kernel"] = ("model", "data")
     kd.redistribute(model)  # moves an existing model
-    show(kd.visualize(model.get_layer("head").kernel))
+    show(kd.visualize(model.get_layer("head").kernel), with_figure=True)
 
 # %% [markdown]
 # The hardware need not be attached:

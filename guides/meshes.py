@@ -7,10 +7,9 @@
 
 # %%
 import os
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import builtins
 
 import keras_dist as kd
 
@@ -19,11 +18,17 @@ kd.simulate_devices(8)  # before anything else starts JAX
 import keras
 from sklearn.datasets import load_digits
 
+IN_NOTEBOOK = "ipykernel" in sys.modules
+
 
 def show(mesh: kd.DeviceMesh) -> None:
-    """Displays the table of a mesh in a notebook, and prints it elsewhere."""
-    display = getattr(builtins, "display", None)
-    print(mesh.picture()) if display is None else display(mesh)
+    """Displays the table of a mesh in a notebook, and prints it in a script."""
+    if IN_NOTEBOOK:
+        from IPython.display import display
+
+        display(mesh)
+    else:
+        print(mesh.picture())
 
 
 # %% [markdown]
@@ -37,6 +42,18 @@ assert mesh == kd.create_device_mesh({"data": 2, "model": 4})
 assert mesh == kd.create_device_mesh([("data", 2), ("model", 4)])
 assert mesh == kd.create_device_mesh((2, 4), axis_names=["data", "model"])
 show(mesh)
+
+# %% [markdown]
+# A tensor with a dim for each axis, sharded over all of them, has one shard on each device:
+
+# %%
+shards = kd.visualize((8, 64), kd.TensorLayout(("data", "model"), mesh))
+if IN_NOTEBOOK:
+    from IPython.display import display
+
+    display(shards.figure())
+else:
+    print(shards)
 
 # %% [markdown]
 # A model is trained on it:
@@ -89,6 +106,26 @@ for cluster, devices, axes in CLUSTERS:
     ordered = kd.create_device_mesh(axes, devices).info()["longest_link"]
     links = ", ".join(f"{axis}: {listed[axis]} -> {ordered[axis]}" for axis in listed)
     print(f"{cluster:38} {axes:24} {links}")
+
+# %% [markdown]
+# The notebook draws the ring of `fsdp:256` through the chips of a slice:
+
+# %%
+if IN_NOTEBOOK:
+    from matplotlib import pyplot
+
+    chips = kd.mock_tpus("v5e:16x16")
+    meshes = {
+        "JAX's order of devices": kd.DeviceMesh("fsdp:256", devices=chips),
+        "create_device_mesh": kd.create_device_mesh("fsdp:256", chips),
+    }
+    _, pictures = pyplot.subplots(1, 2, figsize=(9, 4.8), layout="constrained")
+    for axes, (title, mesh) in zip(pictures, meshes.items(), strict=True):
+        ring = [*mesh.devices, mesh.devices[0]]
+        axes.plot([chip.coords[0] for chip in ring], [chip.coords[1] for chip in ring], ".-", linewidth=1)
+        longest = mesh.info()["longest_link"]["fsdp"]
+        axes.set(title=f"{title}, longest link {longest}", xlabel="x of the chip", ylabel="y of the chip", aspect=1)
+    pyplot.show()
 
 # %% [markdown]
 # ## Two slices of 256 chips

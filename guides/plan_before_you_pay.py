@@ -15,7 +15,6 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import builtins
 import importlib.util
 import sys
 
@@ -28,11 +27,21 @@ from keras import layers
 
 DEPTH, WIDTH, HEADS, VOCABULARY, LENGTH = 24, 2048, 16, 50304, 1024
 ROWS = 8  # sequences in a global batch
-TARGETS = [] if "ipykernel" in sys.modules else sys.argv[1:]  # the arguments of a notebook are Jupyter's
+IN_NOTEBOOK = "ipykernel" in sys.modules
+TARGETS = [] if IN_NOTEBOOK else sys.argv[1:]  # the arguments of a notebook are Jupyter's
 if not TARGETS:
     TARGETS = ["v5e:8" if importlib.util.find_spec("libtpu") else "cpu:8"]
 
-show = getattr(builtins, "display", print)  # a notebook displays tables, a script prints them
+
+def show(value) -> None:
+    """Displays a table, a report or a figure in a notebook, and prints it in a script."""
+    if IN_NOTEBOOK:
+        from IPython.display import display
+
+        display(value)
+    else:
+        print(value)
+
 
 # %% [markdown]
 # ## The hardware that is known
@@ -90,17 +99,19 @@ def tensor_parallel(devices) -> kd.Distribution:
 # %% [markdown]
 # ## Their plans
 #
-# The picture of a plan shows what takes the memory of a device.
+# The figure of a plan shows what takes the memory of a device, and the schedule of a step: compute, and the collectives
+# over each axis, which compute hides (gray) or for which the device waits. A script prints bar charts instead.
 
 # %%
 plans = {}
 for name in TARGETS:
     for letters, layout in (("DP", data_parallel), ("FSDP", fully_sharded), ("TP", tensor_parallel)):
-        plans[f"{name} {letters}"] = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH, compile_depths=(1, 2))
-        print(f"{name} {letters}\n{plans[f'{name} {letters}'].picture()}")
+        plan = kd.plan(build, layout(kd.target(name)), ROWS, depth=DEPTH, compile_depths=(1, 2))
+        plans[f"{name} {letters}"] = plan
+        show(plan.figure() if IN_NOTEBOOK else f"{name} {letters}\n{plan.picture()}")
 
 # %% [markdown]
-# The full report of the one that needs least memory:
+# The full report of the one that needs least memory, which `save_html("plan.html")` writes as a file:
 
 # %%
 show(min(plans.values(), key=lambda plan: plan.memory.total))

@@ -1,8 +1,8 @@
 """Makes pages of the guides: `guides/*.py` are scripts in jupytext's percent format, and become notebooks.
 
-Sphinx executes the notebooks. They are the files that readers download, so each begins with a cell that installs the
-package, which is not executed here. Guides that start their own script again cannot be notebooks: their pages show the
-script, and what it prints.
+Sphinx executes the notebooks. They are the files that readers download, or open in Colab and Kaggle from where the site
+is published, so each begins with a cell that installs the package, which is not executed here. Guides that start their
+own script again cannot be notebooks: their pages show the script, and what it prints.
 """
 
 import hashlib
@@ -14,15 +14,28 @@ import sys
 
 import jupytext
 import nbformat
+from repository_address import ADDRESS
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = ROOT / "guides"
 PAGES = ROOT / "docs" / "guides"
 
-INSTALL = """\
-# Only in Colab and Kaggle, after the wheel is uploaded. EXTRAS for GPUs: "guides,cuda12"; for TPUs: "guides,tpu".
-EXTRAS = "guides"
-!pip install -q "$(find /kaggle/input . -name 'keras_dist-*.whl' 2>/dev/null | head -n 1)[{EXTRAS}]"
+PUBLISHED = f"/{ADDRESS.removeprefix('https://github.com/')}/blob/gh-pages/_sources/guides"
+
+LAUNCH = f"""\
+<a class="launch" href="https://colab.research.google.com/github{PUBLISHED}/NAME.ipynb">Open in Colab</a>
+<a class="launch" href="https://kaggle.com/kernels/welcome?src=https://github.com{PUBLISHED}/NAME.ipynb">Open in Kaggle</a>
+"""
+INSTALL = f"""\
+# Only in Colab and Kaggle: installs a wheel that was uploaded, or else the repository.
+EXTRAS = "guides"  # for GPUs: "guides,cuda12"; for TPUs: "guides,tpu"
+WHEELS = !find /kaggle/input "$PWD" -name "keras_dist-*.whl" 2>/dev/null
+SOURCE = f"file://{{WHEELS[0]}}" if WHEELS else "git+{ADDRESS}"
+!pip install -q "keras-dist[{{EXTRAS}}] @ {{SOURCE}}"
+"""
+RUN_SCRIPT = f"""\
+!git clone -q {ADDRESS} && pip install -q "./{ADDRESS.rpartition("/")[2]}[checkpoint,guides]"
+!python {ADDRESS.rpartition("/")[2]}/guides/NAME.py
 """
 
 
@@ -31,9 +44,11 @@ def is_script(source: str) -> bool:
     return "__file__" in source
 
 
-def as_notebook(source: str) -> nbformat.NotebookNode:
-    """Returns a guide as a notebook whose second cell installs the package."""
+def as_notebook(name: str, source: str) -> nbformat.NotebookNode:
+    """Returns a guide as a notebook with links to Colab and Kaggle, whose second cell installs the package."""
     notebook = jupytext.reads(source, fmt="py:percent")
+    title, _, text = notebook.cells[0].source.partition("\n")
+    notebook.cells[0].source = f"{title}\n\n{LAUNCH.replace('NAME', name)}{text}"
     install = nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["skip-execution", "hide-cell"]})
     notebook.cells.insert(1, install)
     for number, cell in enumerate(notebook.cells):
@@ -51,8 +66,12 @@ def as_page(name: str, source: str, output: str) -> str:
     return f"""# {title.rstrip(".")}
 {text.partition("Run: ")[0]}
 This guide is a script and not a notebook, because it starts its own file as other processes, and kills some of them.
-Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In Colab and Kaggle, upload it,
-and run `!python {name}.py` in a cell.
+Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In a new notebook of
+<a class="launch" href="https://colab.new">Colab</a> or
+<a class="launch" href="https://www.kaggle.com/code/new">Kaggle</a>, run this cell:
+
+```ipython3
+{RUN_SCRIPT.replace("NAME", name)}```
 
 ## What it prints
 
@@ -90,7 +109,7 @@ def write_pages(app) -> None:
     for guide in sorted(GUIDES.glob("*.py")):
         source = guide.read_text()
         if not is_script(source):
-            nbformat.write(as_notebook(source), PAGES / f"{guide.stem}.ipynb")
+            nbformat.write(as_notebook(guide.stem, source), PAGES / f"{guide.stem}.ipynb")
             continue
         output = "(not executed)" if app.config.nb_execution_mode == "off" else output_of(guide, app.outdir.parent)
         (PAGES / f"{guide.stem}.md").write_text(as_page(guide.stem, source, output))
