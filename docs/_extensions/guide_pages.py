@@ -22,9 +22,10 @@ PAGES = ROOT / "docs" / "guides"
 
 PUBLISHED = f"/{ADDRESS.removeprefix('https://github.com/')}/blob/gh-pages/_sources/guides"
 
+KAGGLE = "https://kaggle.com/kernels/welcome?src="
 LAUNCH = f"""\
 <a class="launch" href="https://colab.research.google.com/github{PUBLISHED}/NAME.ipynb">Open in Colab</a>
-<a class="launch" href="https://kaggle.com/kernels/welcome?src=https://github.com{PUBLISHED}/NAME.ipynb">Open in Kaggle</a>
+<a class="launch" href="{KAGGLE}https://github.com{PUBLISHED}/NAME.ipynb">Open in Kaggle</a>
 """
 INSTALL = f"""\
 # Only in Colab and Kaggle: installs a wheel that was uploaded, or else the repository.

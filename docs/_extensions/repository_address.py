@@ -1,4 +1,4 @@
-"""Fills in the address of the repository, which `pyproject.toml` states, where a page has ADDRESS_OF_THIS_REPOSITORY."""
+"""Replaces ADDRESS_OF_THIS_REPOSITORY on pages by the address that `pyproject.toml` states."""
 
 import pathlib
 import tomllib
