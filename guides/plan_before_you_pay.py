@@ -6,7 +6,7 @@
 # models of 1 and 2 blocks and extrapolates to 24.
 #
 # As a script, it plans for the hardware that you name: `python plan_before_you_pay.py v5e:4x4 h100:8`. By default it
-# plans for eight chips of TPU v5e, if the extra `tpu` is installed (`cuda12` is the one for GPUs), or for eight CPU
+# plans for eight chips of TPU v5e, if the extra `tpu` is installed (`cuda13` is the one for GPUs), or for eight CPU
 # devices, whose memory and traffic are known, but no times.
 
 # %%

@@ -5,7 +5,7 @@
 # once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy.
 #
 # As a script, it plans for the hardware that you name, which need not be attached:
-# `python strategies.py v5e:2x4 h100:8` (with the extras `tpu` and `cuda12`). By default it plans for the simulated
+# `python strategies.py v5e:2x4 h100:8` (with the extras `tpu` and `cuda13`). By default it plans for the simulated
 # devices. XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters.
 
 # %%
