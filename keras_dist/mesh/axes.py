@@ -4,7 +4,7 @@ import contextlib
 import math
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 Axes = Mapping[str, int] | Sequence[tuple[str, int]] | Sequence[int] | str
@@ -29,8 +29,12 @@ def parse_axes(axes: Axes, axis_names: Sequence[str] | None = None) -> dict[str,
         return _parse(_split(axes), None if axis_names is None else _check_names(axis_names))
 
 
-def solve_axes(axes: dict[str, int], count: int, given: str = "available") -> dict[str, int]:
+def solve_axes(
+    axes: dict[str, int], count: int, given: str = "available", more: Callable[[int], str] | None = None
+) -> dict[str, int]:
     """Returns parsed axes with -1 replaced; their product must be `count` devices, which errors call `given`.
+
+    `more` returns how to get a number of devices, as the end of a sentence, or nothing.
 
     >>> solve_axes({"data": -1, "model": 4}, 8)
     {'data': 2, 'model': 4}
@@ -45,6 +49,8 @@ def solve_axes(axes: dict[str, int], count: int, given: str = "available") -> di
     only = "only " if product > count else ""
     can_use_fewer = product < count and not has_rest and given == "available"
     hint = f", or use some of the devices with create_device_mesh(..., devices={product})" if can_use_fewer else ""
+    if more is not None and product > count:
+        hint = more(2 * product if has_rest else product)
     raise ValueError(
         f"Shape does not match the number of devices: {spell_axes(axes)} {needs}, but {only}{count} "
         f"{'is' if count == 1 else 'are'} {given}. Choose sizes whose product {'divides' if has_rest else 'is'} {count}"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from keras_dist._report.units import counted
 from keras_dist.mesh.axes import Axes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh, create_device_mesh
-from keras_dist.mesh.devices import as_device_array, force_cpu, platform_devices
+from keras_dist.mesh.devices import as_device_array, force_cpu, how_to_simulate, platform_devices
 from keras_dist.mesh.topology import arrange_devices
 
 _DIMS = (1, -1, 1, 1, 1)
@@ -86,8 +86,8 @@ class DeviceMeshManager:
             raise ValueError(
                 f"Not enough devices: mesh {spell_axes(axes)} requires {counted(needed, 'device')}, but only "
                 f"{len(given)} "
-                f"{'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most {len(given)}, "
-                "or pass more devices."
+                f"{'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most {len(given)}"
+                f"{how_to_simulate(needed) if devices is self._devices is None else ', or pass more devices'}."
             )
         uses_all = -1 in axes.values()
         if devices is None and self._devices is None and not uses_all and needed < len(given):
@@ -199,7 +199,7 @@ def create_mesh(
     devices = jax.devices() if backend is None else platform_devices(backend)
     if axis_names is _NAMES:
         axis_names = default_names(axis_dims, _NAMES)
-    axes = solve_axes(parse_axes(axis_dims, axis_names), len(devices))
+    axes = solve_axes(parse_axes(axis_dims, axis_names), len(devices), more=how_to_simulate)
     arranged = arrange_devices(
         devices,
         axes,

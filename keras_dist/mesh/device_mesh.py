@@ -17,6 +17,7 @@ from keras_dist.mesh.devices import (
     available_devices,
     device_name,
     first_devices,
+    how_to_simulate,
     is_alive,
     is_attached,
     list_devices,
@@ -70,7 +71,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         axes = parse_axes(shape, axis_names)
         if devices is None:
             names = list_devices()
-            axes = solve_axes(axes, len(names))
+            axes = solve_axes(axes, len(names), more=how_to_simulate)
             array = _arrange(names, axes) if num_processes() == 1 else np.array(names)
         else:
             array = as_device_array(devices)
@@ -305,13 +306,13 @@ def create_device_mesh(
     <DeviceMesh data:2 x model:2 on 4 of 8 cpu devices>
     """
     parsed = parse_axes(axes, axis_names)
-    given = "given"
+    given, more = "given", None
     if devices is None:
-        devices, given = list_devices(), "available"
+        devices, given, more = list_devices(), "available", how_to_simulate
     elif isinstance(devices, numbers.Integral) and not isinstance(devices, bool):
         devices = first_devices(int(devices))
     devices = as_device_array(devices).ravel().tolist()
-    solved = solve_axes(parsed, len(devices), given)
+    solved = solve_axes(parsed, len(devices), given, more)
     return DeviceMesh(solved, None, _arrange(devices, solved, dcn), axis_types)
 
 

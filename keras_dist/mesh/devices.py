@@ -106,6 +106,19 @@ def simulate_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
 
 
+def how_to_simulate(count: int) -> str:
+    """Returns how to have `count` devices, as the end of a sentence; nothing where JAX has accelerators."""
+    per_process, rest = divmod(count, jax.process_count())
+    if rest or jax.default_backend() != "cpu":
+        return ""
+    started = f"started with {counted(jax.local_device_count(), 'CPU device')}"
+    return (
+        f", or simulate {per_process}: call keras_dist.simulate_devices({per_process}) directly after "
+        f"`import keras_dist`, before anything starts JAX. It has {started} here; in a notebook, restart the kernel "
+        "first"
+    )
+
+
 def cpu_thread_count(devices: int) -> int:
     """Returns the `NPROC`, from which XLA's CPU client sizes its thread pool, for the simulated devices of one process.
 
@@ -139,7 +152,7 @@ def first_devices(count: int) -> list[str]:
     if not 1 <= count <= len(names):
         raise ValueError(
             f"Requested devices={count}, but {len(names)} {'is' if len(names) == 1 else 'are'} available. Choose a "
-            f"number from 1 to {len(names)}."
+            f"number from 1 to {len(names)}{how_to_simulate(count) if count > 0 else ''}."
         )
     return names[:count]
 
@@ -180,8 +193,14 @@ def to_jax_devices(devices: Sequence) -> list[Device]:
         names = [name for name in by_name if ":" in name]
         shown = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
         raise ValueError(
-            f"Device not found: {error.args[0]!r}. Available: {shown}. keras_dist.list_devices() returns all names."
+            f"Device not found: {error.args[0]!r}. Available: {shown}. Use names that keras_dist.list_devices() "
+            f"returns{_how_to_simulate_device(error.args[0])}."
         ) from None
+
+
+def _how_to_simulate_device(name: str) -> str:
+    platform, _, number = name.partition(":")
+    return how_to_simulate(int(number) + 1) if platform == "cpu" and number.isdecimal() else ""
 
 
 def device_name(device) -> str:

@@ -172,8 +172,6 @@ def _compile_only_target(name: str, shape: tuple[int, ...], slices: int, entry: 
 
 
 def _cpu_target(name: str, shape: tuple[int, ...], entry: Hardware) -> Target:
-    if len(shape) != 1:
-        raise ValueError(f"Target {name!r} has a shape, but CPU devices have none. Write 'cpu:{math.prod(shape)}'.")
     [count] = shape
     is_set_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     configured: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
@@ -206,28 +204,11 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
             f"libtpu does not know device kind {entry.device_kind!r} of target {name!r}. Register the hardware with "
             f"one of these: {kinds}."
         )
-    x, y, z = [*shape, 1, 1][:3]
-    if generation.is_2d and z > 1:
-        raise ValueError(
-            f"Slices of {entry.name} have two sides, but target {name!r} has three. Write, for example, "
-            f"'{entry.name}:4x4'."
-        )
-    largest, side = generation.largest_slice, generation.longest_side
-    if math.prod(shape) > largest or (generation.is_2d and max(x, y) > side):
-        limit = f"{side}x{side}" if generation.is_2d else f"{largest}"
-        raise ValueError(
-            f"Target {name!r} exceeds the largest slice of {entry.name}, which has {limit} chips. Use several slices "
-            "with slices=2 or more."
-        )
-    if any(chips > 1 and chips % 2 for chips in (x, y)):
-        raise ValueError(
-            f"There is no slice {name!r}: hosts of {entry.name} have 2x2 chips, so each of its first two sides must be "
-            f"even or 1. Write, for example, '{entry.name}:{'4x4' if generation.is_2d else '2x2x4'}'."
-        )
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError(
             f"Target {name!r} needs libtpu to compile for TPUs, which is not installed. Run: {install_command('tpu')}."
         )
+    x, y = [*shape, 1][:2]
     options = {}
     if min(x, y) < 2:
         options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
@@ -255,8 +236,6 @@ def _default_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kind: str) -> list[Device]:
-    if len(shape) > 2:
-        raise ValueError(f"Target {name!r} has {len(shape)} sizes. Write GPUs per host, or hosts x GPUs: 'h100:2x8'.")
     if entry.compiler_target is None or entry.memory_bytes is None or entry.memory_bytes_per_second is None:
         raise ValueError(
             f"Cannot compile for target {name!r}: the GPU compiler needs memory_bytes, memory_bytes_per_second and "

@@ -19,6 +19,11 @@ def mesh_without_devices():
         return str(mesh.backend_mesh)
 
 
+def mesh_on_accelerators():
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        kd.create_device_mesh("data:4,model:4")
+
+
 CASES = {
     "axes that need more devices than there are": lambda: kd.create_device_mesh("data:3,model:4"),
     "axes that need fewer devices than there are": lambda: kd.create_device_mesh("data:2,model:2"),
@@ -75,6 +80,7 @@ CASES = {
     "a table of a mesh": lambda: kd.create_device_mesh("data:2,model:4", kd.mock_tpus("v5e:2x2", slices=2)).picture(),
     "a manager's mesh of too many devices": lambda: kd.DeviceMeshManager.create_data_parallel_mesh(16),
     "a manager's mesh that leaves devices idle": lambda: kd.DeviceMeshManager.create_device_mesh({"data": 2}),
+    "more devices than an accelerator machine has": mesh_on_accelerators,
     "a mesh that would split the torus": lambda: kd.mesh.topology.arrange_devices(
         kd.mock_tpus("v5p:4x4x4"), {"data": 8, "model": 8}, allow_split_physical_axes=False
     ),

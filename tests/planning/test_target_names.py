@@ -108,6 +108,9 @@ def test_names_of_cloud_slices_and_machines(name, chip, shape):
         ("v5:2x2x4", "v5p:2x2x4"),
         ("v5p 2x4", "v5p:2x4x1"),
         ("v5e 2x2x2", "v5e:4x4"),
+        ("v5x:3x5", "v5e:4x4"),
+        ("v7:2x2x2", "tpu7x:2x2x2"),
+        ("h100:100000", "h100:8"),
     ],
 )
 def test_near_misses_have_a_suggestion_that_is_a_target(name, suggested):
@@ -126,6 +129,12 @@ def test_names_that_no_machine_has_are_refused(name):
 
 def test_every_machine_has_known_hardware():
     assert {chip for _, chip, _ in _MACHINES} <= set(hardware)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x5", "v5e:2x2x2", "v5e:512", "v5p:3x3x3", "h100:2x2x2", "cpu:2x4"])
+def test_shapes_that_do_not_exist_are_refused_before_a_compiler_is_looked_for(name):
+    with pytest.raises(ValueError, match=re.escape(name.split(":")[0])):
+        parse_target_name(name)
 
 
 def test_numbers_of_chips_without_a_usual_slice_are_refused():
