@@ -36,20 +36,12 @@ def why_not_splash(query: Any, key: Any, value: Any, bias: Any, mask: AttentionM
         return f"splash attention has no {query.dtype}; use the dtype policy 'mixed_bfloat16'"
     if bias is not None:
         return "splash attention has no bias; pass a boolean mask if the bias only hides keys"
-    if mask.segments is not None and not _sees_itself(mask, query.shape[1], key.shape[1]):
-        return "splash attention combines packed sequences with a causal mask only"
     if mask.dense is not None or (mask.lower or 0) > 0 or (mask.upper or 0) < 0:
         return (
             "splash attention takes causal masks, windows, padding (rows, keys) and packed sequences, and the mask is "
             "not made of these alone"
         )
     return None
-
-
-def _sees_itself(mask: AttentionMask, num_queries: int, num_keys: int) -> bool:
-    """Whether every query sees the key of its own position, for a mask with packed sequences."""
-    assert mask.segments is not None
-    return num_queries == num_keys and mask.key_valid is None and mask.segments[0] is mask.segments[1]
 
 
 def splash_attention(
@@ -130,16 +122,18 @@ def _splash_segments(
     hides_padded_keys = mask.upper is not None and lengths[0] - 1 + mask.upper < lengths[1]
     if mask.segments is None and mask.key_valid is None and (padded[1] == lengths[1] or hides_padded_keys):
         return None
-    if mask.segments is not None:
-        ids = tuple(each.astype(jnp.int32) for each in mask.segments)
-        of_padding = jnp.maximum(ids[0].max(), ids[1].max()) + 1
-    else:
-        key_valid = jnp.ones((1, lengths[1])) if mask.key_valid is None else mask.key_valid
-        ids, of_padding = (jnp.ones((1, lengths[0]), jnp.int32), key_valid.astype(jnp.int32)), 0
+    query_ids, key_ids = (
+        [jnp.zeros((1, length), jnp.int32) for length in lengths]
+        if mask.segments is None
+        else [ids.astype(jnp.int32) for ids in mask.segments]
+    )
+    of_padding = query_ids.max() + 1  # the id of no query
+    if mask.key_valid is not None:
+        key_ids = jnp.where(mask.key_valid, key_ids, of_padding)
     return segment_ids(
         *(
             jnp.full((rows, length), of_padding, jnp.int32).at[:, : each.shape[1]].set(each)
-            for each, length in zip(ids, padded, strict=True)
+            for each, length in zip((query_ids, key_ids), padded, strict=True)
         )
     )
 

@@ -85,15 +85,20 @@ class AttentionMask:
     def sees_a_key(self, num_queries: int, num_keys: int) -> Any:
         """Returns whether each query sees a key, as booleans (B or 1, T); None if all do.
 
-        Conditions on pairs of a query and a key, other than the band, are not considered: kernels give the mean of all
-        values where these hide all keys, or, as splash attention, do not take them.
+        `dense` is not considered: kernels that take it give the mean of all values where it hides all keys.
         """
         first, end = self._band_of_queries(num_queries, num_keys, np)
-        if self.key_valid is None and self.query_valid is None and (end > first).all():
+        own = np.arange(num_queries)  # a query in a segment sees the key of its own position
+        is_same = self.segments is not None and num_queries == num_keys and self.segments[0] is self.segments[1]
+        is_in_band = (first <= own) & (own < end) if is_same else end > first
+        is_simple = self.key_valid is None and (self.segments is None or is_same) and is_in_band.all()
+        if is_simple and self.query_valid is None:
             return None
         first, end = self._band_of_queries(num_queries, num_keys, jnp)  # computed by the step, not part of the program
         seen: Any = (end > first)[None]
-        if self.key_valid is not None:
+        if self.segments is not None and not is_simple:
+            seen = _has_key_of_its_segment(*self.segments, self.key_valid, first, end)
+        elif self.key_valid is not None:
             counts = jnp.pad(jnp.cumsum(self.key_valid, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
             seen = seen & (counts[:, jnp.maximum(end, first)] > counts[:, first])
         return seen if self.query_valid is None else seen & self.query_valid
@@ -114,3 +119,27 @@ class AttentionMask:
 def _pad(array: Any, dim: int, length: int) -> Any:
     """Pads a dim that has a value for each query."""
     return array if array is None or array.shape[dim] == 1 else pad_dim(array, dim, length)
+
+
+def _has_key_of_its_segment(query_ids: Any, key_ids: Any, key_valid: Any, first: Any, end: Any) -> jax.Array:
+    """Returns whether each query sees a valid key of its segment, from its first position to the one before its end.
+
+    Queries, at their first positions, and keys are sorted by segment and position. The next key after a query is then
+    the first one that it may see. So no pairs of queries and keys are looked at.
+    """
+    valid = jnp.ones(key_ids.shape, bool) if key_valid is None else key_valid
+    rows = max(each.shape[0] for each in (query_ids, key_ids, valid))
+    num_queries, num_keys = query_ids.shape[1], key_ids.shape[1]
+
+    def joined(of_queries: Any, of_keys: Any) -> jax.Array:
+        parts = ((of_queries, num_queries), (of_keys, num_keys))
+        return jnp.concatenate([jnp.broadcast_to(each, (rows, length)) for each, length in parts], axis=1)
+
+    order = jnp.arange(num_queries + num_keys)
+    ids, positions = joined(query_ids, key_ids), joined(first, jnp.arange(num_keys))
+    is_key, ends, order = joined(False, valid), joined(end, 0), jnp.broadcast_to(order, ids.shape)
+    ids, positions, is_key, ends, places = jax.lax.sort((ids, positions, is_key, ends, order), num_keys=3)
+    following = jax.lax.cummin(jnp.where(is_key, order, order.shape[1] - 1), axis=1, reverse=True)
+    key = [jnp.take_along_axis(each, following, axis=1) for each in (is_key, ids, positions)]
+    seen = key[0] & (key[1] == ids) & (key[2] < ends)
+    return jax.lax.sort((places, seen), num_keys=1)[1][:, :num_queries]  # in the order of the queries again

@@ -17,6 +17,7 @@ import math
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,7 +32,8 @@ _BLOCK = 2**24  # elements of a concrete mask that are looked at at once
 def recognize(mask: Any) -> AttentionMask:
     """Takes a mask apart into a band, padding, packed sequences, and the rest.
 
-    Integers of which a mask is made, such as a padding mask of zeros and ones, must not be negative.
+    Integers of which a mask is made, such as a padding mask of zeros and ones, must not be negative. Ids of packed
+    sequences must not be NaN.
 
     Args:
         mask: Booleans (B or 1, N or 1, T, S), (B or 1, T, S) or (T, S), traced or concrete.
@@ -99,7 +101,7 @@ class _Conditions:
             return
         if (source := read.source()) is not None:
             self.require(source, nonzero)
-        elif not self._require_concrete_band(read, nonzero):
+        elif not self._require_concrete(read, nonzero):
             self._require_values(read, nonzero)
 
     def _require_values(self, read: Read, nonzero: bool) -> None:
@@ -127,6 +129,8 @@ class _Conditions:
                 self.require(operand, nonzero)
         elif node.primitive == "sub" and number(operands[0]) == 1 and _is_binary(operands[1].node):
             self.require(operands[1], not nonzero)
+        elif node.primitive == "sub" and not nonzero:
+            return self._require_comparison("eq", *operands)
         elif node.primitive == "select_n" and node.inputs[0].dtype == bool:
             condition, if_false, if_true = operands
             return self._require_choice(condition, if_false, if_true, nonzero)
@@ -180,21 +184,32 @@ class _Conditions:
             if QUERY not in dims or KEY not in key_dims or not dims <= {BATCH, QUERY} or not key_dims <= {BATCH, KEY}:
                 continue
             is_band = self.reader.affine(left) is not None and self.reader.affine(right) is not None
-            if self.segments is None and not is_band and jnp.issubdtype(left.node.dtype, jnp.integer):
-                query_ids, key_ids = self.reader.build(queries, dims)[:, 0, :, 0], self.reader.build(keys, key_dims)
+            if self.segments is None and not is_band and left.node.dtype.itemsize <= 4:
+                query_ids = _as_integers(self.reader.build(queries, dims)[:, 0, :, 0])
                 # The same ids of both are one array: then every query sees the key of its own position.
                 is_same = queries.origin() == keys.origin().with_dim(KEY, QUERY)
-                self.segments = query_ids, query_ids if is_same else key_ids[:, 0, 0, :]
+                key_ids = None if is_same else _as_integers(self.reader.build(keys, key_dims)[:, 0, 0, :])
+                self.segments = query_ids, query_ids if key_ids is None else key_ids
                 return True
         return False
 
-    def _require_concrete_band(self, read: Read, nonzero: bool) -> bool:
+    def _require_concrete(self, read: Read, nonzero: bool) -> bool:
+        """Adds the conditions of a concrete mask (T, S) that is a band, or blocks along the diagonal."""
         constant = read.node.constant
         is_known = constant is not None and getattr(constant, "is_fully_addressable", True)
         if not is_known or self.reader.varying_dims(read) != {QUERY, KEY}:
             return False
         values = read.placed(np.asarray(constant), self.reader.shape)[0, 0]
-        return self._require_band(_band((values != 0) if nonzero else (values == 0)))
+        visible = (values != 0) if nonzero else (values == 0)
+        if self._require_band(_band(visible)):
+            return True
+        blocks = _blocks(visible) if self.segments is None else None
+        if blocks is None:
+            return False
+        ids, is_causal = blocks
+        ids = jnp.asarray(ids, jnp.int32)[None]
+        self.segments = ids, ids
+        return not is_causal or self._require_band((-math.inf, 0))
 
     def _require_band(self, band: tuple[float, float] | None) -> bool:
         if band is not None:
@@ -247,6 +262,32 @@ def _band(visible: np.ndarray) -> tuple[int, int] | None:
     begin, end = np.maximum(queries + lower, 0), np.minimum(queries + upper, num_keys - 1)
     is_band = (count == np.maximum(end - begin + 1, 0)) & ((count == 0) | (first == begin) & (last == end))
     return (int(lower), int(upper)) if is_band.all() else None
+
+
+def _blocks(visible: np.ndarray) -> tuple[np.ndarray, bool] | None:
+    """Returns the block of each position, and whether it sees no later ones, if a concrete mask (T, T) has blocks only.
+
+    Example: positions 0 and 1 see each other, and 2 sees itself.
+
+    >>> _blocks(np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]], bool))
+    (array([0, 0, 2]), False)
+    """
+    if len(set(visible.shape)) > 1 or not visible.diagonal().all():
+        return None
+    first = visible.argmax(1)  # the first position that each one sees is the one where its block begins
+    same = first[:, None] == first
+    for is_causal in (False, True):
+        if np.array_equal(visible, np.tril(same) if is_causal else same):
+            return first, is_causal
+    return None
+
+
+def _as_integers(ids: Any) -> jax.Array:
+    """Returns integers that are equal where ids are, which may be numbers of any kind of at most 32 bits."""
+    if not jnp.issubdtype(ids.dtype, jnp.floating):
+        return ids.astype(jnp.int32)
+    ids = ids.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(jnp.where(ids == 0, 0, ids), jnp.int32)  # zero has two signs
 
 
 def _is_logical(node: Node) -> bool:

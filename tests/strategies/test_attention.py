@@ -3,6 +3,7 @@
 The TPU kernel runs in Pallas's interpreter; in the place of cuDNN runs XLA with cuDNN's arguments.
 """
 
+import contextlib
 import itertools
 
 import jax
@@ -64,6 +65,11 @@ def padding(lengths, size, first=0):
     return jnp.asarray((positions >= first) & (positions < np.asarray(lengths)[:, None]))
 
 
+def packed(size):
+    ids = jnp.arange(size)[None] // jnp.arange(20, 20 + ROWS)[:, None]
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
 def causal(queries, keys):
     return jnp.arange(queries)[:, None] >= jnp.arange(keys)
 
@@ -78,6 +84,10 @@ MASKS = {
     "padding in front": lambda: padding([150] * 8, 150, first=3)[:, None, None],
     "causal, padding": lambda: causal(150, 150) & padding(LENGTHS, 150)[:, None, None],
     "causal, padding in front": lambda: causal(150, 150) & padding([150] * 8, 150, first=7)[:, None, None],
+    "packed, padding": lambda: packed(150) & causal(150, 150) & padding(LENGTHS, 150)[:, None, None],
+    "packed, window, padding in front": lambda: (
+        packed(150) & (abs(jnp.arange(150)[:, None] - jnp.arange(150)) < 30) & padding([150] * 8, 150, 7)[:, None, None]
+    ),
     "queries and keys": lambda: padding(LENGTHS, 150)[:, None, :, None] & padding(LENGTHS, 150)[:, None, None],
 }
 
@@ -188,12 +198,10 @@ def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeyp
 @pytest.mark.parametrize("length", [149, 150])
 def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
-    ids = jnp.arange(length)[None] // jnp.arange(20, 20 + ROWS)[:, None]
-
-    def mask():
-        return causal(length, length) & (ids[:, None, :, None] == ids[:, None, None, :])
-
-    assert assert_equals_one_device(kd.DataParallel(), *operands(length), mask) == [("cuDNN", None)]
+    calls = assert_equals_one_device(
+        kd.DataParallel(), *operands(length), lambda: causal(length, length) & packed(length)
+    )
+    assert calls == [("cuDNN", None)]
 
 
 @pytest.mark.parametrize("length", [149, 150])
@@ -225,3 +233,49 @@ def test_layers_for_sequences_of_any_length(platform, mesh):
     layout_map["attend/output"] = ("data", *(("context", "model") if sequences else (None, None)))
     with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", **sequences).scope():
         np.testing.assert_allclose(outputs(), expected, rtol=2e-5, atol=2e-5)
+
+
+def packed_model(build_mask):
+    """A model of packed rows, with the ids of the sequences as an input, and attention by Keras's layer."""
+    tokens, ids = (keras.Input((130,), dtype="int32") for _ in range(2))
+    x = keras.layers.Embedding(50, 16, name="tokens")(tokens)
+    x = x + keras.layers.MultiHeadAttention(2, 8, name="attention")(x, x, attention_mask=build_mask(ids))
+    model = keras.Model([tokens, ids], keras.layers.Dense(50, name="out")(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def packed_and_padded(ids):
+    same = keras.ops.equal(keras.ops.expand_dims(ids, 1), keras.ops.expand_dims(ids, 2))
+    causal = keras.ops.arange(130)[:, None] >= keras.ops.arange(130)
+    return keras.ops.logical_and(keras.ops.logical_and(same, causal), keras.ops.expand_dims(ids > 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("platform", "axes"),
+    [
+        ("tpu", "data:2,context:2,model:2"),
+        *(slow(*case) for case in [("tpu", "data:8"), ("tpu", "data:4,model:2"), ("gpu", "data:4,context:2")]),
+    ],
+    indirect=["platform"],
+)
+def test_layers_of_packed_sequences(platform, axes):
+    """Segment ids are an input, sharded as the tokens are."""
+    mesh = kd.create_device_mesh(axes)
+    layout_map = kd.LayoutMap(mesh)
+    if "model" in axes:
+        layout_map["attention/(query|key|value)/kernel"] = (None, "model", None)
+    sequence = "context" if "context" in axes else None
+    distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name=sequence)
+    generator = np.random.default_rng(0)
+    tokens, labels = generator.integers(0, 50, (2, 16, 130))
+    ids = np.sort(generator.integers(1, 5, (16, 130)), axis=1) * (np.arange(130) < 120)
+    losses = []
+    for each in (None, distribution):
+        keras.utils.set_random_seed(0)
+        scope = contextlib.nullcontext() if each is None else each.scope()
+        with scope, attention.recorded_attention() as calls:
+            model = packed_model(packed_and_padded)
+            losses.append(model.fit([tokens, ids], labels, 8, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert {(call.implementation, call.reason) for call in calls} == {(KERNEL[platform], None)}

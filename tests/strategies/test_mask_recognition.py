@@ -79,6 +79,14 @@ def distance():
     return jnp.arange(S)[None, :] - jnp.arange(T)[:, None]
 
 
+def same(ids):
+    return ops.equal(ops.expand_dims(ids, 2), ops.expand_dims(ids, 1))
+
+
+def causal():
+    return ops.expand_dims(ops.arange(T), 1) >= ops.expand_dims(ops.arange(S), 0)
+
+
 def cumulative_sums(padding):
     ones = ops.ones((1, T, S), "int32")
     causal = ops.cumsum(ones, axis=-2) >= ops.cumsum(ones, axis=-1)
@@ -103,6 +111,7 @@ CASES = {
     "not causal": (lambda _: ~tril()[None, None], (1, None, [])),
     "causal by scaled floats": (lambda _: (2.0 * distance() <= 3.0)[None, None], (None, 1, [])),
     "diagonal": (lambda _: (distance() == 1)[None, None], (1, 1, [])),
+    "main diagonal": (lambda _: (distance() == 0)[None, None], (0, 0, [])),
     "padding alone": (lambda padding: padding[:, None, None, :] > 0, (None, None, ["key_valid"])),
     "padding spread out": (
         lambda padding: 2 * jnp.broadcast_to(padding[:, None, None], (B, 1, T, S)) > 1,
@@ -111,6 +120,39 @@ CASES = {
     "packed": (
         lambda padding: (padding[:, None, :, None] == padding[:, None, None]) & tril(),
         (None, 0, ["segments"]),
+    ),
+    "packed, as integers": (
+        lambda ids: ops.cast(same(ids), "int32") * ops.cast(causal(), "int32"),
+        (None, 0, ["segments"]),
+    ),
+    "packed, where": (lambda ids: ops.where(causal(), same(ids), False), (None, 0, ["segments"])),
+    "packed, padding": (
+        lambda ids: same(ids) & causal() & ops.expand_dims(ids > 0, 1),
+        (None, 0, ["key_valid", "segments"]),
+    ),
+    "packed, differences": (lambda ids: (ids[:, :, None] - ids[:, None]) == 0, (None, None, ["segments"])),
+    "packed, not different": (lambda ids: ~(ids[:, :, None] != ids[:, None]), (None, None, ["segments"])),
+    "packed, floats": (lambda ids: same(ops.cast(ids, "bfloat16") * -0.5), (None, None, ["segments"])),
+    "packed, booleans": (lambda ids: same(ids > 1), (None, None, ["segments"])),
+    "packed, counted ends": (
+        lambda ids: same(ops.cumsum(ops.cast(ids == 1, "int32"), axis=1)) & causal(),
+        (None, 0, ["segments"]),
+    ),
+    "packed, window": (lambda ids: same(ids) & causal() & (distance() > -3), (-2, 0, ["segments"])),
+    "packed, two ids": (lambda ids: same(ids) & same(ids // 2), (None, None, ["segments", "dense"])),
+    "packed, causal by positions of data": (
+        lambda ids: same(ids) & (ids[:, :, None] >= ids[:, None]),
+        (None, None, ["segments", "dense"]),
+    ),
+    "packed or causal": (lambda ids: same(ids) | causal(), (None, None, ["dense"])),
+    "blocks": (
+        lambda _: ops.equal(ops.expand_dims(ops.arange(T) // 2, 1), ops.expand_dims(ops.arange(S) // 2, 0)),
+        (None, None, ["segments"]),
+    ),
+    "concrete blocks": (lambda _: np.kron(np.eye(3), np.ones((2, 2))) != 0, (None, None, ["segments"])),
+    "concrete causal blocks": (
+        lambda padding: (np.tril(np.kron(np.eye(2), np.ones((3, 3)))) != 0) & (padding != 0)[:, None, None],
+        (None, 0, ["key_valid", "segments"]),
     ),
     "where": (
         lambda padding: jnp.where(padding[:, None, None] > 0, tril(-1, "float32"), 0) != 0,
@@ -181,7 +223,7 @@ CASES = {
 @pytest.mark.parametrize(("case", "mode"), crossed(CASES, Traced.MODES))
 def test_masks(case, mode):
     make_mask, expected = CASES[case]
-    argument = SEGMENTS if case in ("packed", "tokens") else PADDING
+    argument = SEGMENTS if case.startswith(("packed", "tokens")) else PADDING
     assert Traced(mode, make_mask, argument).parts == expected
 
 
@@ -244,6 +286,9 @@ def test_concrete_masks():
     assert parts(recognize(np.tril(np.ones((T, S), bool), 2))) == (None, 2, [])
     assert parts(recognize(jnp.triu(jnp.ones((1, 1, 3, 8), bool), 4))) == (4, None, [])
     assert parts(recognize(np.triu(np.tril(np.ones((8, 3), bool), -1), -2))) == (-2, -1, [])
+    blocks = np.kron(np.eye(3, dtype=bool), np.ones((2, 2), bool))
+    assert parts(recognize(blocks & np.tril(np.ones((T, S), bool)))) == (None, 0, ["segments"])
+    assert parts(recognize(np.flip(blocks, 0))) == (None, None, ["dense"])
     irregular = np.tril(np.ones((T, S), bool))
     irregular[4, 2] = False
     assert parts(recognize(irregular)) == (None, None, ["dense"])
