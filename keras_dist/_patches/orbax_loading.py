@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 
 import jax
 import keras
@@ -10,6 +9,7 @@ import keras
 from keras_dist._keras.active_distribution import ALWAYS, INSTALLED, active_distribution
 from keras_dist._keras.internals import file_utils, saving_api, saving_lib
 from keras_dist._keras.training_state import lent
+from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import PROGRESS
 
@@ -31,10 +31,9 @@ def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
         )
     restored = restore.restore(model, directory, steps, skip_mismatch)
     if restored.damaged:
-        warnings.warn(
+        warn(
             f"{restore.damage_text(directory, restored.damaged)}. {os.path.join(directory, restored.step)} is loaded "
             "instead.",
-            stacklevel=2,
         )
 
 

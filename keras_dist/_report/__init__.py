@@ -1,4 +1,4 @@
-"""Prints figures as text, HTML and JSON, and commands to install packages. Imports nothing else of this package.
+"""Figures as text, HTML and JSON, commands that install packages, and warnings. Imports nothing else of this package.
 
 * `report.py`: the base class of reports, and their conversion to numbers, strings, lists and dicts.
 * `tables.py`: tables and bar charts, as text and as HTML for notebooks.
@@ -7,4 +7,5 @@
 * `variable_groups.py`: groups the variables of equal blocks into one row.
 * `progress.py`: shows the progress of long operations.
 * `install_advice.py`: the commands that messages advise, to install what is missing.
+* `user_warnings.py`: warnings that point at the user's code.
 """

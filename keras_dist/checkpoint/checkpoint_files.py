@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 
 from keras_dist._keras.training_state import lent
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import checksums, restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
@@ -70,10 +70,9 @@ class CheckpointFiles:
         if not self._is_local:
             return
         if self._lock is not None and self._lock.lock() and self._lock.problem is None:
-            warnings.warn(
+            warn(
                 f"{self._directory}, or .in_use in it, was removed while this job uses it. It is created again, and "
                 "the next checkpoint is saved in it. Remove it only when training has ended.",
-                stacklevel=3,
             )
         _raise_on_all_processes(None if self._lock is None else self._lock.problem)
 
@@ -113,11 +112,10 @@ class CheckpointFiles:
         if restored.damaged:
             renamed = self._rename_damaged(list(restored.damaged))
             self._saved = [step for step in self._saved if str(step) not in restored.damaged]
-            warnings.warn(
+            warn(
                 f"{restore.damage_text(directory, restored.damaged)}. Training continues from "
                 f"{self._directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it "
                 "when nothing in it is needed.",
-                stacklevel=3,
             )
         return int(restored.step), restored.more
 
@@ -201,12 +199,11 @@ class CheckpointFiles:
         if progress["data"] is not None and progress["data"]["source"] is not None:
             progress["data"]["source"] = None
             before = files[0].name.removesuffix(".json").rpartition("-")[2]
-            warnings.warn(
+            warn(
                 f"{self._directory} was saved by {counted(before, 'process')}, not {messaging.process_count()}, so its "
                 "states of Grain iterators cannot be restored. The finished batches of this epoch are read again and "
                 "dropped, and rows may come in another order. To restore the states, start "
                 f"{counted(before, 'process')}.",
-                stacklevel=2,
             )
         return progress
 
@@ -275,7 +272,7 @@ def _remove(path: Any) -> None:
     try:
         path.rmtree(missing_ok=True)
     except OSError as error:
-        warnings.warn(f"{path} is no longer needed and cannot be deleted ({error.strerror}). Delete it.", stacklevel=3)
+        warn(f"{path} is no longer needed and cannot be deleted ({error.strerror}). Delete it.")
 
 
 def _explained(error: Exception, directory: Any) -> Exception:

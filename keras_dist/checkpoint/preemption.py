@@ -5,12 +5,12 @@ import os
 import signal
 import threading
 import traceback
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from keras_dist._report.user_warnings import warn
 from keras_dist.multihost import messaging
 from keras_dist.multihost.stop_agreement import StopAgreement
 
@@ -29,11 +29,10 @@ class Preemption:
         self._handlers = {}
         self._early: _EarlyNotice | None = None
         if signals and threading.current_thread() is not threading.main_thread():
-            warnings.warn(
+            warn(
                 f"TrainingCheckpoint does not handle {_names(signals)}, because fit runs in the thread "
                 f"{threading.current_thread().name!r}, and only the main thread can. Call fit in the main thread, or "
                 "pass signals=().",
-                stacklevel=4,
             )
             return
         if signals and messaging.is_multi_process():

@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_dist._keras import internals, training_state
 from keras_dist._report.install_advice import install_command
+from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import checksums, path_matching
 from keras_dist.checkpoint.path_matching import Matching
 from keras_dist.multihost import messaging
@@ -199,7 +200,7 @@ def _find(model, path: str, tree: Any, skip_mismatch: bool, with_metrics: bool) 
             "model.load_weights(path, skip_mismatch=True)."
         )
     if problems:
-        warnings.warn(f"Not restored from {path} into model {model.name!r}: {'; '.join(problems)}.", stacklevel=2)
+        warn(f"Not restored from {path} into model {model.name!r}: {'; '.join(problems)}.")
     return found
 
 

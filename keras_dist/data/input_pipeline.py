@@ -6,7 +6,6 @@ import heapq
 import itertools
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, assemble
 from keras_dist.data.consistency import BatchComparison
 from keras_dist.data.position import DataPosition
@@ -86,7 +86,7 @@ class InputPipeline(Iterator):
             return prepared
         prepared = next(self._prefetcher)
         for message in prepared.warnings:
-            warnings.warn(message, stacklevel=3)
+            warn(message)
         if prepared.batch is _END:
             heapq.heappush(_free_numbers, self._producer.number)
             self.close()

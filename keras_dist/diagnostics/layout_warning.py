@@ -1,12 +1,11 @@
 """`LayoutMapWarning`: reports likely mistakes in a layout map before the first step; `findings.py` has their texts."""
 
-import sys
-import warnings
 from typing import Any
 
 import keras
 
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.diagnostics.coverage import numbered_lines
 from keras_dist.diagnostics.explain import explain
 
@@ -38,12 +37,4 @@ def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
         " To make this an error, pass strict=True to the distribution. To silence it, call "
         "warnings.simplefilter('ignore', keras_dist.LayoutMapWarning)."
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=_frames_to_user_code())
-
-
-def _frames_to_user_code() -> int:
-    """Returns the number of stack frames up to the code that called Keras or this package."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("keras", "keras_dist"):
-        frame, count = frame.f_back, count + 1
-    return count
+    warn(text, LayoutMapWarning)

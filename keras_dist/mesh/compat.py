@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.axes import Axes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh, create_device_mesh
 from keras_dist.mesh.devices import as_device_array, force_cpu, how_to_simulate, platform_devices
@@ -91,10 +92,9 @@ class DeviceMeshManager:
             )
         uses_all = -1 in axes.values()
         if devices is None and self._devices is None and not uses_all and needed < len(given):
-            warnings.warn(
+            warn(
                 f"Mesh {spell_axes(axes)} leaves {len(given) - needed} of {len(given)} devices idle. Give one axis the "
                 f"size -1 to use all, or pass devices=jax.devices()[:{needed}] if this is intended.",
-                stacklevel=2,
             )
         return create_device_mesh(axes, given if uses_all else given[:needed]).backend_mesh
 

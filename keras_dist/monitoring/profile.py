@@ -1,12 +1,12 @@
 """Writes a trace of some steps, for xprof and Perfetto."""
 
 import threading
-import warnings
 from typing import Any
 
 import jax
 
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 
 DEFAULT_DIRECTORY = "profile"
 
@@ -75,10 +75,9 @@ class StepProfile:
             fault = f"ends with step {count}, because fit did. The trace in {self._directory!r} has fewer steps"
         else:
             fault = f"was never reached: fit ran {steps}, so no trace was written"
-        warnings.warn(
+        warn(
             f"profile=({self._first}, {self._last}) {fault}. Choose steps from 1 to {count}; they count over all "
             "epochs of a fit.",
-            stacklevel=3,
         )
 
     def _stop(self) -> None:

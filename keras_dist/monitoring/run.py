@@ -2,7 +2,6 @@
 
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import keras
 
 from keras_dist._keras.internals import current_distribution
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.monitoring.observed_step import StepObserver
@@ -167,10 +167,9 @@ class Run:
             flops.add(batch, planned_flops(self._plan))
             return
         advice = "" if is_planned_batch(self._plan, batch) else " A plan has the global batch, as fit gets it."
-        warnings.warn(
+        warn(
             f"StepMonitor does not compare with the plan of {self._plan.model!r}, which is of another run: "
             f"{'; '.join(self._plan_differences)}. Plan what runs, or leave out plan=.{advice}",
-            stacklevel=2,
         )
 
     def _summary(self, times: StepTimes) -> Summary:

@@ -2,11 +2,11 @@
 
 import threading
 import time
-import warnings
 from typing import Any
 
 import keras
 
+from keras_dist._report.user_warnings import warn
 from keras_dist.monitoring.plan_comparison import require_plan
 from keras_dist.monitoring.process_lines import ProcessLines
 from keras_dist.monitoring.profile import DEFAULT_DIRECTORY, StepProfile, require_profile
@@ -160,16 +160,14 @@ class StepMonitor(keras.callbacks.Callback):
             self._profile.close(run.steps)
             self._profile = None
         if run.steps == 0:
-            warnings.warn(
+            warn(
                 "StepMonitor measured nothing, because fit ran no step that it could observe. Check initial_epoch and "
                 "epochs, and whether a checkpoint had already reached the last epoch.",
-                stacklevel=2,
             )
         elif not run.ends_are_visible:
-            warnings.warn(
+            warn(
                 "StepMonitor cannot tell when steps end, because the model's train_step returns no "
                 "logs. Return at least the loss, for example with self.get_metrics_result().",
-                stacklevel=2,
             )
         if self.log_every is not None and run.steps:
             self._show(self._windows + 1)

@@ -1,7 +1,6 @@
 """Model FLOP of the steps that run, counted from a trace, and the peak of the devices that run them."""
 
 import contextlib
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ import keras
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.tracing_errors import describe
 from keras_dist._keras.train_step import stateless_step
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.planning.compute_time import compute_seconds
@@ -114,9 +114,8 @@ class FlopCounter:
         try:
             return trace_flops(self._model, state, arrays, self._device)
         except Exception as error:  # the step itself runs, so training goes on
-            warnings.warn(
+            warn(
                 f"StepMonitor cannot count the FLOP of {self._model.name!r}, because its train step cannot be traced "
                 f"a second time: {describe(error)}. MFU is not reported; pass plan= if you have a plan of the model.",
-                stacklevel=2,
             )
             return None

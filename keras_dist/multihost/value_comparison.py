@@ -6,7 +6,6 @@ them differ. Nothing fails then: each device computes with what it has.
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_dist._report.user_warnings import warn
 from keras_dist.multihost import messaging
 
 _MAX_NAMED = 3  # values in an error
@@ -66,11 +66,10 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     found, is_rounding = _differences(messaging.exchange("shared values in full", rows))
     more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
     if is_rounding:
-        warnings.warn(
+        warn(
             f"Values of {owner!r} that should be equal on all processes differ by rounding: "
             f"{', '.join(found[:_MAX_NAMED])}{more}. The processes have hardware or kernels that round in other ways. "
             "On GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
-            stacklevel=4,
         )
         return
     raise ValueError(

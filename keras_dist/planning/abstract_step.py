@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from keras_dist._keras import deferred_variables, internals, tracing_errors, tra
 from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_step
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import counterparts, is_full, is_shape, is_spec
@@ -166,12 +166,11 @@ def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
     large = [value for value in constants if getattr(value, "nbytes", 0) >= LARGE_CONSTANT]
     if large:
         biggest = max(large, key=lambda value: value.nbytes)
-        warnings.warn(
+        warn(
             f"The {step.name} step of {step.model.name!r} embeds {counted(len(large), 'constant')} of "
             f"{LARGE_CONSTANT // 2**20} MiB or more, the largest {biggest.dtype}{list(biggest.shape)}, and every "
             "device holds a copy. Make them variables or part of the batch: look for a layer that reads a variable's "
             "value in build(), or an array outside of the model.",
-            stacklevel=4,
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_dist._report.units import bytes_text, counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.choice import Choice, NothingFitsError
 from keras_dist.planning.compilation_cache import CompilationCache
@@ -113,7 +114,7 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
     if is_final:
         caught = (*of_building, *of_candidates[id(distribution)])
         for warning in {(each.category, str(each.message)): each for each in caught}.values():
-            warnings.warn(warning.message, warning.category, stacklevel=3)
+            warn(warning.message, warning.category)
     comment = f"# For {place}.\n" if isinstance(place.devices, Target) else ""
     return Choice(
         distribution=distribution,

@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from jax.experimental import topologies
 
 from keras_dist._report.install_advice import cuda_extra, install_command
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import Device, cpu_thread_count, platform_devices
 from keras_dist.mesh.topology import slice_of
@@ -138,19 +138,17 @@ def target(name: str, slices: int = 1) -> Target:
 def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -> None:
     gpus = shape[-1]
     if entry.links and re.search("PCIe|NVL$", entry.device_kind) and gpus > _ON_A_BRIDGE:
-        warnings.warn(
+        warn(
             f"Target {name!r} has {gpus} GPUs on a host, but NVLink joins these GPUs in pairs only. A plan counts "
             f"NVLink between all of them, so its times for collectives among more than {_ON_A_BRIDGE} are too short.",
-            stacklevel=3,
         )
         return
     joined = _IN_A_RACK if entry.device_kind.startswith("NVIDIA GB") else _ON_A_BOARD
     if len(shape) == 1 and gpus > joined:
         by = "NVLink" if entry.links else "PCIe"
-        warnings.warn(
+        warn(
             f"Target {name!r} is one host with {gpus} GPUs, all joined by {by}. If that is intended, write "
             f"'{entry.name}:1x{gpus}'. For 2 hosts of {joined}, write '{entry.name}:2x{joined}'.",
-            stacklevel=3,
         )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.data_adapters import data_adapter_utils
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text, counted
+from keras_dist._report.user_warnings import warn
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
 from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
@@ -167,7 +167,7 @@ def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any
     if found.is_interrupted:
         raise KeyboardInterrupt
     for note in found.notes:
-        warnings.warn(f"remat='auto' of {model.name!r}: {note}", stacklevel=2)
+        warn(f"remat='auto' of {model.name!r}: {note}")
     return distribution.with_step_options(found.plan.step_options)
 
 

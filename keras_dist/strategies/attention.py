@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from keras_dist._keras import internals
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._report.user_warnings import warn
 from keras_dist.strategies.attention_kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
 from keras_dist.strategies.attention_mask import AttentionMask
 from keras_dist.strategies.context_parallel import Exchange
@@ -164,7 +164,7 @@ def _warn_once(reason: str, is_in_blocks: bool) -> None:
         _warned.add(reason)
         logits = "logits (queries x keys for each head)"
         effect = f"which computes {logits} twice" if is_in_blocks else f"which holds all {logits} in memory"
-        warnings.warn(f"{_caller()} computes attention by XLA, {effect}: {reason}.", stacklevel=2)
+        warn(f"{_caller()} computes attention by XLA, {effect}: {reason}.")
 
 
 # --------------------------------------------------------------------------------------------------------- operands

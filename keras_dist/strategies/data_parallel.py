@@ -1,6 +1,5 @@
 """`DataParallel`: every device holds all weights and computes with its shard of the batch."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist._keras import internals
+from keras_dist._report.user_warnings import warn
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
 from keras_dist.strategies.base import BatchDimName, Distribution
@@ -74,11 +74,10 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
             device_mesh, first_axis, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options
         )
         if set(device_mesh.axis_names[1:]) - set(axis_tuple(sequence_dim_name)):
-            warnings.warn(
+            warn(
                 f"DataParallel expects a 1D mesh, but got {device_mesh}. The batch is sharded over the first axis, "
                 f"{first_axis!r}, only; along the other axes all devices compute the same. To shard the batch over "
                 "several axes, use ModelParallel(layout_map=LayoutMap(mesh), batch_dim_name=(...)).",
-                stacklevel=2,
             )
         self._shard_optimizer_state = shard_optimizer_state
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.quantized_weights import record_variables
 from keras_dist._report.units import bytes_text, counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.layout.derived_weights import BaseWeight, axes_for_rule, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import strip_model_names
@@ -344,12 +344,11 @@ def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
         count = counted(len(replicas), "weight")
-        warnings.warn(
+        warn(
             f"{count} ({bytes_text(sum(weight.bytes for weight in replicas))}) will be replicated over axis "
             f"{solution.axis!r} (size {solution.graph.axis_size}): no dim can be sharded together with the layers "
             f"around it. Largest: {', '.join(f'{weight.path} {weight.shape}' for weight in largest)}. Add your own "
             "rules for them, or shard them over another axis with FullyShardedDataParallel.",
-            stacklevel=3,
         )
 
 

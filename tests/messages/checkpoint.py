@@ -121,7 +121,7 @@ def optimizer_built():
 
 def in_another_thread():
     with futures.ThreadPoolExecutor(thread_name_prefix="worker") as executor:
-        executor.submit(Preemption, (signal.SIGTERM, signal.SIGUSR1)).result()
+        executor.submit(lambda: Preemption((signal.SIGTERM, signal.SIGUSR1))).result()
 
 
 def fit_where(directory, owner, name, **replacement):
