@@ -23,6 +23,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import keras_dist as kd
 
 kd.simulate_devices(8)
+kd.set_distribution(None)  # tests use one device on purpose
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -29,6 +29,8 @@ def text_of(case, directory):
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}")
     own = [each for each in warned if issubclass(each.category, UserWarning)]
+    for each in own:  # points at the line that called Keras or this package
+        assert each.filename.startswith((str(FOLDER.parent), str(directory))), f"{each.filename}:{each.lineno}: {each}"
     texts = [f"{each.category.__name__}: {each.message}" for each in own] + texts
     assert texts, "the case raises nothing, warns of nothing and returns no text"
     return "\n".join(texts).replace(str(directory), "/tmp")

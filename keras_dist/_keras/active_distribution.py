@@ -10,16 +10,18 @@ it (before 3.14, which can pass on context variables), so it counts that it did 
 
 import contextlib
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
+import jax
 import keras
 
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import GLOBAL_NAME, current_distribution, global_state
 from keras_dist._keras.patch_registry import PatchGroup
+from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 
 
 class _Scope(NamedTuple):
@@ -38,6 +40,7 @@ _by_thread: "weakref.WeakKeyDictionary[threading.Thread, DistributionHooks]" = w
 # active again when the scope of Keras's distribution ends.
 _shadowed: "weakref.WeakKeyDictionary[threading.Thread, tuple[DistributionHooks, bool]]" = weakref.WeakKeyDictionary()
 _scopes: tuple[_Scope, ...] = ()  # inner scopes after outer ones
+_intent: str | None = ""  # what shows that several devices are meant to be used; None once anything was set
 _warned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # about scopes of other threads
 _distributions: dict[int, tuple[weakref.ref, DistributionHooks]] = {}  # by the id of a living variable
 
@@ -62,7 +65,7 @@ INSTALLED = PatchGroup(
 VARIABLES = PatchGroup(
     "variables",
     "While a distribution of keras_dist is active in any thread, and after that while variables exist whose layout it "
-    "chose.",
+    "chose. Also from the creation of a distribution, or `simulate_devices`, until one is set or a model runs without.",
 )
 
 
@@ -157,13 +160,33 @@ def warn_of_other_scopes(path: str) -> None:
             if any(thread not in scope.older_threads for scope in scopes)
             else "it started before the scope"
         )
-        warnings.warn(
+        warn(
             f"{path!r} is created in thread {thread.name!r}, where no distribution is active, and so is on one device, "
             f"although scopes are open in other threads: {others}. The thread has none of them, because {cause}. Open "
             "one in this thread (`with distribution.scope():`), or call keras_dist.set_distribution(distribution), "
             "which applies to all threads. If one device is intended, call keras.distribution.set_distribution(None) "
             "in this thread.",
-            stacklevel=3,
+        )
+
+
+def expect_distribution(intent: str) -> None:
+    """Lets `warn_of_idle_devices` warn, unless a distribution or None was or will be set, in any thread."""
+    global _intent
+    with _lock:
+        if _intent is not None:
+            VARIABLES.install()  # which call `warn_of_idle_devices`
+            _intent = intent
+
+
+def warn_of_idle_devices(model_name: str) -> None:
+    """Warns, once in a process, that a model runs on one of several devices, if more were meant to be used."""
+    global _intent
+    intent, _intent = _intent, None
+    if intent and jax.device_count() > 1:
+        warn(
+            f"{model_name!r} runs on one of {counted(jax.device_count(), 'device')}, because no distribution is "
+            f"active, although {intent}. Call keras_dist.set_distribution(distribution) before the model is created, "
+            "or keras_dist.set_distribution(None) if one device is intended."
         )
 
 
@@ -174,7 +197,9 @@ def is_unset() -> bool:
 
 def _set_in_this_thread(distribution: Any) -> None:
     """Sets the distribution of this thread; `_UNSET` leaves the thread to the one for all threads."""
+    global _intent
     with _lock:
+        _intent = None
         if is_of_this_package(distribution):
             _install_patches()
             _by_thread[threading.current_thread()] = distribution
@@ -207,7 +232,7 @@ def remove_unused_patches() -> None:
     with _lock:
         if _for_all_threads is None and not _by_thread and not _shadowed:
             INSTALLED.remove()
-            if not _distributions:
+            if not _distributions and not _intent:
                 VARIABLES.remove()
 
 

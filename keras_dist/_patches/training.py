@@ -3,7 +3,6 @@
 import functools
 import itertools
 import types
-import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ from keras_dist._keras.active_distribution import (
     any_variable_distributed,
     distribution_of,
     remove_unused_patches,
+    warn_of_idle_devices,
 )
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
@@ -25,6 +25,7 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
+from keras_dist._report.user_warnings import warn
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
@@ -266,17 +267,17 @@ def _outputs_of_process(outputs, iterator):
 
 def _warn_if_not_active(model: keras.Model) -> bool:
     """Returns whether variables of a model are distributed although no distribution is active, and then warns."""
+    warn_of_idle_devices(model.name)
     if not any_variable_distributed():
         remove_unused_patches()
     elif current_distribution() is None:
         distribution = next(filter(None, map(distribution_of, model.variables)), None)
         if distribution is not None:
-            warnings.warn(
+            warn(
                 f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
                 f"device computes all rows, although its variables are distributed by {distribution}. Call "
                 "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
                 "keras_dist.redistribute(model) to move it to one device.",
-                stacklevel=6,
             )
             return True
     return False

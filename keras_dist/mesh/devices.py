@@ -11,6 +11,7 @@ from jax._src import xla_bridge  # public JAX has no way to ask whether backends
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import expect_distribution
 from keras_dist._report.units import counted
 
 Device = Any  # a jax.Device, which type checkers treat as a variable
@@ -104,6 +105,8 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("NPROC", str(cpu_thread_count(count)))
+    if count > 1:
+        expect_distribution(f"simulate_devices({count}) was called")
 
 
 def how_to_simulate(count: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals
-from keras_dist._keras.active_distribution import installed_in_this_thread
+from keras_dist._keras.active_distribution import expect_distribution, installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.global_state import random_seed
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
@@ -114,6 +114,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self._sequences = SequenceSharding(self._placer)
         self._comparisons: dict[bool, BatchComparison] = {}
         self._traced_weights = TracedWeights()
+        if self._device_mesh.devices.size > 1:
+            expect_distribution(f"a {type(self).__name__} was created")
 
     @property
     def is_multi_process(self) -> bool:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import re
 import threading
 
 import keras
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_dist as kd
-from keras_dist._keras import internals
+from keras_dist._keras import active_distribution, internals
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES
 
 
@@ -196,6 +197,58 @@ def test_a_thread_may_have_its_own_distribution():
 
     assert in_thread(with_its_own) is own
     assert kd.distribution() is distribution
+
+
+X = np.ones((8, 4), "float32")
+
+
+def plain_model():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)], name="plain")
+    model.compile("sgd", "mse")
+    return model
+
+
+METHODS = {
+    "fit": lambda model: model.fit(X, X, verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(X, X),
+    "evaluate": lambda model: model.evaluate(X, X, verbose=0),
+    "predict": lambda model: model.predict(X, verbose=0),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_distribution_that_is_created_and_never_set_is_warned_of_once(method, monkeypatch, recwarn):
+    monkeypatch.setattr(active_distribution, "_intent", "")
+    kd.FullyShardedDataParallel()
+    for _ in range(2):
+        METHODS[method](plain_model())
+    [warning] = recwarn
+    assert {"'plain'", "8 devices", "FullyShardedDataParallel"} <= set(
+        re.findall(r"'plain'|8 devices|Fully\w+", str(warning.message))
+    )
+    assert warning.filename == __file__
+    assert not patched()
+
+
+USES = {
+    "no distribution is created": lambda: kd.create_device_mesh("data:2,model:4"),
+    "a distribution of one device": lambda: kd.DataParallel(devices=["cpu:0"]),
+    "set and unset": lambda: [kd.set_distribution(each) for each in (kd.DataParallel(), None)],
+    "unset, created": lambda: [kd.set_distribution(None), kd.DataParallel()],
+    "a scope that has ended": lambda: contextlib.ExitStack().enter_context(kd.DataParallel().scope()),
+    "explain": lambda: kd.explain(plain_model, kd.DataParallel()),
+    "Keras's": lambda: [
+        keras.distribution.set_distribution(each) for each in (keras.distribution.DataParallel(), None)
+    ],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_warning_where_one_device_is_intended(use, monkeypatch, recwarn):
+    monkeypatch.setattr(active_distribution, "_intent", "")
+    USES[use]()
+    plain_model().predict(X, verbose=0)
+    assert not [str(each.message) for each in recwarn]
 
 
 def test_clear_session_keeps_the_distribution():

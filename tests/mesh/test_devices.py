@@ -46,9 +46,12 @@ def test_devices_can_be_simulated_until_jax_starts():
         "    kd.simulate_devices(4)\n"
         "except ValueError as error:\n"
         "    print(error)\n"
+        "import keras, numpy as np\n"
+        "keras.Sequential([keras.layers.Dense(1)]).predict(np.ones((2, 4)), verbose=0)\n"
     )
     done = run(code)
     assert done.returncode == 0, done.stderr
+    assert "one of 5 devices, because no distribution is active, although simulate_devices(5)" in done.stderr
     assert "simulate_devices(4)" in done.stdout
     assert "5 cpu devices" in done.stdout
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import rnn
 
 import keras_dist as kd
-from keras_dist._keras import internals
+from keras_dist._keras import active_distribution, internals
 from keras_dist._keras.patch_registry import Patch
 
 X = np.ones((8, 4), "float32")
@@ -57,6 +57,14 @@ def predicted_outside_of_the_scope():
     with kd.DataParallel().scope():
         made = model()
     made.predict(X, verbose=0)
+
+
+def distribution_created_and_never_set():
+    with mock.patch.object(active_distribution, "_intent", ""):
+        kd.FullyShardedDataParallel()
+        made = model()
+        made.fit(X, np.ones((8, 8)), verbose=0)
+        made.predict(X, verbose=0)
 
 
 def created_in_a_thread_that_is_older_than_the_scope():
@@ -120,6 +128,7 @@ CASES = {
     "a model that was built under another distribution": built_under_another_distribution,
     "a model whose rules changed after it was created": rules_changed_after_the_model_was_created,
     "a model that runs outside of its distribution's scope": predicted_outside_of_the_scope,
+    "a distribution that is created and never set": distribution_created_and_never_set,
     "a model that is created in a thread older than the scope": created_in_a_thread_that_is_older_than_the_scope,
     "a model that is created in a thread that several scopes may have started": (
         created_in_a_thread_that_several_scopes_may_have_started
