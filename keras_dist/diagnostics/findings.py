@@ -230,10 +230,12 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     groups = sorted(group_variables(replicas), key=_whole_bytes, reverse=True)[:_MOST_REPLICAS]
     groups = groups[:1] + [group for group in groups[1:] if _whole_bytes(group) > _SMALL_FRACTION * total]
     named = " or ".join(f"{axis!r} (size {sizes[axis]})" for axis in axes)
+    sharding = {axis for weight in weights for axis in axis_names(weight.axes)}
+    others = "other weights are sharded" if sharding.issuperset(axes) else "the layout map has rules that shard"
     yield _finding(
         "replicated",
         f"{percent_text(size / total)} of weight bytes ({bytes_text(size)}) are replicated over axis {named}, although "
-        f"other weights are sharded over {'it' if len(axes) == 1 else 'them'}. The largest, with rules "
+        f"{others} over {'it' if len(axes) == 1 else 'them'}. The largest, with rules "
         f"that fit:{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n"
         f"  {_DERIVE_RULES} derives rules that also keep communication low. To replicate a weight "
         "intentionally, give it a rule of only None.",

@@ -8,6 +8,7 @@ from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.diagnostics.coverage import numbered_lines
 from keras_dist.diagnostics.explain import explain
+from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES
 
 _MOST_FINDINGS = 5
 
@@ -20,8 +21,12 @@ class LayoutMapWarning(UserWarning):
 
 
 def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
-    """Warns of the likely mistakes that `explain` finds in a layout map, or raises them as a ValueError if `strict`."""
-    findings = explain(model, distribution).findings
+    """Warns of the likely mistakes that `explain` finds in a layout map, or raises them as a ValueError if `strict`.
+
+    Not of replicas of few bytes: FullyShardedDataParallel would not shard them either.
+    """
+    found = explain(model, distribution).findings
+    findings = tuple(each for each in found if each.kind != "replicated" or each.bytes > MIN_SHARD_BYTES)
     if not findings:
         return
     text = "\n".join(

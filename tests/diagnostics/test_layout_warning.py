@@ -18,8 +18,10 @@ def rules(entries, strict=False, kind=kd.ModelParallel):
     return kind(layout_map=layout_map, strict=strict)
 
 
-def build(name="tower"):
-    return keras.Sequential([keras.Input((16,)), layers.Dense(32, name="up"), layers.Dense(16, name="down")], name=name)
+def build(name="tower", up=32, down=16):
+    return keras.Sequential(
+        [keras.Input((16,)), layers.Dense(up, name="up"), layers.Dense(down, name="down")], name=name
+    )
 
 
 def train(model):
@@ -53,10 +55,17 @@ def test_a_rule_without_a_match_warns_once():
 
 def test_replicas_warn_with_a_rule_for_each():
     with rules({"tower/up/kernel": (None, "model")}).scope():
-        model = build()
+        model = build(up=256, down=128)
         [message] = messages_of(model.compile, "adam", "mse")
     assert "axis 'model' (size 4)" in message
     assert "layout_map['tower/down/kernel'] = (" in message
+
+
+def test_replicas_of_few_bytes_are_in_the_report_only():
+    with (distribution := rules({"tower/up/kernel": (None, "model")}, strict=True)).scope():
+        model = build(up=256, down=64)  # 64 KiB, which FullyShardedDataParallel would not shard either
+        assert not messages_of(model.compile, "adam", "mse")
+    assert [finding.kind for finding in kd.explain(model, distribution).findings] == ["replicated"]
 
 
 def test_a_model_that_is_built_by_its_first_step_is_checked_there():
@@ -112,7 +121,7 @@ def test_weights_that_are_added_later_are_checked_then():
     with rules(GOOD).scope():
         model = build("sequential")
         assert not messages_of(model.compile, "adam", "mse")
-        model.add(layers.Dense(64, name="late"))
+        model.add(layers.Dense(2048, name="late"))
         [message] = messages_of(model.compile, "adam", "mse")
         assert "layout_map['late/kernel']" in message
 

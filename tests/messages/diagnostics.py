@@ -65,10 +65,10 @@ def findings(build, rules, **options):
     return lambda: "\n".join(f.message for f in kd.explain(build, distribution(rules, **options)).findings)
 
 
-def build_and_compile(rules, strict=False):
+def build_and_compile(rules, strict=False, **sizes):
     def compile_model():
         with distribution(rules, strict).scope():
-            tower()
+            tower(**sizes)
 
     return compile_model
 
@@ -126,7 +126,10 @@ CASES = {
     "report of a model that is not compiled": report(lambda: tower(optimizer=None), {"up/kernel": COLUMNS}),
     "warning of one mistake": build_and_compile({"up/kernel": COLUMNS, "dwon/kernel": ROWS}),
     "warning of many mistakes": build_and_compile({f"nowhere_{number}/kernel": ROWS for number in range(7)}),
-    "error of a strict map": build_and_compile({"up/kernel": COLUMNS}, strict=True),
+    "error of a strict map": build_and_compile({"up/kernel": COLUMNS}, strict=True, up=256, down=128),
+    "replicas over an axis that no rule shards anything over": findings(
+        tower, {"up/kernl": COLUMNS, ".*/kernel": ("data", None), ".*/bias": ("model",)}
+    ),
     "a rule without a match": findings(tower, {"tower/up/kernl": COLUMNS, "down/kernel": ROWS}),
     "a rule that resembles nothing": findings(tower, {"xyz": COLUMNS, ".*/kernel": COLUMNS}),
     "a rule for an output without a match": findings(tower, {".*/kernel": COLUMNS, "upp/output": ("data", None)}),
