@@ -105,7 +105,8 @@ def candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[t
 
     Dim 0, the batch, has the axis's size. At first all other unknown dims have one size, since inputs that belong
     together (tokens and their mask) must agree. Then one input of rank 4 or more has a single element in dim 1 (one
-    image for all tokens), whatever the others have, and at last none (no mask to start from).
+    image for all tokens), whatever the others have, and then none (no mask to start from). At last come lengths that
+    the axis does not divide (a text encoder with fewer positions than the axis has devices), and a single row.
 
     Example:
 
@@ -116,11 +117,15 @@ def candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[t
     [(64, 256), (64, 3)]
     [(64, 1024), (64, 3)]
     [(64, 4096), (64, 3)]
+    [(64, 32), (64, 3)]
+    [(1, 128), (1, 3)]
+    [(1, 64), (1, 3)]
+    [(1, 32), (1, 3)]
     """
 
-    def filled(shapes: Sequence[Shape], size: int) -> list[tuple[int, ...]]:
+    def filled(shapes: Sequence[Shape], size: int, rows: int = axis_size) -> list[tuple[int, ...]]:
         return [
-            tuple((size if dim else axis_size) if known is None else known for dim, known in enumerate(shape))
+            tuple((size if dim else rows) if known is None else known for dim, known in enumerate(shape))
             for shape in shapes
         ]
 
@@ -137,3 +142,6 @@ def candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[t
                     special = shape[0], elements, *shape[2:]
                     yield filled([*shapes[:number], special, *shapes[number + 1 :]], size)
     yield from (filled(shapes, size) for size in LONG_LENGTHS)
+    short = [size for size in (128, 64, 32) if size not in multiples]
+    yield from (filled(shapes, size) for size in short)
+    yield from (filled(shapes, size, 1) for size in (128, 64, 32))

@@ -378,6 +378,29 @@ class Positions(layers.Layer):
         return x + self.embeddings
 
 
+class MaskOfOneRow(layers.Layer):
+    """Takes up to 32 tokens of one row, as the prompts of KerasHub's SAM3 do."""
+
+    def call(self, tokens, hidden):
+        rows, length = tokens.shape
+        if rows > 1 or length > 32:
+            raise ValueError(f"{rows} rows of {length} tokens")
+        return hidden * ops.expand_dims(ops.cast(tokens > 0, hidden.dtype), -1)
+
+    def compute_output_spec(self, tokens, hidden):
+        return keras.KerasTensor(hidden.shape, hidden.dtype)
+
+
+def test_a_model_that_takes_short_sequences_of_a_single_row_has_rules():
+    def build():
+        tokens = keras.Input((None,), dtype="int32")
+        x = MaskOfOneRow()(tokens, layers.Embedding(64, 16, name="embedding")(tokens))
+        x = layers.Dense(64, "relu", name="up")(x)
+        return keras.Model(tokens, layers.Dense(16, name="down")(x))
+
+    assert kernels(build) == {"up": (None, "model"), "down": ("model", None)}
+
+
 def big_embedding():
     """A block after two tables that are large enough to be sharded."""
     tokens = keras.Input((2048,), dtype="int32")
