@@ -23,6 +23,8 @@ extensions = [
     "myst_nb",
     "guide_pages",
     "repository_address",
+    "home_picture",
+    "narrow_pages",
 ]
 exclude_patterns = ["_build", "_extensions"]
 

@@ -89,7 +89,7 @@ for case in (
 def quotes(part):
     """The literal texts of a part of the FAQ, each split at what it leaves out."""
     section = FAQ.split("\n## ")[part]
-    return [re.split(r"\s?\.\.\.\s?", text) for text in re.findall(r"(?m)^### `([^`]+: [^`]+)`", section)]
+    return [re.split(r"\s?\.\.\.\s?", text) for text in re.findall(r"(?m)^\*\*Message\.\*\* `([^`]+: [^`]+)`", section)]
 
 
 def unquoted(fragments, messages):
