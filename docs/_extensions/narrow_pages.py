@@ -10,7 +10,7 @@ TABLE = re.compile(r'(?s)<table class="table">.*?</table>')
 def break_code(match: re.Match) -> str:
     """Lets the code in a cell break after punctuation, and so not within words."""
     parts = re.split(r"(<[^>]*>)", match[0])
-    parts[::2] = [re.sub(r"([(\[{,=/._:|])(?=\w)", r"\1<wbr>", text) for text in parts[::2]]
+    parts[::2] = [re.sub(r"([(\[{,=/.|])(?=\w)", r"\1<wbr>", text) for text in parts[::2]]
     return "".join(parts)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,7 +39,9 @@ from keras_dist.variables.variable_layouts import (
 )
 
 
-def explain(model_or_builder: Any, distribution: Distribution | None = None) -> Coverage:
+def explain(
+    model_or_builder: keras.Layer | Callable[[], keras.Layer], distribution: Distribution | None = None
+) -> Coverage:
     """Reports which rule shards which variable of a model, the memory per device, and likely mistakes.
 
     No step is run, and no batch is needed. A rule that does not fit a variable raises no error here: the report

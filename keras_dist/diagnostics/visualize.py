@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 from keras_dist._keras import internals
 from keras_dist._report.figures import new_figure
@@ -105,7 +106,10 @@ class TensorPicture:
         return Table([corner, *heads], lines)
 
 
-def visualize(tensor: Any, layout: Any = None) -> TensorPicture:
+def visualize(
+    tensor: jax.Array | keras.Variable | Sequence[int],
+    layout: keras.distribution.TensorLayout | Sequence[str | Sequence[str] | None] | Sharding | None = None,
+) -> TensorPicture:
     """Returns a picture of which device holds which shard of a tensor.
 
     Args:

@@ -65,8 +65,8 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         self,
         shape: Axes,
         axis_names: Sequence[str] | None = None,
-        devices: Any = None,
-        axis_types: Any = None,
+        devices: Sequence[Any] | np.ndarray | None = None,
+        axis_types: AxisType | str | Sequence[AxisType | str] | None = None,
     ):
         axes = parse_axes(shape, axis_names)
         if devices is None:
@@ -265,11 +265,11 @@ class DeviceMesh(keras.distribution.DeviceMesh):
 
 def create_device_mesh(
     axes: Axes,
-    devices: Any = None,
-    dcn: Any = None,
+    devices: Sequence[Any] | np.ndarray | int | None = None,
+    dcn: Axes | Sequence[str] | None = None,
     *,
     axis_names: Sequence[str] | None = None,
-    axis_types: Any = None,
+    axis_types: AxisType | str | Sequence[AxisType | str] | None = None,
 ) -> DeviceMesh:
     """Creates a mesh with its devices ordered by the links between them.
 

@@ -1,8 +1,10 @@
 """`auto`: chooses mesh and strategy for a model by compiling candidates, for hardware that need not be attached."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
+
+import keras
 
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import counted
@@ -22,9 +24,9 @@ _TRIALS_FOR_ROWS = 4  # candidates to compile for each number of rows, of those 
 
 
 def auto(
-    build_model: Any,
+    build_model: keras.Model | Callable[..., keras.Model],
     batch: Any,
-    target: Any = None,
+    target: Target | keras.distribution.DeviceMesh | str | Sequence[Any] | None = None,
     *,
     objective: str = "time",
     step: str = "train",
@@ -141,7 +143,7 @@ def auto(
         raise failure
 
 
-def _are_targets(given: Any, fewest: bool) -> bool:
+def _are_targets(given: Any, fewest: bool) -> TypeGuard[Sequence[str | Target]]:
     """Whether these are several targets; names such as "gpu:0" are devices, unless the fewest are looked for."""
     if not isinstance(given, (list, tuple)) or not given or not all(isinstance(each, (str, Target)) for each in given):
         return False

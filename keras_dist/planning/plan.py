@@ -32,7 +32,7 @@ from keras_dist.variables.variable_layouts import optimizer_state_owners
 
 
 def plan(
-    build_model: Any,
+    build_model: keras.Model | Callable[..., keras.Model],
     distribution: Distribution,
     batch: Any,
     *,

@@ -8,12 +8,14 @@ from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.base import Distribution
 
 
-def distribution() -> Any:
+def distribution() -> internals.KerasDistribution | None:
     """Returns the active distribution, or None; the same object as `keras.distribution.distribution()`."""
     return internals.current_distribution()
 
 
-def set_distribution(value: Any) -> None:
+def set_distribution(
+    value: internals.KerasDistribution | None,
+) -> None:
     """Makes a distribution the active one, for Keras too.
 
     A distribution of this package is active in all threads that have set none of their own, and stays active after

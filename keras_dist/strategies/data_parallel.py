@@ -1,5 +1,6 @@
 """`DataParallel`: every device holds all weights and computes with its shard of the batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
     def __init__(
         self,
         device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None = None,
-        devices: Any = None,
+        devices: Sequence[Any] | np.ndarray | None = None,
         auto_shard_dataset: bool = True,
         *,
         shard_optimizer_state: bool = False,

@@ -30,7 +30,7 @@ Rules = dict[str, Axes | None]  # axes by path; None for a path that no rule may
 
 
 def tensor_parallel_layout_map(
-    model_or_builder: Any,
+    model_or_builder: keras.Layer | Callable[[], keras.Layer],
     device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh,
     axis: str = "model",
     sequence_parallel: bool = False,

@@ -21,7 +21,7 @@ from keras_dist.variables.variable_layouts import (
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
 
-def redistribute(model: ModelT, distribution: Any = None) -> ModelT:
+def redistribute(model: ModelT, distribution: internals.KerasDistribution | None = None) -> ModelT:
     """Moves a built model to a distribution: weights, optimizer and metric state, and states of random generators.
 
     Every variable gets the layout that it would have if the model had been created under the distribution. Values do
