@@ -117,13 +117,12 @@ def write_pages(app) -> None:
 
 
 def link_pages(app, name: str, source: list[str]) -> None:
-    """Lets links to guides in the repository lead to their pages, and names it where the package is installed."""
+    """Lets links to guides in the repository lead to their pages."""
 
     def page(match: re.Match) -> str:
         suffix = "md" if is_script((GUIDES / f"{match[1]}.py").read_text()) else "ipynb"
         return f"](guides/{match[1]}.{suffix})"
 
-    source[0] = source[0].replace("git+REPOSITORY", f"git+{REPOSITORY}")
     source[0] = re.sub(r"\]\(\.\./guides/(\w+)\.py\)", page, source[0])
 
 
