@@ -5,9 +5,14 @@ options need none of it.
 """
 
 import argparse
+import difflib
+import importlib.util
 import os
+import re
 import signal
-from collections.abc import Sequence
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _DESCRIPTION = "Plan, inspect and launch distributed training of Keras models on JAX."
@@ -44,6 +49,63 @@ _TARGET = "hardware: v5e:4x4, v5e:16, h100:8, h100:2x8 (2 hosts of 8), cpu:8, or
 _AXES = "mesh axes and their sizes, such as data:4,model:4; one size may be -1"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the closest option, command or value for one that is misspelled.
+
+    By itself, argparse reports a misspelled option as another one that is missing.
+    """
+
+    _words: Sequence[str] = ()
+    commands: "Mapping[str, _Parser]" = types.MappingProxyType({})  # of the main parser
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):
+        command = next((self.commands[word] for word in self._words if word in self.commands), self)
+        options = list(command._option_string_actions)
+        words = message.split() if message.startswith("unrecognized") else self._words
+        wrong = [word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+        for word in wrong if "expected" not in message else ():
+            if not any(option.startswith(word) for option in options):
+                close = f"there is no option {word!r}.{_meant(word, options)}"
+                argparse.ArgumentParser.error(command, f"{close} {command.prog} --help lists all options.")
+        if value := re.search(r"invalid choice: '([^']*)'", message):
+            choices = [*self.commands, *(each for action in self._actions for each in action.choices or ())]
+            message = f"{message.replace(chr(39), '')}.{_meant(value[1], choices)}"  # quotes depend on Python's release
+        super().error(message)
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, sorted(set(known)), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _missing_program(program: str, is_module: bool) -> str | None:
+    """Returns the error about a program that does not exist, before processes are started for it."""
+    if is_module:
+        name = program.partition(".")[0]  # of a module in a package, which is not imported here
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        here = repr(os.getcwd())
+        if found:
+            return None
+        return f"module not found: {name!r}, in {here} or among the installed packages. Start it in its folder"
+    if re.fullmatch(r"python[0-9.]*", os.path.basename(program)) and not os.path.isfile(program):
+        return f"{program!r} is no program of Python. Leave it out: keras-dist launch -n 2 train.py"
+    if os.path.exists(program):
+        return None
+    folder = os.path.dirname(program) or "."
+    names = os.listdir(folder) if os.path.isdir(folder) else ()
+    return f"file not found: {os.path.abspath(program)!r}.{_meant(os.path.basename(program), names)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -59,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(arguments)
         if parsed.command is None and not parsed.version:
             parser.error("choose a command: plan, auto, mesh, devices, doctor or launch")
+        if parsed.command == "launch" and (missing := _missing_program(parsed.program, parsed.module)):
+            parser.commands["launch"].error(missing)
     except SystemExit as ended:  # help, or arguments that are not understood
         return int(ended.code or 0)
     if parsed.command == "doctor":  # reports another backend, with which the package cannot be imported
@@ -74,10 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return cli.run(parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("keras-dist", description=_DESCRIPTION)
+def _parser() -> _Parser:
+    parser = _Parser("keras-dist", description=_DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,doctor,launch}", dest="command")
+    parser.commands = commands.choices
 
     def add_command_for_models(name: str, **texts: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)

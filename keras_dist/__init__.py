@@ -21,7 +21,11 @@ The package is a house of rooms, each with its files listed in its `__init__.py`
 from keras_dist._keras import internals as _internals  # noqa: F401  (first: it selects Keras's backend)
 
 # isort: split
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from keras_dist import _patches as _patches
+from keras_dist._report.argument_errors import attribute_error as _attribute_error
+from keras_dist._report.argument_errors import explain_arguments as _explain_arguments
 from keras_dist.checkpoint.training_checkpoint import TrainingCheckpoint
 from keras_dist.diagnostics.coverage import Coverage
 from keras_dist.diagnostics.explain import explain
@@ -124,3 +128,10 @@ _patches.register()
 
 for _name in __all__:  # documentation, pickles and error messages show the public name
     globals()[_name].__module__ = __name__
+
+globals().update(_explain_arguments({_name: globals()[_name] for _name in __all__}))
+
+if not _TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name):
+        raise _attribute_error(__name__, name, __all__)

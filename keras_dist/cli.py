@@ -7,6 +7,7 @@ this package is one line; one in the user's code keeps its traceback.
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -146,9 +147,12 @@ def _step_option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     names = [field.name for field in dataclasses.fields(kd.StepOptions)]
     if name not in names or not value:
+        close = difflib.get_close_matches(name, names, 1)
+        example = f"{close[0]}={value or 4}" if close else "microbatches=4"
         raise ValueError(
-            f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. Write, for "
-            "example, --step-option microbatches=4."
+            f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. "
+            f"{'Did you mean' if close and value else 'Write, for example,'} --step-option {example}"
+            f"{'?' if close and value else '.'}"
         )
     if name == "offload":
         return name, tuple(value.split(","))
@@ -239,7 +243,9 @@ def _function(name: str) -> Callable:
     if not callable(found):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         listed = f" It has {', '.join(functions)}." if functions else ""
-        raise ValueError(f"{module_name} has no function {attribute!r}.{listed}")
+        close = difflib.get_close_matches(attribute, functions, 1)
+        meant = f" Did you mean {module_name}:{close[0]}?" if close else ""
+        raise ValueError(f"{module_name} has no function {attribute!r}.{meant or listed}")
     return found
 
 

@@ -122,6 +122,19 @@ def test_step_options_of_a_plan(functions, capsys):
     assert "'micro=2'" in capsys.readouterr().err
 
 
+def test_misspelled_options_commands_and_programs_are_named(functions, capsys):
+    wrong = {
+        "--targt": ["plan", f"{functions}:build", "--targt", "cpu:8"],
+        "--devics": ["mesh", "data:8", "--devics", "2"],
+        "doctr": ["doctr"],
+        "no_such_program.py": ["launch", "-n", "2", "no_such_program.py"],
+        "no_such_module": ["launch", "-n", "2", "-m", "no_such_module.train"],
+    }
+    for word, arguments in wrong.items():
+        assert main(arguments) == 2
+        assert word in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("option", ["xla_no_such_option=1", "xla_cpu_enable_fast_math", "=1"])
 def test_compiler_options_that_are_refused(functions, capsys, option):
     assert main([*plan_arguments(functions, layout=f"{functions}:layout"), "--compiler-option", option]) == 2

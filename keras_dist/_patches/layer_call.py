@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from keras_dist._keras import internals
-from keras_dist._keras.active_distribution import INSTALLED, active_distribution
+from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution, distribution_of
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.strategies.rematerialization import current_rematerialization
@@ -28,11 +29,37 @@ def _distribute_tensor(original, distribution, tensor, layout):
     return distribution.distribute_outputs(tensor, layout)
 
 
-@INSTALLED.patch(keras.Model, "__call__", reason="`model(x)` replicates its input over all devices")
-def _call_model(original, distribution, self, *args, **kwargs):
+@VARIABLES.patch(
+    keras.Model,
+    "__call__",
+    reason="`model(x)` replicates its input over all devices; after its distribution, it fails without saying why",
+)
+def _call_model(original, self, *args, **kwargs):
+    distribution = active_distribution()
+    if distribution is None:
+        with _explained_devices(self):
+            return original(self, *args, **kwargs)
     if not in_stateless_scope():
         args, kwargs = distribution.distribute_call(self, args, kwargs)
     return original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _explained_devices(model: keras.Model) -> Iterator[None]:
+    """Raises JAX's error about inputs on other devices than the variables again, with the fix."""
+    try:
+        yield
+    except ValueError as error:
+        owner = next(filter(None, map(distribution_of, model.variables)), None)
+        # Keras surrounds JAX's text with the arguments of a layer, in bold.
+        jax_error = re.search(r"Received incompatible devices[^\n\x1b]*", str(error))
+        if owner is None or jax_error is None or "keras_dist.redistribute" in str(error):
+            raise
+        raise ValueError(
+            f"{model.name!r} was called with arrays on other devices than its variables, which are distributed by "
+            f"{owner}, while no distribution is active. Call keras_dist.redistribute(model) to move it to one device, "
+            f"or call it while its distribution is active. JAX reports: {jax_error[0]}"
+        ) from error
 
 
 class _StatelessCall(NamedTuple):

@@ -8,4 +8,5 @@
 * `progress.py`: shows the progress of long operations.
 * `install_advice.py`: the commands that messages advise, to install what is missing.
 * `user_warnings.py`: warnings that point at the user's code.
+* `argument_errors.py`: errors about names and arguments that do not exist, with the closest ones.
 """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from keras_dist._report.tables import WIDTH
 from keras_dist._report.units import bytes_text, counted
 
 PARTS = ("weights", "optimizer", "other")
@@ -49,6 +50,8 @@ class PlacedVariable:
 VariableT = TypeVar("VariableT", bound=PlacedVariable)
 
 VARIABLE_COLUMNS = (">", "shape, on a device", "layout", ">bytes")  # after a first column of paths and notes
+_OTHERS = list(enumerate(column.removeprefix(">") for column in VARIABLE_COLUMNS))
+_MIN_PATH = 56
 _REST = {"weights": "more weight", "optimizer": "more optimizer variable", "other": "other variable"}
 _BOOKKEEPING_ELEMENTS = 2  # of counters, learning rates, totals of metrics and seeds
 
@@ -60,7 +63,8 @@ def variable_rows(
 
     Replicated scalars that are not weights, such as `adam/iteration` and `loss/total`, never get a row of their own.
     `most_rows` has the parts in order, and the largest number of groups for each. A row is a path, with its `note`
-    below it if that is not empty, followed by the cells of `VARIABLE_COLUMNS`.
+    below it if that is not empty, followed by the cells of `VARIABLE_COLUMNS`. Paths take what these leave of the
+    width of text.
     """
     variables, rows = list(variables), []
     for part, most in most_rows.items():
@@ -76,7 +80,9 @@ def variable_rows(
             of_them = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
             text = f"... and {counted(len(rest), _REST[part])}" + of_them * (replicated > 0)
             rows.append((text, "", "", "", bytes_text(sum(v.bytes for v in rest))))
-    return rows
+    cells = [(each, *(cell for _, *row in rows for cell in row[number].split("\n"))) for number, each in _OTHERS]
+    room = max(_MIN_PATH, WIDTH - 2 - sum(2 + max(map(len, column)) for column in cells))  # 2: of indented lines
+    return [(_fold(path, room), *others) for path, *others in rows]
 
 
 def _is_bookkeeping(variable: PlacedVariable) -> bool:
@@ -86,7 +92,7 @@ def _is_bookkeeping(variable: PlacedVariable) -> bool:
 
 def _group_row(group: Sequence[PlacedVariable], note: str) -> tuple[str, ...]:
     first = group[0]
-    path = "\n  ".join(_fold(text) for text in (path_pattern([v.path for v in group]), note) if text)
+    path = "\n".join(text for text in (path_pattern([v.path for v in group]), note) if text)
     shape, size = f"{first.dtype}{list(first.shape)}", bytes_text(sum(v.bytes for v in group))
     place = "\non hosts" if first.is_on_host else ""
     if first.is_replicated:
@@ -96,9 +102,10 @@ def _group_row(group: Sequence[PlacedVariable], note: str) -> tuple[str, ...]:
     return path, f"{len(group)}", shape, f"({layout}){place}", size
 
 
-def _fold(text: str) -> str:
-    """Breaks a path or a rule into lines of at most 56 characters, after a separator where there is one."""
-    return "\n  ".join(re.findall(r".{1,56}(?:(?<=[/_,| ])|$)|.{56}", text))
+def _fold(text: str, room: int) -> str:
+    """Breaks a path and a rule into lines of at most `room` characters, after a separator where there is one."""
+    pattern = rf".{{1,{room}}}(?:(?<=[/_,| ])|$)|.{{{room}}}"
+    return "\n  ".join(line for each in text.split("\n") for line in re.findall(pattern, each))
 
 
 def group_variables(variables: Iterable[VariableT]) -> list[list[VariableT]]:

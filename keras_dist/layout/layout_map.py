@@ -287,12 +287,13 @@ class LayoutMap(keras.distribution.LayoutMap):
             and super().__eq__(other)
         )
 
-    def to_source(self, device_mesh: str = "device_mesh") -> str:
+    def to_source(self, device_mesh: str | None = None) -> str:
         """Returns Python source code that creates an equal map, with one rule per line.
 
         Args:
             device_mesh: the expression for the mesh in that code: the name of a variable, or for example
-                `'kd.create_device_mesh("data:2,model:4")'`.
+                `'kd.create_device_mesh("data:2,model:4")'`. By default the code creates a mesh of the same axes, of the
+                devices of the machine that it runs on.
 
         Returns:
             Statements that assign the map to `layout_map`.
@@ -313,7 +314,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         layout_map['block_[0-9]+/up/kernel'] = (None, 'model')
         <BLANKLINE>
         """
-        if not isinstance(device_mesh, str):
+        if not isinstance(device_mesh, str | None):
             raise TypeError(
                 f"device_mesh={device_mesh!r} must be a string, the expression for the mesh in the generated code. "
                 "Write, for example, to_source('mesh')."
@@ -324,14 +325,18 @@ class LayoutMap(keras.distribution.LayoutMap):
                     f"Rule {key!r} has a layout on {layout.device_mesh}, not on the map's mesh, {self._device_mesh}, "
                     "which to_source() requires. Assign axes to the rule instead of a layout with its own mesh."
                 )
-        mesh = "None" if self._device_mesh is None else device_mesh
+        mesh = "None" if self._device_mesh is None else device_mesh or "device_mesh"
+        made = []
+        if self._device_mesh is not None and device_mesh is None:
+            axes = ",".join(f"{name}:{size}" for name, size in self._device_mesh.axis_sizes.items())
+            made = [f'device_mesh = kd.create_device_mesh("{axes}")']
         if self._first_match_wins:
             rules = [f"    ({key!r}, {layout.axes})," for key, layout in self._layout_map.items()]
             lines = ["rules = [", *rules, "]", f"layout_map = kd.LayoutMap.from_rules(rules, {mesh})"]
         else:
             rules = [f"layout_map[{key!r}] = {layout.axes}" for key, layout in self._layout_map.items()]
             lines = [f"layout_map = kd.LayoutMap({mesh})", *rules]
-        return "\n".join(["import keras_dist as kd", "", *lines, ""])
+        return "\n".join(["import keras_dist as kd", "", *made, *lines, ""])
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{key!r}: {layout.axes}" for key, layout in self._layout_map.items())

@@ -326,8 +326,17 @@ def as_device_mesh(mesh) -> DeviceMesh:
         return DeviceMesh.from_jax_mesh(mesh)
     raise ValueError(
         f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {mesh!r} of type {type(mesh).__name__}. "
-        "Create one with keras_dist.create_device_mesh(axes)."
+        f"{_how_to_get_mesh(mesh)}"
     )
+
+
+def _how_to_get_mesh(value: Any) -> str:
+    if isinstance(value, keras.distribution.LayoutMap):
+        return "Pass a layout map by name: layout_map=layout_map."
+    if isinstance(value, keras.Layer):
+        return "A distribution takes no model: set it with keras_dist.set_distribution before the model is created."
+    axes = repr(value) if isinstance(value, (str, dict)) and value else "axes"
+    return f"Create one with keras_dist.create_device_mesh({axes})."
 
 
 def as_auto_mesh(mesh) -> DeviceMesh:

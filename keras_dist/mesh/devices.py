@@ -177,11 +177,21 @@ def as_device_array(devices: Any) -> np.ndarray:
     if array is None or wrong:
         raise TypeError(
             f"Invalid devices {devices!r}: expected a list or an array of names such as 'cpu:0', or of jax.Device "
-            "objects. Pass, for example, devices=keras_dist.list_devices()."
+            f"objects. {_how_to_get_devices(devices)}"
         )
     if str in examples and len(examples) > 1:
         array = np.array(list(map(device_name, flat))).reshape(array.shape)
     return array
+
+
+def _how_to_get_devices(value: Any) -> str:
+    if isinstance(value, str):
+        platform, _, shape = value.partition(":")
+        if platform in ("cpu", "gpu", "tpu"):
+            return f"Pass, for example, devices=[{value!r}]."
+        if shape:
+            return f"For hardware that need not be attached, pass devices=keras_dist.target({value!r})."
+    return "Pass, for example, devices=keras_dist.list_devices()."
 
 
 def to_jax_devices(devices: Sequence) -> list[Device]:

@@ -18,6 +18,7 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.planning.target_platform import answering_as
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.input_shapes import counterparts, is_full, is_shape, is_spec
+from keras_dist.variables.model_or_builder import require_no_arguments
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning
@@ -90,6 +91,8 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             "build_model must be a keras.Model or a function that returns one, but got "
             f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
         )
+    if not isinstance(build_model, keras.Model):
+        require_no_arguments(build_model)
     devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
     with (
         answering_as(devices),

@@ -1,5 +1,6 @@
 """`auto`: chooses mesh and strategy for a model by compiling candidates, for hardware that need not be attached."""
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -102,7 +103,10 @@ def auto(
             "of the candidates, at most 12."
         )
     if isinstance(batch, str) and batch != LARGEST:
-        raise ValueError(f"batch={batch!r} is not a batch. Pass {LARGEST!r}, a number of rows, arrays or shapes.")
+        order = " The target is the third argument: auto(build_model, batch, target)." if ":" in batch else ""
+        raise ValueError(
+            f"batch={batch!r} is not a batch. Pass {LARGEST!r}, a number of rows, arrays or shapes.{order}"
+        )
     require_step(step)
     if depth is not None:
         require_builder_of_depth(build_model, depth)
@@ -159,7 +163,9 @@ def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         fault = f"Unknown strategy {unknown[0]!r}" if unknown else "strategies is empty"
-        raise ValueError(f"{fault}. Use some of {', '.join(map(repr, known))}, or leave the argument out.")
+        close = difflib.get_close_matches(str(unknown[0]).lower(), known, 1) if unknown else []
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{fault}.{meant} Use some of {', '.join(map(repr, known))}, or leave the argument out.")
     return known if chosen == (CONTEXT_PARALLEL,) else chosen
 
 

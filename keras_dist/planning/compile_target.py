@@ -119,7 +119,8 @@ def target(name: str, slices: int = 1) -> Target:
     ('cpu', 4)
     """
     if not isinstance(name, str):
-        raise TypeError(f"The name of a target must be a string, but got {name!r}. Write {EXAMPLES}.")
+        given = f"hardware {name.name!r} without a shape or number" if isinstance(name, Hardware) else repr(name)
+        raise TypeError(f"The name of a target must be a string, but got {given}. Write {EXAMPLES}.")
     if not isinstance(slices, int) or isinstance(slices, bool):
         raise TypeError(f"slices must be an integer, but got {slices!r}.")
     entry, shape = parse_target_name(name)

@@ -27,6 +27,7 @@ from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.current import what_instead_of_a_distribution
 from keras_dist.strategies.rematerialization import AUTO
 from keras_dist.variables.variable_layouts import optimizer_state_owners
 
@@ -90,7 +91,7 @@ def plan(
     >>> planned.memory.weights, planned.traffic[0].kind, planned.traffic[0].axes
     (2600, 'all-reduce', ('batch',))
     """
-    _require_distribution(distribution)
+    _require_distribution(distribution, batch)
     require_step(step)
     options = checked_compiler_options(compiler_options)
     if depth is not None:
@@ -294,12 +295,17 @@ def _notes_on_idle_axes(
     )
 
 
-def _require_distribution(distribution: Any) -> None:
+def _require_distribution(distribution: Any, batch: Any) -> None:
+    if isinstance(batch, Distribution):
+        raise TypeError(
+            f"batch must not be a distribution, but got {batch!r}. The order of arguments is plan(build_model, "
+            "distribution, batch)."
+        )
     if not isinstance(distribution, Distribution):
         raise TypeError(
-            f"distribution must be a keras_dist.Distribution, but got {distribution!r} "
-            f"({type(distribution).__name__}). Pass, for example, "
-            'keras_dist.DataParallel(keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4"))).'
+            "distribution must be a keras_dist.Distribution, but got "
+            f"{what_instead_of_a_distribution(distribution)} To plan for hardware that is not attached, its mesh is "
+            'keras_dist.create_device_mesh("data:16", devices=keras_dist.target("v5e:4x4")).'
         )
     require_one_target(distribution.device_mesh)
 

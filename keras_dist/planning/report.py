@@ -16,6 +16,7 @@ from keras_dist._report.units import bytes_text, count_text, counted, flops_text
 from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.compilation import Attention, Traffic
 from keras_dist.planning.compiler_options import options_text
 from keras_dist.planning.forecast_section import forecast_section
@@ -332,6 +333,9 @@ def _time(plan: Plan) -> Section:
         roofline.link: (roofline.ici_seconds, ""),
         roofline.network: (roofline.dcn_seconds, ""),
     }
+    devices = plan.mesh.backend_mesh.devices.ravel().tolist()
+    if roofline.dcn_seconds == 0 and len(set(networks_of(devices).tolist())) == 1:
+        del parts[roofline.network]  # there is none
     longest = roofline.seconds or 1
     bars = tuple(
         Bar(label, (amount, seconds_text(seconds)), 0, (seconds or 0) / longest)

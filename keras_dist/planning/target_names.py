@@ -107,14 +107,14 @@ def _suggestion(name: str) -> str:
     text = re.sub(r"^(\d+)\s*x\s*([a-z].*)$", r"\2:\1", text)  # "8xH100"
     text = re.sub(r"[\s_-]*(16|80)\s*gb", "", text)  # of V100, A100 and H100, whose names are without it
     names = {known.lower(): known for known in hardware}
-    names |= {other: known for other, known in _OTHER_NAMES.items() if known in hardware}
-    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    others = {other: known for other, known in _OTHER_NAMES.items() if known in hardware}
+    longest_first = "|".join(map(re.escape, sorted(names | others, key=len, reverse=True)))
     if match := re.fullmatch(rf"({longest_first})[\s_:x*-]*((?:\d+x){{0,2}}\d+)?", text):
-        near, shape = [match[1]], match[2] or ""
+        near, shape = [(names | others)[match[1]]], match[2] or ""
     else:
         wrong, _, shape = text.partition(":")
-        near = difflib.get_close_matches(wrong, names, 3)
-    entries = [hardware[names[each]] for each in near]
+        near = [names[each] for each in difflib.get_close_matches(wrong, names, 3)]
+    entries = sorted((hardware[each] for each in near), key=lambda entry: _sides(entry) != shape.count("x") + 1)
     # The shape of the name first, for any of the hardware that is near; else a usual one of the nearest.
     candidates = [(entry, shape) for entry in entries if _sides(entry) in (None, shape.count("x") + 1)]
     candidates += [(entry, f"{shape}x1") for entry in entries if _sides(entry) == 3 and shape.count("x") == 1]

@@ -1,6 +1,7 @@
 """Accepts a built model, or a function that builds one, wherever a model is to be inspected."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ def built(model_or_builder: Any) -> Iterator[keras.Layer]:
             f"Expected a built Keras model or a function that returns one, got {model_or_builder!r} "
             f"({type(model_or_builder).__name__}). Pass, for example, lambda: build(width=1024)."
         )
+    require_no_arguments(model_or_builder)
     with global_state_restored(), deferred_variables.deferring():
         model = model_or_builder()
         if not isinstance(model, keras.Layer):
@@ -33,6 +35,25 @@ def built(model_or_builder: Any) -> Iterator[keras.Layer]:
                 "it builds."
             )
         yield _require_built(model)
+
+
+def require_no_arguments(build: Any) -> None:
+    """Raises a TypeError with the fix for a function that cannot be called without arguments."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # of a callable that has none
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        name = getattr(build, "__name__", type(build).__name__)
+        needed = [each.name for each in signature.parameters.values() if each.default is each.empty]
+        call = "build" if name == "<lambda>" else name
+        values = ", ".join(f"{each}=..." for each in needed)
+        raise TypeError(
+            f"The function that builds the model is called without arguments, but {name}{signature} needs "
+            f"{', '.join(needed)}. Pass a function that passes them on: lambda: {call}({values})."
+        ) from None
 
 
 def _require_built(model: keras.Layer) -> keras.Layer:

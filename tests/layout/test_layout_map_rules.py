@@ -180,7 +180,7 @@ def test_an_ordered_map_finds_what_trying_the_rules_in_order_finds(rules, paths)
 def test_source_code_creates_an_equal_map(rules, is_ordered, mesh):
     layout_map = ordered_map(rules, mesh) if is_ordered else made(dict(rules), mesh)
     assume(layout_map is not None)
-    names = {"device_mesh": MESH}
+    names = {}
     exec(layout_map.to_source(), names)
     assert names["layout_map"] == layout_map
     assert list(names["layout_map"]) == list(layout_map)

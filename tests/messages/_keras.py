@@ -67,6 +67,12 @@ def distribution_created_and_never_set():
         made.predict(X, verbose=0)
 
 
+def called_after_the_distribution():
+    with kd.DataParallel().scope():
+        made = model()
+    made(jax.device_put(X, jax.devices()[0]))
+
+
 def created_in_a_thread_that_is_older_than_the_scope():
     with concurrent.futures.ThreadPoolExecutor(1, "worker") as worker:
         worker.submit(model).result()
@@ -116,6 +122,10 @@ CASES = {
     "a Keras whose function takes other parameters": lambda: unknown_keras("get_registered_name", ("name",)),
     "a Keras without the function": lambda: unknown_keras("write_twice", ("path",)),
     "another backend than JAX": another_backend,
+    "a name of PyTorch's": lambda: kd.FSDP,
+    "a misspelled name": lambda: kd.FullyShardedDataparalel,
+    "a name that nothing is like": lambda: kd.quantum,
+    "a call after the distribution was unset": called_after_the_distribution,
     "not a distribution": lambda: kd.set_distribution("data"),
     "a batch axis that the mesh does not have": lambda: kd.ModelParallel(
         layout_map=kd.LayoutMap(kd.create_device_mesh("data:2,model:4")), batch_dim_name="batch"

@@ -39,6 +39,11 @@ def shown(*arguments):
     return output.getvalue().rstrip().replace(str(Path.cwd()), "/tmp")
 
 
+def last_line(*arguments):
+    """The error of a command without its usage, which argparse prints in other ways in other releases of Python."""
+    return shown(*arguments).splitlines()[-1]
+
+
 def changed(**options):
     """What `plan` prints with some other options."""
     pairs = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -52,6 +57,18 @@ CASES = {
     "help for mesh": lambda: shown("mesh", "--help"),
     "help for devices": lambda: shown("devices", "--help"),
     "no command": lambda: shown(),
+    "a misspelled option in place of one that is needed": lambda: shown(*PLAN[:2], "--targt", *PLAN[3:]),
+    "a misspelled option beside all that are needed": lambda: last_line(*PLAN, "--dept", "8", "--slics=2"),
+    "a misspelled option of another command": lambda: last_line("devices", "--hardwear"),
+    "a misspelled option of launch": lambda: last_line("launch", "-n", "2", "--device-per-process", "4", "train.py"),
+    "a misspelled command": lambda: last_line("plann"),
+    "a misspelled value": lambda: last_line(*PLAN, "--step", "trian"),
+    "a misspelled step option": lambda: changed(**{"step-option": "microbatch=2"}),
+    "a step option without a value": lambda: changed(**{"step-option": "microbatches"}),
+    "a misspelled function": lambda: changed(layout="model.py:no_layuot"),
+    "a program to launch that does not exist": lambda: last_line("launch", "-n", "2", "modell.py"),
+    "Python in place of a program to launch": lambda: last_line("launch", "-n", "2", "python", "train.py"),
+    "a module to launch that does not exist": lambda: last_line("launch", "-n", "2", "-m", "missing_module"),
     "a mesh that is larger than this machine": lambda: shown("mesh", "data:4,model:4"),
     "a mesh": lambda: shown("mesh", "data:2,model:4"),
     "slices without a target": lambda: shown("mesh", "data:8", "--slices", "2"),

@@ -127,6 +127,20 @@ def without_host_memory():
 
 
 CASES = {
+    "a misspelled step option": lambda: kd.StepOptions(microbatch=2),
+    "a step option that there is not": lambda: kd.StepOptions(accumulate=2),
+    "a misspelled argument of a constructor": lambda: kd.DataParallel(shard_optimiser_state=True),
+    "a layout map that is not passed by name": lambda: kd.ModelParallel(rules()),
+    "a layout map as the second argument": lambda: kd.FullyShardedDataParallel(mesh(), rules()),
+    "a layout map in place of a mesh": lambda: kd.FullyShardedDataParallel(rules()),
+    "a model in place of a mesh": lambda: kd.FullyShardedDataParallel(keras.Sequential(name="gpt")),
+    "axes in place of a mesh": lambda: kd.DataParallel("data:8"),
+    "the class of a distribution": lambda: kd.set_distribution(kd.DataParallel),
+    "the class of a distribution with rules": lambda: kd.set_distribution(kd.ModelParallel),
+    "a mesh as a distribution": lambda: kd.set_distribution(mesh()),
+    "a layout map as a distribution": lambda: kd.set_distribution(rules()),
+    "axes as a distribution": lambda: kd.set_distribution("data:8"),
+    "a set_distribution of nothing": lambda: kd.set_distribution(),
     "no microbatches": lambda: kd.StepOptions(microbatches=0),
     "an unknown frequency": lambda: kd.StepOptions(reduce_gradients="epoch"),
     "reduction in a dtype that is no float": lambda: kd.StepOptions(reduce_dtype="int8"),

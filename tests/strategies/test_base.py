@@ -103,7 +103,7 @@ class TestModelParallel:
     def test_arguments_are_named_and_known(self, layout_map):
         with pytest.raises(ValueError, match="layout_map"):
             kd.ModelParallel()
-        with pytest.raises(TypeError, match="unexpected keyword argument 'bacth_dim_name'"):
+        with pytest.raises(TypeError, match=r"'bacth_dim_name'\. Did you mean 'batch_dim_name'"):
             kd.ModelParallel(layout_map=layout_map, bacth_dim_name="data")
 
 

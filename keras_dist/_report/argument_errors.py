@@ -1,0 +1,120 @@
+"""Errors about names and arguments that do not exist, with the closest ones that do."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from keras_dist._report.units import counted
+
+# What other libraries call what this package has, in lower case without underscores.
+_CUSTOMARY = {
+    "fsdp": "FullyShardedDataParallel",
+    "fsdp2": "FullyShardedDataParallel",
+    "fullyshard": "FullyShardedDataParallel",
+    "zero3": "FullyShardedDataParallel",
+    "hsdp": "FullyShardedDataParallel(mesh) of two axes",
+    "zero1": "DataParallel(shard_optimizer_state=True)",
+    "dp": "DataParallel",
+    "ddp": "DataParallel",
+    "distributeddataparallel": "DataParallel",
+    "mirroredstrategy": "DataParallel",
+    "tp": "tensor_parallel_layout_map",
+    "tensorparallel": "tensor_parallel_layout_map",
+    "parallelizemodule": "tensor_parallel_layout_map",
+    "mesh": "create_device_mesh",
+    "makemesh": "create_device_mesh",
+    "initdevicemesh": "create_device_mesh",
+    "partitionspec": "TensorLayout",
+    "namedsharding": "TensorLayout",
+    "p": "TensorLayout",
+    "deviceput": "distribute_tensor",
+    "withshardingconstraint": "distribute_tensor",
+    "initprocessgroup": "initialize",
+    "checkpoint": "TrainingCheckpoint",
+    "checkpointmanager": "TrainingCheckpoint",
+    "devices": "list_devices",
+    "devicecount": "get_device_count",
+    "metadevice": "deferred",
+    "visualizesharding": "visualize",
+}
+
+
+def attribute_error(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Returns the error about a public name that a module does not have.
+
+    >>> attribute_error("keras_dist", "FSDP", ["plan"])
+    AttributeError("module 'keras_dist' has no attribute 'FSDP'. Did you mean `keras_dist.FullyShardedDataParallel`?")
+    """
+    key = name.lower().replace("_", "")
+    by_key = {known.lower().replace("_", ""): known for known in names}
+    close = [] if name.startswith("_") else difflib.get_close_matches(key, by_key, 1, 0.7)
+    suggested = _CUSTOMARY.get(key) or (by_key[close[0]] if close else None)
+    hint = f". Did you mean `{module}.{suggested}`?" if suggested else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+
+def with_explained_arguments(function: Callable, name: str) -> Callable:
+    """Returns a function that raises a TypeError with the fix for arguments that it does not take.
+
+    The signature is looked at only after Python has refused the arguments. `name` is what the error calls it.
+    """
+
+    @functools.wraps(function)
+    def explained(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # Python refuses arguments in the frame that calls: the function itself has none.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            message = _explain(function, name, args, kwargs)
+            if message is None:
+                raise
+        raise TypeError(message)
+
+    return explained
+
+
+def explain_arguments(public: Mapping[str, Any]) -> dict[str, Any]:
+    """Explains arguments of public functions and constructors. Returns the functions that take the place of others."""
+    replaced = {}
+    for name, value in public.items():
+        if inspect.isfunction(value):
+            replaced[name] = with_explained_arguments(value, name)
+        elif isinstance(value, type) and inspect.isfunction(vars(value).get("__init__")):
+            setattr(value, "__init__", with_explained_arguments(vars(value)["__init__"], name))  # noqa: B010
+    return replaced
+
+
+def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+        return None  # another error
+    except TypeError as error:
+        fault = str(error)
+    parameters = list(signature.parameters.values())
+    if function.__name__ == "__init__":
+        parameters, args = parameters[1:], args[1:]
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    text = f"{name}{inspect.Signature(plain)}"
+    names = [each.name for each in parameters]
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    unknown = next((key for key in kwargs if key not in names), None)
+    fix = ""
+    if unknown is not None:
+        fault = f"there is no argument {unknown!r}"
+        close = difflib.get_close_matches(unknown, names, 1)
+        fix = f" Did you mean {close[0]!r}?" if close else ""
+    elif len(args) > len(positional):
+        by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        count = len(args) - len(positional)
+        kinds = ", ".join(type(each).__name__ for each in args[len(positional) :])
+        most = len(positional)
+        fault = f"it takes {counted(most, 'positional argument')}, but got {len(args)} (too many: {kinds})"
+        if by_name:
+            passed = ", ".join(f"{each}={each}" for each in by_name[:count])
+            fix = f" Pass by name: {name}({', '.join([*(each.name for each in positional), passed])})."
+    return f"{name}() cannot be called like this: {fault}.{fix} Its arguments are {text}."
