@@ -55,6 +55,12 @@ def _distribute_data(original, distribution, data, *args, **kwargs):
 def _fit(original, distribution, self, *args, **kwargs):
     with running_fit():
         history = original(self, *args, **kwargs)
+    if active_distribution() is not distribution:
+        warn(
+            f"The distribution was changed while fit of {self.name!r} ran, from {distribution} to "
+            f"{current_distribution()}, and fit kept the first one to its end. Change it between two calls of fit, and "
+            "move the model with keras_dist.redistribute(model)."
+        )
     check_values_agree(self, "the end of fit")  # after callbacks have seen the end of the last epoch
     return history
 

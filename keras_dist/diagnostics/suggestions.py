@@ -75,6 +75,13 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         if better is None:
             yield Unmatched(pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths.")
             continue
+        if better in axes and not is_activation:
+            fix = (
+                f"The path that resembles it most has the rule {better!r} already: delete this rule, or correct its "
+                "path. Optimizer state has the layout of its weight, and needs no rule."
+            )
+            yield Unmatched(pattern, (), fix)
+            continue
         group, wanted = paths.variables(found), axes[pattern]
         if group and not is_activation and group[0].base is None:
             wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)

@@ -64,6 +64,11 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
                 raise ValueError(
                     "DataParallel needs at least one device, but devices=[]. Leave `devices` out to use all."
                 )
+            if devices is not None and np.ndim(devices) == 0:
+                raise TypeError(
+                    f"devices={devices!r} must be a list of devices or of their names. Pass, for example, "
+                    "devices=jax.devices()[:4]."
+                )
             names = [internals.DEFAULT_BATCH_DIM_NAME]
             if devices is None:
                 device_mesh = create_device_mesh((-1,), axis_names=names)

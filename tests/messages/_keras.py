@@ -73,6 +73,12 @@ def called_after_the_distribution():
     made(jax.device_put(X, jax.devices()[0]))
 
 
+def changed_while_fit_runs():
+    kd.set_distribution(kd.DataParallel())
+    change = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kd.set_distribution(None))
+    model().fit(X, np.ones((8, 8)), epochs=2, verbose=0, callbacks=[change])
+
+
 def created_in_a_thread_that_is_older_than_the_scope():
     with concurrent.futures.ThreadPoolExecutor(1, "worker") as worker:
         worker.submit(model).result()
@@ -139,6 +145,7 @@ CASES = {
     "a model whose rules changed after it was created": rules_changed_after_the_model_was_created,
     "a model that runs outside of its distribution's scope": predicted_outside_of_the_scope,
     "a distribution that is created and never set": distribution_created_and_never_set,
+    "a distribution that is changed while fit runs": changed_while_fit_runs,
     "a model that is created in a thread older than the scope": created_in_a_thread_that_is_older_than_the_scope,
     "a model that is created in a thread that several scopes may have started": (
         created_in_a_thread_that_several_scopes_may_have_started

@@ -131,6 +131,11 @@ CASES = {
         tower, {"up/kernl": COLUMNS, ".*/kernel": ("data", None), ".*/bias": ("model",)}
     ),
     "a rule without a match": findings(tower, {"tower/up/kernl": COLUMNS, "down/kernel": ROWS}),
+    "a rule with a leading slash": findings(tower, {"/up/kernel": COLUMNS, "down/kernel": ROWS}),
+    "a rule for optimizer state": findings(
+        tower, {"up/kernel": COLUMNS, "down/kernel": ROWS, "adam/up_kernel_momentum": COLUMNS}
+    ),
+    "a rule for a name of TensorFlow": findings(tower, {"up/kernel:0": COLUMNS, "down/kernel": ROWS}),
     "a rule that resembles nothing": findings(tower, {"xyz": COLUMNS, ".*/kernel": COLUMNS}),
     "a rule for an output without a match": findings(tower, {".*/kernel": COLUMNS, "upp/output": ("data", None)}),
     "a rule with another number": findings(tower, {"up_1/kernel": COLUMNS, "down/kernel": ROWS}),

@@ -177,6 +177,7 @@ CASES = {
     ),
     "a batch axis that the mesh lacks": lambda: kd.ModelParallel(layout_map=rules(), batch_dim_name="batch"),
     "data parallel with a mesh and devices": lambda: kd.DataParallel(mesh(), devices=["cpu:0"]),
+    "data parallel with a number of devices": lambda: kd.DataParallel(devices=8),
     "data parallel without devices": lambda: kd.DataParallel(devices=[]),
     "data parallel on a mesh of two axes": lambda: kd.DataParallel(mesh()),
     "data parallel on something else": lambda: kd.DataParallel("mesh"),
