@@ -246,7 +246,7 @@ def test_the_report_starts_with_memory_per_device_and_findings():
     assert "Replicated on every device: 192 B (5.88%)." in text
     assert "2 rules, 1 unused." in text
     assert "1. Layout map rule '.*karnel' matches no variable of 'blocks'." in text
-    assert "\n    layout_map['.*kernel'] = (None, None)\n" in text
+    assert "has the rule '.*kernel' already" in " ".join(text.split())
     assert max(map(len, text.split("\n"))) <= 120
 
 
