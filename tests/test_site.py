@@ -45,11 +45,17 @@ function faults(frame, width) {
       }
       if (box.right > end + 1) found.add("cut: " + node.data.trim().slice(0, 60));
     }
-    if (parent.closest("table.table code")) for (const word of node.data.matchAll(/\\w+/g)) {
-      range.setStart(node, word.index);
-      range.setEnd(node, word.index + word[0].length);
+  }
+  for (const code of main.querySelectorAll("table.table code")) {
+    const places = [], range = page.createRange();  // of each character, since a word may have several nodes
+    const texts = page.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+    for (let node; (node = texts.nextNode()); ) for (let at = 0; at < node.length; at++) places.push([node, at]);
+    for (const word of code.textContent.matchAll(/\\w{1,27}\\b/g)) {
+      const [last, at] = places[word.index + word[0].length - 1];
+      range.setStart(...places[word.index]);
+      range.setEnd(last, at + 1);
       const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
-      if (lines.size > 1 && word[0].length < 28) found.add("broken: " + word[0]);
+      if (lines.size > 1) found.add("broken: " + word[0]);
     }
   }
   if (width >= 1280) for (const code of main.querySelectorAll("pre"))
