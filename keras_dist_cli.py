@@ -202,6 +202,7 @@ def _parser() -> _Parser:
     auto.add_argument("--strategies", metavar="NAMES", help="strategies to choose from, such as dp,fsdp,tp_sp")
     auto.add_argument("--trials", type=int, help="the most candidates to compile (default: a quarter, at most 12)")
     auto.add_argument("--depth", type=int, help="number of blocks to extrapolate to: MODEL takes a number of blocks")
+    auto.add_argument("--all", action="store_true", help="show all candidates (default: the ten best)")
     auto.add_argument(
         "--no-step-options",
         action="store_true",

@@ -34,7 +34,7 @@ from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.elastic import launch_elastic
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
-from keras_dist.planning.choice import NothingFitsError, trials_data, trials_section
+from keras_dist.planning.choice import MOST_ROWS, NothingFitsError, trials_data, trials_section
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,6 +93,7 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
         )
     targets = [_target(name, options.slices) for name in options.target or ()]  # before the user's module starts JAX
     build = _function(options.model)
+    shown = None if options.all else MOST_ROWS, "--all shows all."
     try:
         choice = kd.auto(
             build,
@@ -112,8 +113,8 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
             return json.dumps(
                 {"fits": False, "error": str(error), "candidates": trials_data(error.trials)}, indent=2
             ), 1
-        return f"{render_text([trials_section(error.trials)])}\n\n{textwrap.fill(str(error), WIDTH)}", 1
-    return choice.to_json() if options.json else str(choice), 0
+        return f"{render_text([trials_section(error.trials, *shown)])}\n\n{textwrap.fill(str(error), WIDTH)}", 1
+    return choice.to_json() if options.json else render_text(choice._sections(*shown)), 0
 
 
 def _batch(text: str) -> Any:

@@ -13,7 +13,7 @@ from keras_dist.planning.candidates import Candidate
 from keras_dist.planning.report import Plan, subject_text
 from keras_dist.strategies.base import Distribution
 
-_MOST_ROWS = 40  # candidates in a printed table
+MOST_ROWS = 10  # candidates in a printed choice
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice(Report):
-    """What `kd.auto` chose. Prints as a table of all candidates.
+    """What `kd.auto` chose. Prints with the ten best candidates; `print(choice.table())` shows all.
 
     Attributes:
         distribution: the distribution, to be passed to `kd.set_distribution`.
@@ -73,6 +73,10 @@ class Choice(Report):
         """
         return self.source
 
+    def table(self) -> "Candidates":
+        """Returns the table of all candidates, and why each lost. Print it."""
+        return Candidates(self.trials)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the choice as numbers, strings, lists and dicts, which JSON can encode."""
         return {
@@ -88,16 +92,36 @@ class Choice(Report):
     def __repr__(self) -> str:
         return f"<Choice of {self.trials[0].candidate} among {counted(len(self.trials), 'candidate')}>"
 
-    def _sections(self) -> Iterator[Section]:
+    def _sections(
+        self, most: int | None = MOST_ROWS, how_to_see_all: str = "print(choice.table()) shows all."
+    ) -> Iterator[Section]:
         plan, capacity = self.plan, self.plan.memory.capacity
         devices = f"{plan.mesh.devices.size} x {plan.target}"
         limit = "" if capacity is None else f" Each device has {bytes_text(capacity)}."
         chosen = f"{self.trials[0].candidate}. Chosen of {counted(len(self.trials), 'candidate')} for {devices}.{limit}"
         yield subject_text(plan), [Lines((chosen,))]
-        yield trials_section(self.trials)
+        yield trials_section(self.trials, most, how_to_see_all)
         yield "In Python", [Lines(tuple(self.source.splitlines()))]
         if self.notes:
             yield "Notes", [Lines(self.notes)]
+
+
+@dataclass(frozen=True)
+class Candidates(Report):
+    """All candidates of a choice. Prints as a table.
+
+    Attributes:
+        trials: the candidates, the chosen one first.
+    """
+
+    trials: tuple[Trial, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the candidates as numbers, strings, lists and dicts, which JSON can encode."""
+        return {"candidates": trials_data(self.trials)}
+
+    def _sections(self) -> Iterator[Section]:
+        yield trials_section(self.trials)
 
 
 class NoCandidateError(ValueError):
@@ -128,11 +152,11 @@ def trials_data(trials: tuple[Trial, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def trials_section(trials: tuple[Trial, ...]) -> Section:
-    """Returns a table of candidates."""
-    rows = [_row(trial) for trial in trials[:_MOST_ROWS]]
+def trials_section(trials: tuple[Trial, ...], most: int | None = None, how_to_see_all: str = "") -> Section:
+    """Returns a table of candidates, of the first `most` if that is not None."""
+    rows = [_row(trial) for trial in trials[:most]]
     left = len(trials) - len(rows)
-    more = [Lines((f"{counted(left, 'more candidate', 'is', 'are')} in `trials`.",))] if left > 0 else []
+    more = [Lines((f"... and {counted(left, 'more candidate')}. {how_to_see_all}",))] if left else []
     columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
     return "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]
 

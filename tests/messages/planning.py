@@ -193,6 +193,12 @@ def example_choice():
     )
 
 
+def choice_among_many():
+    """A choice with more candidates than are printed."""
+    choice = example_choice()
+    return dataclasses.replace(choice, trials=(*choice.trials, *choice.trials[2:3] * 9), notes=())
+
+
 OPTIONS = FrozenMapping({"xla_tpu_scoped_vmem_limit_kib": 98304})
 TOO_LARGE = dataclasses.replace(MEMORY, temporaries=12 * GIB)
 UNKNOWN = {
@@ -209,6 +215,8 @@ CASES = {
     "a plan for hardware without figures": lambda: str(example_plan(**UNKNOWN)),
     "the repr of a plan": lambda: repr(example_plan()),
     "a choice": lambda: str(example_choice()),
+    "a choice among many candidates": lambda: str(choice_among_many()),
+    "all candidates of a choice": lambda: str(choice_among_many().table()),
     "the repr of a choice": lambda: repr(example_choice()),
     "a comparison": lambda: str(kd.compare(fsdp=example_plan(), tp=example_plan(fits=False, memory=TOO_LARGE))),
     "a comparison of different models": lambda: str(
