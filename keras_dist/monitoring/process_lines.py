@@ -39,15 +39,15 @@ def summary_of_all(summaries: Mapping[int, Summary], processes: int) -> tuple[Su
     missing = sorted({*range(processes)} - {*summaries})
     slowest = max(summaries, key=lambda process: summaries[process].host_wait or 0.0)
     found = summaries[slowest]
-    if found.host_wait is None:
-        text = "slowest process n/a"
-    else:
+    texts = []
+    if found.host_wait is not None:
         data = percent_text((found.data_wait or 0.0) - (found.others_wait or 0.0))
         text = f"slowest process {slowest} of {processes} (its devices waited {percent_text(found.host_wait)} of the "
-        text += f"time for their host, data wait {data})"
+        texts.append(f"{text}time for their host, data wait {data})")
     if missing:
-        text += f", without process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}, not heard of in time"
-    return dataclasses.replace(summaries[min(summaries)], peak_memory=peak), text
+        listed = ", ".join(map(str, missing))
+        texts.append(f"without process{'es' * (len(missing) > 1)} {listed}, not heard of in time")
+    return dataclasses.replace(summaries[min(summaries)], peak_memory=peak), ", ".join(texts)
 
 
 class ProcessLines:

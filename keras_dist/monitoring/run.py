@@ -52,6 +52,7 @@ class Run:
         self._looked_at: set[BatchShape] = set()
         self._epoch, self._window = StepTimes(), StepTimes()
         self.steps = 0
+        self.progress_bar_names = ("step_time_ms", "data_wait")  # and a rate, once it is known which one there is
         self.ends_are_visible = True  # otherwise a train step returns nothing for which Keras waits
 
     def begin_step(self) -> None:
@@ -157,6 +158,9 @@ class Run:
                 self._compare_with_plan(batch, self._flops)
             self._looked_at.add(batch)
             self._flops.count(batch, state, arrays)
+        if self._flops is not None:
+            rate = "mfu" if self._flops.has_counted else "samples_per_second"
+            self.progress_bar_names = ("step_time_ms", rate, "data_wait")
 
     def _compare_with_plan(self, batch: BatchShape, flops: FlopCounter) -> None:
         if self._plan is None:

@@ -1,5 +1,6 @@
 """`StepMonitor`: how fast training is, what it waits for, and how that compares with a plan, while it runs."""
 
+import dataclasses
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.monitoring.plan_comparison import require_plan
 from keras_dist.monitoring.process_lines import ProcessLines
 from keras_dist.monitoring.profile import DEFAULT_DIRECTORY, StepProfile, require_profile
+from keras_dist.monitoring.progress_bar import ShortProgressBar
 from keras_dist.monitoring.run import Run
 from keras_dist.monitoring.summary import Summary
 from keras_dist.multihost import messaging
@@ -21,11 +23,12 @@ _REFRESH = 1.0  # seconds after which the figures in the logs of batches are com
 class StepMonitor(keras.callbacks.Callback):
     """Measures the steps of `fit`: their time, throughput, MFU, memory, waiting for data, and goodput.
 
-    The figures are added to Keras's logs, where callbacks that come later in the list find them, and so do the
-    progress bar and the history; and they are printed in one line per `log_every` steps. Pass it first in the list of
-    callbacks. It needs no distribution, and works with any data source, loss and optimizer.
+    The figures of an epoch are added to Keras's logs, where callbacks that come later in the list find them, and so
+    does the history. The progress bar and the logs of batches have three of them: step time, MFU (or samples per
+    second, where it is unknown) and waiting for data. All are printed in one line per `log_every` steps. Pass the
+    monitor first in the list of callbacks. It needs no distribution, and works with any data, loss and optimizer.
 
-    In the logs are:
+    In the logs of an epoch are:
 
     - `step_time_ms`: median step time; `step_time_p95_ms` and `step_time_std_ms` are p95 and standard deviation.
     - `samples_per_second`, `tokens_per_second`: rows and tokens of the global batch per second of steps.
@@ -35,9 +38,9 @@ class StepMonitor(keras.callbacks.Callback):
     - `goodput`: share of the time since `fit` began in which steps trained.
     - `step_time_vs_forecast`: median step time over the forecast of `plan`.
 
-    Logs of an epoch have the figures of its steps. What is not available is missing in logs, and n/a in lines: MFU
-    on devices whose peak is unknown (CPUs), memory on devices that do not count it (CPUs), tokens unless an input has
-    integers with two dims. Steps for which something is compiled are counted, but not in times and rates.
+    What is not available is missing: MFU on devices whose peak is unknown (CPUs), memory on devices that do not count
+    it (CPUs), tokens unless an input has integers with two dims. Steps for which something is compiled are counted,
+    but not in times and rates.
 
     Nothing waits for devices that `fit` would not wait for: the end of a step is when Keras, in its own thread, has
     the step's logs.
@@ -92,8 +95,11 @@ class StepMonitor(keras.callbacks.Callback):
         self._profile: StepProfile | None = None
         self._lines: ProcessLines | None = None
         self._lock = threading.Lock()
+        self._progress_bar: ShortProgressBar | None = None
         self._begun = self._windows = 0
         self._steps_per_execution = 1
+        self._epoch = self._step = 0
+        self._loss: float | None = None
         self._logs: dict[str, float] = {}
         self._refreshed = 0.0  # when, and at which step of the epoch, the logs were computed
         self._refreshed_at = self._steps_before_epoch = 0
@@ -107,6 +113,9 @@ class StepMonitor(keras.callbacks.Callback):
         self._profile = None if self.profile is None else StepProfile(*self.profile, self.profile_directory)
         if messaging.is_multi_process() and self.log_every is not None:
             self._lines = ProcessLines(self._print)
+        history = getattr(model, "history", None)
+        if self._fit_param("verbose") and isinstance(history, keras.callbacks.History):
+            self._progress_bar = ShortProgressBar(history, self._names_not_in_progress_bar)
         self._begun = self._windows = 0
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -114,6 +123,7 @@ class StepMonitor(keras.callbacks.Callback):
         run = self._started_run()
         run.begin_epoch()
         self._steps_before_epoch, self._refreshed_at = run.steps, 0
+        self._epoch, self._step, self._loss = epoch + 1, 0, None
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes that a step begins."""
@@ -125,15 +135,17 @@ class StepMonitor(keras.callbacks.Callback):
         run.begin_step()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Notes that a step has ended, and adds the figures of the epoch so far to its logs."""
+        """Notes that a step has ended, and adds three figures of the epoch so far to its logs."""
         run = self._started_run()
         before, steps = run.end_step(is_visible=bool(logs))
         if self._profile is not None:
             self._profile.end_steps(steps)
+        self._note_place(batch, logs)
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
             self._show(steps // self.log_every)
         if logs is not None:
-            logs.update(self._newest_logs(run, steps))
+            figures = self._newest_logs(run, steps)
+            logs.update({name: figures[name] for name in run.progress_bar_names if name in figures})
 
     def on_test_begin(self, logs=None):
         """Notes that validation interrupts training."""
@@ -149,8 +161,9 @@ class StepMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Adds the figures of the epoch to its logs."""
         run = self._started_run()
+        self._logs = run.end_epoch()
         if logs is not None:
-            logs.update(run.end_epoch())
+            logs.update(self._logs)
 
     def on_train_end(self, logs=None):
         """Prints the last line, and ends what was begun."""
@@ -185,6 +198,22 @@ class StepMonitor(keras.callbacks.Callback):
             self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
         return self._logs
 
+    def _note_place(self, batch: int, logs: dict[str, Any] | None) -> None:
+        """Notes the newest step of the epoch and its loss; Keras's threads may call in another order than steps end."""
+        total = self._fit_param("steps")
+        step = batch + 1 if total is None else min(batch + 1, total)  # the last execution may have fewer steps
+        with self._lock:
+            if step > self._step:
+                self._step, self._loss = step, (logs or {}).get("loss")
+
+    def _names_not_in_progress_bar(self) -> set[str]:
+        """Returns the names of figures of the epoch that its progress bar does not show."""
+        return set() if self._run is None else {*self._logs} - {*self._run.progress_bar_names}
+
+    def _fit_param(self, name: str) -> Any:
+        """Returns what Keras tells callbacks about `fit`: epochs, steps per epoch, verbosity."""
+        return (self.params or {}).get(name)
+
     def _show(self, window: int) -> None:
         """Prints the line of a window of steps, or leaves that to the thread that knows all processes."""
         with self._lock:
@@ -192,6 +221,14 @@ class StepMonitor(keras.callbacks.Callback):
             summary = self._started_run().take_window()
         if summary is None:
             return
+        summary = dataclasses.replace(
+            summary,
+            step=self._step,
+            steps_per_epoch=self._fit_param("steps"),
+            epoch=self._epoch,
+            epochs=self._fit_param("epochs"),
+            loss=self._loss,
+        )
         if self._lines is None:
             self._print(summary)
         else:
@@ -202,7 +239,7 @@ class StepMonitor(keras.callbacks.Callback):
         run = self._run
         if run is not None and (compared := run.plan_text(summary)) is not None:
             line += f"; {compared}"
-        has_bar = self.params is not None and self.params.get("verbose") in (1, "auto")
+        has_bar = self._fit_param("verbose") in (1, "auto")
         print(f"\n{line}" if has_bar else line, flush=True)
 
     def _close(self) -> None:
@@ -210,7 +247,9 @@ class StepMonitor(keras.callbacks.Callback):
             self._profile.close()
         if self._lines is not None:
             self._lines.close()
-        self._run = self._profile = self._lines = None
+        if self._progress_bar is not None:
+            self._progress_bar.close()
+        self._run = self._profile = self._lines = self._progress_bar = None
 
 
 def _not_training_error(method: str) -> ValueError:

@@ -10,8 +10,11 @@ class Summary:
     """Figures of steps; None where something is not available.
 
     Attributes:
-        step: number of steps since `fit` began.
+        step: the newest step of the epoch, counted from 1.
         steps: how many steps were measured; those for which something was compiled are not.
+        steps_per_epoch: number of steps of the epoch; unknown for a generator.
+        epoch: the epoch, counted from 1, of `epochs`.
+        loss: the mean loss of the epoch so far.
         median: median step time in seconds, and so are `percentile_95` and `deviation` (standard deviation).
         samples_per_second: rows of the global batch per second of steps.
         tokens_per_second: tokens of the global batch per second of steps.
@@ -27,6 +30,10 @@ class Summary:
 
     step: int
     steps: int
+    steps_per_epoch: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    loss: float | None = None
     median: float | None = None
     percentile_95: float | None = None
     deviation: float | None = None
@@ -60,36 +67,42 @@ class Summary:
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def line(self) -> str:
-        """Returns the figures as one line, with n/a for those that are not available.
+        """Returns the figures that are available as one line.
 
-        >>> print(Summary(step=8, steps=7, median=0.25, percentile_95=0.3, deviation=0.01, data_wait=0.02).line())
-        step 8: 250 ms (p95 300 ms, deviation 10 ms), samples/s n/a, tokens/s n/a, MFU n/a, peak memory n/a, data wait
-        2%, goodput n/a
+        >>> print(Summary(8, 7, steps_per_epoch=9, epoch=1, epochs=2, loss=0.5, median=0.25, data_wait=0.02).line())
+        epoch 1/2 step 8/9 loss 0.5000: 250 ms, data wait 2%
         """
+        figures = (
+            ("{} samples/s", count_text, self.samples_per_second),
+            ("{} tokens/s", count_text, self.tokens_per_second),
+            ("MFU {}", percent_text, self.mfu),
+            ("peak memory {}", bytes_text, self.peak_memory),
+            ("data wait {}", percent_text, self.data_wait),
+            ("goodput {}", percent_text, self.goodput),
+        )
+        parts = self._times() + [text.format(of(value)) for text, of, value in figures if value is not None]
+        return ": ".join([self._place(), *([", ".join(parts)] if parts else [])])
+
+    def _place(self) -> str:
+        """Returns the epoch, the step and the loss."""
+        place = f"step {_of(self.step, self.steps_per_epoch)}"
+        if self.epoch is not None:
+            place = f"epoch {_of(self.epoch, self.epochs)} {place}"
+        if self.loss is not None:
+            place += f" loss {self.loss:.4f}" if not 0 < abs(self.loss) < 1e-3 else f" loss {self.loss:.4e}"
+        return place
+
+    def _times(self) -> list[str]:
         if self.median is None:
-            time = "step time n/a" if self.steps else "step time n/a (something was compiled for every step)"
-        else:
-            deviation = "n/a" if self.deviation is None else seconds_text(self.deviation)
-            time = f"{seconds_text(self.median)} (p95 {seconds_text(self.percentile_95)}, deviation {deviation})"
-        parts = [
-            time,
-            _rate(self.samples_per_second, "samples/s"),
-            _rate(self.tokens_per_second, "tokens/s"),
-            f"MFU {_share(self.mfu)}",
-            f"peak memory {'n/a' if self.peak_memory is None else bytes_text(self.peak_memory)}",
-            f"data wait {_share(self.data_wait)}",
-            f"goodput {_share(self.goodput)}",
-        ]
-        return f"step {self.step}: {', '.join(parts)}"
+            return [] if self.steps else ["no step time, because each step compiled something"]
+        spread = (("p95", self.percentile_95), ("deviation", self.deviation))
+        known = [f"{name} {seconds_text(value)}" for name, value in spread if value is not None]
+        return [seconds_text(self.median) + (f" ({', '.join(known)})" if known else "")]
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _rate(value: float | None, unit: str) -> str:
-    return f"{unit} n/a" if value is None else f"{count_text(value)} {unit}"
-
-
-def _share(value: float | None) -> str:
-    return "n/a" if value is None else percent_text(value)
+def _of(number: int, total: int | None) -> str:
+    return f"{number}" if total is None else f"{number}/{total}"

@@ -97,6 +97,11 @@ class FlopCounter:
         if self._has_peak and batch not in self._counted:
             self._counted[batch] = self._in_proportion(batch) or self._trace(state, arrays)
 
+    @property
+    def has_counted(self) -> bool:
+        """Whether the FLOP of a batch are known."""
+        return any(counted is not None for counted in self._counted.values())
+
     def seconds_at_peak(self, batch: BatchShape) -> float | None:
         """Returns how long one device would need for a batch at its peak, None if that is unknown."""
         counted = self._counted.get(batch)

@@ -20,6 +20,10 @@ X, Y = np.ones((24, 4), "float32"), np.ones((24, 1), "float32")
 SUMMARY = Summary(
     step=400,
     steps=100,
+    steps_per_epoch=450,
+    epoch=2,
+    epochs=20,
+    loss=0.1234,
     median=0.0124,
     percentile_95=0.0131,
     deviation=0.0004,
@@ -129,7 +133,7 @@ CASES = {
     "the slowest process": lambda: summary_of_all(
         {0: SUMMARY, 3: dataclasses.replace(SUMMARY, host_wait=0.31, data_wait=0.3)}, 4
     )[1],
-    "the slowest process is unknown": lambda: summary_of_all({0: Summary(step=1, steps=0)}, 1)[1],
+    "a process that is missing": lambda: summary_of_all({0: Summary(step=1, steps=0)}, 2)[1],
     "predicted against measured": lambda: comparison_text(example_plan(), SUMMARY),
     "as predicted": lambda: comparison_text(
         example_plan(), dataclasses.replace(SUMMARY, median=0.01, peak_memory=None)

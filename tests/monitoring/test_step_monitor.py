@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import pathlib
+import re
 import types
 
 import jax
@@ -15,6 +16,7 @@ from keras_dist.monitoring import run, utilization
 
 X, Y = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
 PEAK = 1e9
+IN_PROGRESS_BAR = {"step_time_ms", "samples_per_second", "data_wait"}
 ALWAYS = {"step_time_ms", "step_time_p95_ms", "step_time_std_ms", "samples_per_second", "data_wait", "goodput"}
 
 
@@ -59,18 +61,39 @@ def test_logs_history_and_other_callbacks(distribution, tmp_path, capsys):
     assert history["step_time_ms"][1] > 0
     assert 0 < history["goodput"][1] < 1
     assert not {"mfu", "peak_memory_gib", "tokens_per_second"} & set(history)  # n/a is no zero
-    assert set(seen[-1]) >= {"loss", *ALWAYS}
+    assert set(seen[-1]) == {"loss", *IN_PROGRESS_BAR}
     with open(tmp_path / "log.csv") as file:
         rows = list(csv.DictReader(file))
-    assert float(rows[1]["samples_per_second"]) == history["samples_per_second"][1]
-    output = capsys.readouterr().out
-    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("step ")] == [
-        "step 4",
-        "step 8",
-        "step 10",
+    assert float(rows[1]["goodput"]) == history["goodput"][1]
+    output = capsys.readouterr().out.splitlines()
+    lines = [line for line in output if line.startswith("epoch ")]
+    assert [line.rpartition(" loss ")[0] for line in lines] == [
+        "epoch 1/2 step 4/5",
+        "epoch 2/2 step 3/5",
+        "epoch 2/2 step 5/5",
     ]
-    assert output.count("MFU n/a, peak memory n/a") == 3
-    assert "samples_per_second: " in output  # Keras prints it for the epoch
+    assert "n/a" not in "".join(lines)
+    for bar in [line for line in output if "/step - " in line]:
+        assert {*re.findall(r" - (\w+):", bar)} == {"loss", "val_loss", *IN_PROGRESS_BAR}
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_the_progress_bar_has_three_fields(verbose, known_peak, capsys):
+    monitor = kd.StepMonitor(log_every=None)
+    model = new_model()
+    for _ in range(2):  # the second time no step compiles
+        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=verbose, callbacks=[monitor])
+        assert set(history.history) >= {*ALWAYS, "mfu"}
+        assert "on_epoch_end" not in vars(history)
+    fields = {*re.findall(r" - (\w+):", capsys.readouterr().out)}
+    assert fields == ({"loss", "step_time_ms", "mfu", "data_wait"} if verbose else set())
+
+
+def test_a_generator_has_no_total(capsys):
+    batches = ((X[:8], Y[:8]) for _ in range(3))
+    new_model().fit(batches, verbose=0, callbacks=[kd.StepMonitor(log_every=2)])
+    places = [line.split(" loss ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert places == ["epoch 1/1 step 2", "epoch 1/1 step 3"]
 
 
 def test_the_numbers_of_training_stay_the_same(distribution):
@@ -125,8 +148,8 @@ def test_tokens_per_second():
 def test_several_steps_per_execution(distribution, capsys):
     history = fit(new_model(steps_per_execution=2), kd.StepMonitor(log_every=5))
     assert set(history) >= ALWAYS
-    shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert shown == ["step 5", "step 10"]  # 5 steps in 3 executions
+    shown = [line.split(" loss ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["epoch 1/2 step 5/5", "epoch 2/2 step 5/5"]  # 5 steps in 3 executions
 
 
 def test_peak_memory_of_devices_that_count_it(monkeypatch):
