@@ -365,8 +365,13 @@ def unbuilt_metrics(model) -> list:
 
 
 def is_built(model) -> bool:
-    """Returns whether a model and all its layers are built. `model.built` alone can be True with unbuilt layers."""
-    return model.built and all(layer.built for layer in model._flatten_layers())
+    """Returns whether a model and all its layers are built. `model.built` alone can be True with unbuilt layers.
+
+    A functional model consists of the layers of its graph. Others that it has need not be built: the preprocessor of a
+    task of KerasHub is so when it has first been called.
+    """
+    parts = model.layers if isinstance(model, functional.Functional) else [model]
+    return model.built and all(layer.built for part in parts for layer in part._flatten_layers())
 
 
 def layers_by_path(model) -> dict[str, Any]:

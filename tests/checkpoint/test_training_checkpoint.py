@@ -321,3 +321,26 @@ def test_a_checkpoint_of_another_model_raises(tmp_path):
         model.compile("adam", "mse")
         with pytest.raises(ValueError, match=f"{tmp_path}.*model lacks 'sequential/batch_norm"):
             model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(str(tmp_path))])
+
+
+class TaskWithPreprocessor(keras.Model):
+    """A functional model that has a layer which is no part of its graph, as tasks of KerasHub have a preprocessor."""
+
+    def __init__(self):
+        inputs = keras.Input((4,))
+        super().__init__(inputs, keras.layers.Dense(1, name="dense")(inputs))
+        self.preprocessor = keras.layers.Dense(1, name="preprocessor")  # never called, so never built
+
+
+def test_a_functional_model_with_a_preprocessor_that_is_not_built_resumes(tmp_path):
+    losses = []
+    with kd.DataParallel().scope():
+        for epochs in (1, 2):
+            keras.utils.set_random_seed(0)
+            model = TaskWithPreprocessor()
+            model.compile("sgd", "mse")
+            callbacks = [kd.TrainingCheckpoint(tmp_path)]
+            losses += model.fit(X, Y, BATCH, epochs=epochs, callbacks=callbacks, verbose=0).history["loss"]
+    assert not model.preprocessor.built
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
