@@ -136,6 +136,18 @@ def test_the_guide_to_layout_maps_has_each_message_with_its_fix(guide_to_layout_
 
 
 @pytest.mark.slow
+def test_the_guide_to_fine_tuning():
+    printed = output_of("fine_tune_llm")  # which asserts that losses fall, and that those of resumed training are equal
+    for target in ("t4:2", "v5e:8", "h100:8"):
+        assert f"{target}: not planned" in printed or f"{target}: fits" in printed
+    assert "trainable with LoRA: 13.1 of 1248.9 million weights" in printed
+    assert re.search(r"lora_kernel_a +\(96, 4, 8\) +shard \(96, 2, 8\)", printed)
+    assert "the losses are those of the training without interruption" in printed
+    assert re.search(r"parameters: [\d,]+ with LoRA, 399,840 merged", printed)
+    assert len(re.findall("^Function: .*\nDescription: ", printed, re.MULTILINE)) >= 3
+
+
+@pytest.mark.slow
 def test_the_guide_to_checkpoints():
     printed = output_of("checkpoints")
     assert "killed in epoch 1 after batch 16, exit status -9" in printed

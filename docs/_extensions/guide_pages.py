@@ -29,7 +29,7 @@ LAUNCH = f"""\
 """
 INSTALL = f"""\
 # Only in Colab and Kaggle: installs a wheel that was uploaded, or else the repository.
-EXTRAS = "guides"  # for GPUs: "guides,cuda12"; for TPUs: "guides,tpu"
+EXTRAS = "EXTRAS_OF_GUIDE"  # for GPUs: "EXTRAS_OF_GUIDE,cuda12"; for TPUs: "EXTRAS_OF_GUIDE,tpu"
 WHEELS = !find /kaggle/input "$PWD" -name "keras_dist-*.whl" 2>/dev/null
 SOURCE = f"file://{{WHEELS[0]}}" if WHEELS else "git+{ADDRESS}"
 !pip install -q "keras-dist[{{EXTRAS}}] @ {{SOURCE}}"
@@ -50,7 +50,9 @@ def as_notebook(name: str, source: str) -> nbformat.NotebookNode:
     notebook = jupytext.reads(source, fmt="py:percent")
     title, _, text = notebook.cells[0].source.partition("\n")
     notebook.cells[0].source = f"{title}\n\n{LAUNCH.replace('NAME', name)}{text}"
-    install = nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["skip-execution", "hide-cell"]})
+    extras = "guides,checkpoint,hub" if "import keras_hub" in source else "guides"
+    cell = INSTALL.replace("EXTRAS_OF_GUIDE", extras)
+    install = nbformat.v4.new_code_cell(cell, metadata={"tags": ["skip-execution", "hide-cell"]})
     notebook.cells.insert(1, install)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # the same at each build, so that outputs of an earlier one are used
