@@ -80,8 +80,8 @@ def shapes(rows: int, length: int) -> tuple:
 
 
 # %% [markdown]
-# A T4 multiplies float16 in its tensor cores, but not bfloat16. `kd.auto(..., target="t4:2")` would try other
-# distributions, too; data parallelism sends least here, since only LoRA's small factors have gradients.
+# A T4 multiplies float16 in its tensor cores, but not bfloat16. The weights fit on each of these devices, so they are
+# replicated here; `kd.auto(..., target="t4:2")` would try other distributions, too.
 
 # %%
 plans = {}
