@@ -1,8 +1,8 @@
 """Data: one dataset by tf.data, Grain and PyDataset on several processes, and sequences packed into rows.
 
-A small language model is trained on docstrings of Python's standard library. The guide runs itself as two processes with
-four simulated devices each, and compares their losses with those of one process with eight. Then it compares packed rows
-with one document a row: the share of padding, the tokens per second, and the loss of each document.
+A small language model is trained on docstrings of Python's standard library. The guide runs itself as two processes
+with four simulated devices each, and compares their losses with those of one process with eight. Then it compares
+packed rows with one document a row: the share of padding, the tokens per second, and the loss of each document.
 
 Run: pip install ".[guides]" && python guides/data.py (with TensorFlow installed, it reads by tf.data, too)
 """
@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras_dist as kd
 
 LENGTH, BATCH, ROWS = 256, 16, 45  # 45 rows: the last of 3 batches has 13, which 8 devices do not divide
-MODULES = "calendar csv functools heapq random shlex statistics textwrap".split()
+MODULES = ["calendar", "csv", "functools", "heapq", "random", "shlex", "statistics", "textwrap"]
 
 
 # --- 1. The corpus: a document is a docstring, as bytes. A document of n bytes has n - 1 inputs, and as many targets.
@@ -55,7 +55,10 @@ def packed(source: list[dict]) -> dict:
 
     lengths = {"tokens": LENGTH, "targets": LENGTH}
     rows = grain.experimental.FirstFitPackIterDataset(
-        grain.MapDataset.source(source).to_iter_dataset(), length_struct=lengths, num_packing_bins=32, shuffle_bins=False
+        grain.MapDataset.source(source).to_iter_dataset(),
+        length_struct=lengths,
+        num_packing_bins=32,
+        shuffle_bins=False,
     )
     rows = [
         {

@@ -184,6 +184,16 @@ def test_the_guide_to_many_hosts():
 
 
 @pytest.mark.slow
+def test_the_guide_to_data():
+    pytest.importorskip("grain", reason="the guide reads by Grain: pip install grain")
+    one, two, packing = output_of("data").split("--- ")[1:]  # which asserts that losses are equal
+    for name in ("Grain", "PyDataset"):
+        assert re.search(rf"{name} +process 0 reads 45 of 45 rows", one)
+        assert re.search(rf"{name} +process 0 reads 23 of 45 rows", two)
+    assert "different documents, largest relative difference" in packing
+
+
+@pytest.mark.slow
 def test_the_guide_to_step_options():
     printed = output_of("step_options")
     rows = [line.split() for line in printed.splitlines() if "GFLOP" in line]

@@ -22,6 +22,8 @@ PAGES = ROOT / "docs" / "guides"
 
 PUBLISHED = f"/{ADDRESS.removeprefix('https://github.com/')}/blob/gh-pages/_sources/guides"
 
+LOGGED = re.compile(r"\[Gloo\]|absl::InitializeLog|^(\[\d+\] )?[IWE]0000 ")
+
 KAGGLE = "https://kaggle.com/kernels/welcome?src="
 LAUNCH = f"""\
 <a class="launch" href="https://colab.research.google.com/github{PUBLISHED}/NAME.ipynb">Open in Colab</a>
@@ -68,7 +70,7 @@ def as_page(name: str, source: str, output: str) -> str:
     title, _, text = source.removeprefix('"""').partition('"""')[0].partition("\n")
     return f"""# {title.rstrip(".")}
 {text.partition("Run: ")[0]}
-This guide is a script and not a notebook, because it starts its own file as other processes, and kills some of them.
+This guide is a script and not a notebook, because it starts its own file as other processes.
 Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name}.py`. In a new notebook of
 <a class="launch" href="https://colab.new">Colab</a> or
 <a class="launch" href="https://www.kaggle.com/code/new">Kaggle</a>, run this cell:
@@ -91,7 +93,7 @@ Download {{download}}`{name}.py <../../guides/{name}.py>`, and run `python {name
 
 
 def output_of(guide: pathlib.Path, folder: pathlib.Path) -> str:
-    """Returns what a guide prints, without the lines of the library that connects processes.
+    """Returns what a guide prints, without the lines that the libraries for processes and TensorFlow log.
 
     Runs it, unless the folder has the output of the same script from an earlier build.
     """
@@ -103,7 +105,7 @@ def output_of(guide: pathlib.Path, folder: pathlib.Path) -> str:
         if done.returncode:
             raise RuntimeError(f"{guide} failed:\n{done.stdout}")
         kept.parent.mkdir(exist_ok=True, parents=True)
-        kept.write_text("".join(line for line in done.stdout.splitlines(keepends=True) if "[Gloo]" not in line))
+        kept.write_text("".join(line for line in done.stdout.splitlines(keepends=True) if not LOGGED.search(line)))
     return kept.read_text()
 
 
