@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import warnings
 from unittest import mock
 
 import jax
@@ -193,6 +194,11 @@ def example_choice():
     )
 
 
+def batch_in_a_list():
+    with warnings.catch_warnings(action="ignore"):  # of Keras, about the structure of x
+        plan_of(perceptron, [np.ones((16, 16)), np.ones((16, 8))])
+
+
 def choice_among_many():
     """A choice with more candidates than are printed."""
     choice = example_choice()
@@ -237,7 +243,7 @@ CASES = {
     "a class as the build function": lambda: plan_of(keras.Sequential),
     "a batch of a float": lambda: plan_of(perceptron, 16.0),
     "a batch that is None": lambda: plan_of(perceptron, None),
-    "a batch that is a list of x and y": lambda: plan_of(perceptron, [np.ones((16, 16)), np.ones((16, 8))]),
+    "a batch that is a list of x and y": batch_in_a_list,
     "a batch of other columns": lambda: plan_of(perceptron, ((16, 17), (16, 8))),
     "a choice without a batch": lambda: kd.auto(perceptron),
     "a choice with the target in place of the batch": lambda: kd.auto(perceptron, "v5e:4x4", 16),
