@@ -92,7 +92,7 @@ def target(name: str, slices: int = 1) -> Target:
     are compiled for like the known TPU of their device kind.
 
     Args:
-        name: Hardware from `keras_dist.hardware`, and its shape or number.
+        name: hardware from `keras_dist.hardware`, and its shape or number.
 
             * TPUs: the sides of a slice in chips, `"v5e:4x4"` or `"v5p:2x2x2"`, or the number of chips, `"v5e:16"`.
             * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink or PCIe joins those of
@@ -100,7 +100,7 @@ def target(name: str, slices: int = 1) -> Target:
             * CPUs: a number, `"cpu:8"`.
             * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`,
               `"g5.12xlarge"`, `"Standard_ND96isr_H100_v5"`, Kaggle's `"GPU T4 x2"`.
-        slices: Number of TPU slices of that shape, joined by the data center network.
+        slices: number of TPU slices of that shape, joined by the data center network.
 
     Returns:
         The target, a sequence of devices.

@@ -35,17 +35,17 @@ def convolution(
     they are sharded.
 
     Args:
-        convolve: Takes the number of groups from the shapes of its arguments.
-        inputs: Array (rows, ...).
-        kernel: Array.
-        strides: Of all dims, or of each.
-        groups: Number of groups of channels.
-        channels_dim: Dim of the channels of inputs and output.
-        filters_dim: Dim of the kernel for the channels of the output. With several groups it has these, too.
-        mesh: The mesh.
-        row_axes: Its axes that shard rows.
-        sequence_axes: Its axes that shard sequences.
-        kernel_axes: The axes of each dim of the kernel, if they are known.
+        convolve: takes the number of groups from the shapes of its arguments.
+        inputs: array (rows, ...).
+        kernel: array.
+        strides: of all dims, or of each.
+        groups: number of groups of channels.
+        channels_dim: dim of the channels of inputs and output.
+        filters_dim: dim of the kernel for the channels of the output. With several groups it has these, too.
+        mesh: the mesh.
+        row_axes: its axes that shard rows.
+        sequence_axes: its axes that shard sequences.
+        kernel_axes: the axes of each dim of the kernel, if they are known.
     """
     are_rows_repeated = math.prod(mesh.shape[name] for name in row_axes) < mesh.size
     is_window_sharded = any(kernel_axes[:-2]) if kernel_axes else False

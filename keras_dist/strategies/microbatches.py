@@ -42,12 +42,12 @@ def gradients_of_microbatches(
     """Computes what a train step does before the update, one part of a batch after the other.
 
     Args:
-        model: The model.
-        state: The traced state.
-        batch: The traced arrays of x, y and sample weights. Arrays without dims are not split.
-        options: How the step is computed.
-        placer: How batches are sharded.
-        layouts: Those of each weight that is trained.
+        model: the model.
+        state: the traced state.
+        batch: the traced arrays of x, y and sample weights. Arrays without dims are not split.
+        options: how the step is computed.
+        placer: how batches are sharded.
+        layouts: those of each weight that is trained.
     """
     return _Step(model, state, batch, options, placer, layouts).run()
 
@@ -221,8 +221,8 @@ class LossParts:
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
     Args:
-        fraction: The fraction of the rows that the part has.
-        totals: The divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
+        fraction: the fraction of the rows that the part has.
+        totals: the divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
             Empty if they are not known.
     """
 
@@ -245,9 +245,9 @@ class LossParts:
         """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
 
         Args:
-            loss: The loss of the part.
+            loss: the loss of the part.
             reduction: Keras's name of its reduction.
-            divisor: What it was divided by, if that is not known while tracing; else None.
+            divisor: what it was divided by, if that is not known while tracing; else None.
         """
         number, self._number_of_losses = self._number_of_losses, self._number_of_losses + 1
         if reduction == "sum":

@@ -38,8 +38,8 @@ class RowSharding:
     are.
 
     Attributes:
-        placer: How batches are placed.
-        options: How train steps are computed.
+        placer: how batches are placed.
+        options: how train steps are computed.
     """
 
     placer: BatchPlacer

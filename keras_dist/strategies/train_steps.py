@@ -28,9 +28,9 @@ class TrainSteps(TrainStepHooks):
     """How the train steps of a distribution are computed.
 
     Args:
-        distribution: The distribution.
-        options: Its step options.
-        placer: How it places batches.
+        distribution: the distribution.
+        options: its step options.
+        placer: how it places batches.
     """
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
