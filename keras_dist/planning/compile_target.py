@@ -78,7 +78,11 @@ class Target(Sequence):
         return f"<Target {self.name}{slices}: {counted(len(self), f'{kind} device')}{each}>"
 
     def __reduce__(self):
-        return target, (self.name, self.slices)  # devices cannot leave their process
+        return _load, (self.name, self.slices)  # devices cannot leave their process
+
+
+def _load(name: str, slices: int) -> Target:
+    return target(name, slices)
 
 
 def target(name: str, slices: int = 1) -> Target:

@@ -95,10 +95,11 @@ if not os.path.exists(sys.argv[1]):
     assert (outcome.status, found) == (status, starts)
 
 
-def test_the_command_checks_the_number_of_processes(capsys):
+def test_the_command_checks_the_number_of_processes(capsys, tmp_path):
+    (tmp_path / "program.py").touch()
     for options, value in [
         (["--min-processes", "2"], "--min-processes 2 needs --elastic"),
         (["--elastic", "--min-processes", "3"], "min_processes=3"),
     ]:
-        assert main(["launch", "-n", "2", *options, "program.py"]) == 2
+        assert main(["launch", "-n", "2", *options, str(tmp_path / "program.py")]) == 2
         assert value in capsys.readouterr().err

@@ -211,6 +211,7 @@ while True:
 def test_the_command_passes_arguments_to_the_program(module, tmp_path, monkeypatch, capfd):
     (tmp_path / "program.py").write_text("import sys; print(sys.argv[1:]); sys.exit(4)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
     program = ["-m", "program"] if module else [str(tmp_path / "program.py")]
     assert main(["launch", "-n", "1", *program, "--epochs", "3", "-n", "7", "--help"]) == 4
     shown = capfd.readouterr()
@@ -219,8 +220,9 @@ def test_the_command_passes_arguments_to_the_program(module, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("options", [["-n", "0"], ["-n", "1", "--devices-per-process", "0"]])
-def test_less_than_one_process_or_device_is_an_error(options, capsys):
-    assert main(["launch", *options, "program.py"]) == 2
+def test_less_than_one_process_or_device_is_an_error(options, capsys, tmp_path):
+    (tmp_path / "program.py").touch()
+    assert main(["launch", *options, str(tmp_path / "program.py")]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("keras-dist: error: ")
     assert "processes=0" in shown or "devices_per_process=0" in shown
@@ -232,6 +234,6 @@ def test_the_command_needs_a_number_of_processes_and_a_program(arguments, capsys
     assert "error: the following arguments are required" in capsys.readouterr().err
 
 
-def test_a_missing_program_fails_as_in_python(capfd, tmp_path):
+def test_a_missing_program_is_refused_before_processes_start(capfd, tmp_path):
     assert main(["launch", "-n", "1", str(tmp_path / "nothing.py")]) == 2
-    assert "can't open file" in capfd.readouterr().err
+    assert str(tmp_path / "nothing.py") in capfd.readouterr().err
