@@ -98,7 +98,8 @@ class StepMonitor(keras.callbacks.Callback):
         self._progress_bar: ShortProgressBar | None = None
         self._begun = self._windows = 0
         self._steps_per_execution = 1
-        self._epoch = self._step = 0
+        self._epoch = self._newest = 0  # the epoch, and its newest batch
+        self._first: int | None = None  # the first batch that fit ran of the epoch
         self._loss: float | None = None
         self._logs: dict[str, float] = {}
         self._refreshed = 0.0  # when, and at which step of the epoch, the logs were computed
@@ -123,7 +124,7 @@ class StepMonitor(keras.callbacks.Callback):
         run = self._started_run()
         run.begin_epoch()
         self._steps_before_epoch, self._refreshed_at = run.steps, 0
-        self._epoch, self._step, self._loss = epoch + 1, 0, None
+        self._epoch, self._first, self._newest, self._loss = epoch + 1, None, 0, None
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes that a step begins."""
@@ -132,6 +133,8 @@ class StepMonitor(keras.callbacks.Callback):
             count = self._steps_per_execution
             self._profile.begin_steps(self._begun + 1, self._begun + count)
             self._begun += count
+        with self._lock:  # Keras's threads may call this in another order
+            self._first = batch if self._first is None else min(batch, self._first)
         run.begin_step()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -140,9 +143,11 @@ class StepMonitor(keras.callbacks.Callback):
         before, steps = run.end_step(is_visible=bool(logs))
         if self._profile is not None:
             self._profile.end_steps(steps)
-        self._note_place(batch, logs)
+        with self._lock:
+            if batch >= self._newest:
+                self._newest, self._loss = batch, (logs or {}).get("loss")
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
-            self._show(steps // self.log_every)
+            self._show(steps // self.log_every, steps)
         if logs is not None:
             figures = self._newest_logs(run, steps)
             logs.update({name: figures[name] for name in run.progress_bar_names if name in figures})
@@ -183,7 +188,7 @@ class StepMonitor(keras.callbacks.Callback):
                 "logs. Return at least the loss, for example with self.get_metrics_result().",
             )
         if self.log_every is not None and run.steps:
-            self._show(self._windows + 1)
+            self._show(self._windows + 1, run.steps)
         self._close()
 
     def _started_run(self) -> Run:
@@ -198,14 +203,6 @@ class StepMonitor(keras.callbacks.Callback):
             self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
         return self._logs
 
-    def _note_place(self, batch: int, logs: dict[str, Any] | None) -> None:
-        """Notes the newest step of the epoch and its loss; Keras's threads may call in another order than steps end."""
-        total = self._fit_param("steps")
-        step = batch + 1 if total is None else min(batch + 1, total)  # the last execution may have fewer steps
-        with self._lock:
-            if step > self._step:
-                self._step, self._loss = step, (logs or {}).get("loss")
-
     def _names_not_in_progress_bar(self) -> set[str]:
         """Returns the names of figures of the epoch that its progress bar does not show."""
         return set() if self._run is None else {*self._logs} - {*self._run.progress_bar_names}
@@ -214,17 +211,23 @@ class StepMonitor(keras.callbacks.Callback):
         """Returns what Keras tells callbacks about `fit`: epochs, steps per epoch, verbosity."""
         return (self.params or {}).get(name)
 
-    def _show(self, window: int) -> None:
-        """Prints the line of a window of steps, or leaves that to the thread that knows all processes."""
+    def _show(self, window: int, steps: int) -> None:
+        """Prints the line of a window of steps, or leaves that to the thread that knows all processes.
+
+        Args:
+            window: number of the window.
+            steps: number of steps of the fit that have ended.
+        """
         with self._lock:
             self._windows = max(window, self._windows)
             summary = self._started_run().take_window()
         if summary is None:
             return
+        total, step = self._fit_param("steps"), (self._first or 0) + steps - self._steps_before_epoch
         summary = dataclasses.replace(
             summary,
-            step=self._step,
-            steps_per_epoch=self._fit_param("steps"),
+            step=step if total is None else min(step, total),  # the last execution may have fewer steps
+            steps_per_epoch=total,
             epoch=self._epoch,
             epochs=self._fit_param("epochs"),
             loss=self._loss,
