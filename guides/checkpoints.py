@@ -49,11 +49,11 @@ def build():
 #
 # - `save_freq`: `"epoch"`, or a number of batches. Saving copies the device's shards to the host, and writes them while
 #   training continues.
-# - `max_to_keep`: the number of newest checkpoints to keep. A checkpoint counts once it is complete, and only then an
-#   older one is deleted, so 1 is enough for restarts.
+# - `max_to_keep`: the number of newest checkpoints to keep. A checkpoint counts only when it is complete, and an older
+#   one is deleted only after that. Therefore 1 is enough for restarts.
 #
-# With several hosts, each process writes its own shards into a directory that all of them share. guides/many_hosts.py
-# shows how Slurm or Kubernetes restart the processes; the program is the same.
+# With several hosts, each process writes its own shards into a directory that all of them share. The program is the
+# same. guides/many_hosts.py shows how Slurm or Kubernetes restart the processes.
 
 
 def train(directory: str, losses_file: str, killed_after: int | None) -> None:
@@ -108,8 +108,8 @@ def main() -> None:
 
     # --- 2. Killed and restarted.
     #
-    # The process is killed after 40 batches, just when it starts to write a checkpoint. The incomplete checkpoint stays
-    # in a temporary directory, does not count, and is removed at the next start. The batches since the last complete
+    # The process is killed after 40 batches, just when it starts to write a checkpoint. The incomplete checkpoint is in
+    # a temporary directory. It is ignored, and removed at the next start. The batches since the last complete
     # checkpoint are repeated, with the same results.
     status = start(folder / "killed", folder / "killed.txt", KILLED_AFTER)
     before = read_losses(folder / "killed.txt")
@@ -123,9 +123,9 @@ def main() -> None:
 
     # --- 3. On another mesh, with another strategy or another number of processes.
     #
-    # The restarted program may set another distribution: each device reads the shards that it will hold. `fit` with
-    # the callback does this, and so does `model.load_weights`, for a model that is not trained further. On another mesh
-    # the losses differ in the last digits, because sums are computed in another order.
+    # The restarted program may set another distribution: each device reads its own shards. `fit` with the callback does
+    # this. For a model that is not trained further, `model.load_weights` does the same. On another mesh the losses
+    # differ in the last digits, because sums are computed in another order.
     print("--- 3. other distributions")
     import numpy as np
 
@@ -142,11 +142,11 @@ def main() -> None:
 
     # --- 4. A checkpoint of another model.
     #
-    # Keras's own callback, `keras.callbacks.OrbaxCheckpoint`, writes the same format: use it for the best model by a
-    # metric, or to load a model with its configuration by `keras.saving.load_model(directory)`. While a distribution of
-    # keras_dist is active, both kinds of checkpoints are matched with the variables of the model by path, also if
-    # Keras has numbered the layers differently or the model was rebuilt from its configuration. A mismatch raises an
-    # error, and no variable changes:
+    # Keras's own callback, `keras.callbacks.OrbaxCheckpoint`, writes the same format: use it to save the best model by
+    # a metric, or to load a model with its configuration, with `keras.saving.load_model(directory)`. While a
+    # distribution of keras_dist is active, both kinds of checkpoints are matched with the variables of the model by
+    # path, also if Keras has numbered the layers differently or the model was rebuilt from its configuration. A
+    # mismatch raises an error, and no variable changes:
     print("--- 4. another model")
     import keras
 

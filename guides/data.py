@@ -86,8 +86,9 @@ def as_batch(rows: dict) -> tuple[dict, object, object]:
     return {name: rows[name] for name in ("tokens", "segments", "positions")}, rows["targets"], rows["weights"]
 
 
-# --- 3. The model. A position sees earlier ones of its own document. Attention recognizes the mask from the operations
-# that make it, and gives it to the TPU's kernel as segment ids: no array (rows, LENGTH, LENGTH) is made there.
+# --- 3. The model. A position attends to earlier positions of its own document. Attention recognizes the mask from the
+# operations that create it, and passes it to the TPU's kernel as segment ids, so that no array (rows, LENGTH, LENGTH)
+# is created there.
 
 
 def build():
@@ -108,8 +109,8 @@ def build():
     return model
 
 
-# --- 4. Three ways to read the same rows. `shard` is (index of the process, number of processes) where each process
-# reads its own rows, and (0, 1) where each reads all. In both cases a global batch has the same BATCH rows.
+# --- 4. Three ways to read the same rows. If each process reads its own rows, `shard` is (index of the process, number
+# of processes). If each reads all rows, it is (0, 1). In both cases a global batch has the same BATCH rows.
 
 
 def by_tf_data(rows: dict, shard: tuple[int, int]):
@@ -153,7 +154,7 @@ def train(directory: str) -> None:
     warnings.filterwarnings("ignore", "Your input ran out of data")
     rows, losses = {name: array[:ROWS] for name, array in packed(documents()).items()}, []
     # By default every process passes the same global dataset, and its devices take their rows of each batch. With
-    # `auto_shard_dataset=False` each passes its own rows, and the global batch is the rows of all processes.
+    # `auto_shard_dataset=False` each process passes its own rows, and the global batch consists of the rows of all.
     for is_global in (True, False):
         distribution = kd.DataParallel(auto_shard_dataset=is_global)
         kd.set_distribution(distribution)
@@ -179,7 +180,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-# --- 5. Packed rows against one document a row: the same loss of each document, in fewer rows.
+# --- 5. Packed rows compared with one document per row: each document has the same loss, in fewer rows.
 
 
 def compare_packing() -> None:

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Fine-tune a language model: from a preset to an exported model
 #
-# A Llama 3 of KerasHub is fine-tuned with LoRA to describe Python functions: what it needs on real hardware, which
-# distribution suits it, training, an interruption, merging, generation and export. The data are the functions and
-# docstrings of Python's standard library.
+# A Llama 3 of KerasHub is fine-tuned with LoRA to describe Python functions. The guide shows what the model needs on
+# real hardware, which distribution suits it, training, an interruption, merging, generation and export. The data are
+# the functions and docstrings of Python's standard library.
 #
 # Nothing is downloaded. With access to Kaggle or Hugging Face, skip "Base model" and use a real one:
 # `keras_hub.models.Llama3CausalLM.from_preset("llama3.2_1b")`. All other cells stay as they are.
@@ -104,8 +104,9 @@ if plans:
     print(kd.compare(**plans))
 
 # %% [markdown]
-# LoRA is what makes it fit on a T4: AdamW keeps two float32 numbers for each trainable weight. A deferred model has
-# variables without values, so this takes no memory.
+# The model fits on a T4 because of LoRA: AdamW keeps two float32 numbers for each trainable weight, and with LoRA only
+# few weights are trainable. The next cell counts them with a deferred model, whose variables have no values and take no
+# memory.
 
 # %%
 with kd.deferred():
@@ -145,8 +146,8 @@ print(f"{len(questions)} functions to learn from, {len(held_out_questions)} held
 print(questions[0] + answers[0])
 
 # %% [markdown]
-# A preset brings its tokenizer. Here one of the same kind is trained, byte pair encoding with 1,024 tokens, and the
-# preprocessor of Llama 3 is made with it.
+# A preset includes its tokenizer. Without a preset, this guide trains one of the same kind (byte pair encoding with
+# 1,024 tokens), and creates the preprocessor of Llama 3 with it.
 
 # %%
 SPECIAL = ["<|pad|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -160,8 +161,8 @@ print([tokenizer.id_to_token(int(token)) for token in tokenizer(questions[0])])
 # %% [markdown]
 # ## Base model
 #
-# This stands for the pretraining of a preset: a small Llama 3 learns from the source code. `kd.auto` chooses the mesh
-# and the strategy, by compiling the step for the devices of this machine.
+# Instead of a pretrained preset, a small Llama 3 is trained on the source code. `kd.auto` chooses the mesh and the
+# strategy, by compiling the step for the devices of this machine.
 
 
 # %%
@@ -183,7 +184,8 @@ choice = kd.auto(small_llama, shapes(ROWS, LENGTH)[:2], strategies=["dp", "zero1
 print(choice)
 
 # %% [markdown]
-# The monitor prints what training does: on GPUs and TPUs also model FLOP utilization and memory.
+# The monitor prints the time of steps and other figures of training. On GPUs and TPUs, it also prints model FLOP
+# utilization and memory.
 
 # %%
 kd.set_distribution(choice.distribution)
@@ -203,9 +205,9 @@ base.save_to_preset(str(FOLDER / "base"))
 # %% [markdown]
 # ## LoRA
 #
-# From here on, nothing knows that the model is small. `enable_lora` freezes all weights, and adds two small factors to
-# each kernel that it adapts. Under any distribution they need no rules: they have the layout of their kernel, and so
-# has the state of the optimizer, which exists for trainable weights only.
+# From here on, the code is the same for a real model. `enable_lora` freezes all weights, and adds two small factors to
+# each kernel that it adapts. They need no rules under any distribution: they have the layout of their kernel. The same
+# holds for the state of the optimizer, which exists only for trainable weights.
 
 
 # %%
@@ -229,7 +231,7 @@ for distribution in (kd.distribution(), kd.ModelParallel(layout_map=rules)):
 # %% [markdown]
 # ## Training, an interruption, and the rest
 #
-# The preprocessor makes tokens of the texts. Tokens of the question have no weight in the loss.
+# The preprocessor converts the texts to tokens. Tokens of the question have no weight in the loss.
 
 
 # %%
@@ -269,7 +271,7 @@ def fine_tune(name: str, record: Record) -> keras.Model:
 
 
 # %% [markdown]
-# First the whole training, as a reference:
+# First, training without an interruption, as a reference:
 
 # %%
 model = with_lora()
@@ -281,8 +283,8 @@ print(f"loss of held-out descriptions: {before:.2f} before and {after:.2f} after
 assert after < 0.95 * before, "LoRA does not learn"
 
 # %% [markdown]
-# Then one that is preempted. `kd.TrainingCheckpoint` answers SIGTERM with a checkpoint and leaves the program. The
-# program that is started again is the same: `fit` finds the checkpoint and continues with the next batch.
+# Next, training that is preempted. At SIGTERM, `kd.TrainingCheckpoint` saves a checkpoint and leaves the program. Start
+# the same program again: `fit` finds the checkpoint and continues with the next batch.
 
 # %%
 first, rest = Record(preempted_after=15), Record()
@@ -298,7 +300,7 @@ print("the losses are those of the training without interruption")
 # %% [markdown]
 # ## Merge and generate
 #
-# Keras adds LoRA's factors to their kernels when it saves a model, so what is loaded has no LoRA, and computes the
+# When Keras saves a model, it adds LoRA's factors to their kernels. The loaded model has no LoRA, and computes the
 # same. `save_lora_weights` saves only the factors, for `load_lora_weights` of a model that has the base weights.
 
 # %%
@@ -313,11 +315,11 @@ for text in merged.generate(held_out_questions[:3], max_length=LENGTH):
     print(text + "\n")
 
 # %% [markdown]
-# After so few steps a model of this size writes the beginning of a description and little sense.
+# After so few steps, a model of this size writes the beginning of a description, but it makes little sense.
 #
 # ## Export
 #
-# Sharded weights are written as whole arrays: a file does not depend on the distribution.
+# Sharded weights are written as unsharded arrays, so a file does not depend on the distribution.
 
 # %%
 merged.save(FOLDER / "merged.keras")
@@ -328,6 +330,6 @@ for path in ("merged/model.weights.h5", "merged.keras", "adapter.lora.h5"):
     print(f"{path:25} {(FOLDER / path).stat().st_size / 2**20:.2f} MiB")
 
 # %% [markdown]
-# With more packages there are more formats: `merged.export_to_transformers(path)` for Hugging Face (`safetensors`), and
+# Other formats need more packages: `merged.export_to_transformers(path)` for Hugging Face (`safetensors`), and
 # `merged.export(path, format="tf_saved_model")`, `"onnx"` or `"litert"`. `merged.upload_preset(uri)` of KerasHub
 # publishes what `save_to_preset` wrote.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Layout maps: how to write rules, how to check them, and what to do about each message
 #
-# For readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices are simulated,
-# so the guide runs anywhere. Its last part lists the messages about layout maps with their fixes: search this page for
-# the text of your message. Each message is produced by an actual mistake, and each fix is tried.
+# This guide is for readers who train a Keras model on several devices and want to shard its weights. Eight CPU devices
+# are simulated, so it runs anywhere. Its last part lists the messages about layout maps with their fixes: search this
+# page for the text of your message. Each message is produced by an actual mistake, and each fix is tried.
 
 # %%
 import os
@@ -67,8 +67,8 @@ def transformer() -> keras.Model:
 #
 # The rules shard the weights over axis "model"; axis "data" shards the batch.
 #
-# A key is a regex that must match the entire path of a variable, or the path itself, which takes precedence. The axes
-# have one entry per dim: the mesh axis that shards it, or `None`.
+# A key is a regex that must match the entire path of a variable, or the path itself, which takes precedence. The value
+# has one entry per dim of the variable: the mesh axis that shards it, or `None`.
 
 
 # %%
@@ -89,8 +89,8 @@ def first_map() -> kd.LayoutMap:
 
 
 # %% [markdown]
-# Which rule is for which path? The third path is that of a `Sequential`: rules need no model name that Keras
-# generates.
+# The next cell prints which rule applies to which path. The third path is that of a `Sequential` model: rules do not
+# need names that Keras generates for models.
 
 # %%
 for path in ("block1_up/kernel", "block1_norm1/gamma", "sequential_3/head/kernel", "block0_up/input"):
@@ -129,7 +129,7 @@ with warnings.catch_warnings(record=True) as caught:
 print(*(f"{each.category.__name__}: {each.message}" for each in caught), f"loss: {loss:.2f}", sep="\n")
 
 # %% [markdown]
-# `warnings.simplefilter("ignore", kd.LayoutMapWarning)` silences it, `strict=True` makes it an error.
+# `warnings.simplefilter("ignore", kd.LayoutMapWarning)` silences the warning. `strict=True` makes it an error.
 
 # %%
 try:
@@ -140,7 +140,7 @@ except ValueError as error:
 
 
 # %% [markdown]
-# A rule of only `None` says that a weight is replicated intentionally:
+# To replicate a weight intentionally, write a rule of only `None`:
 
 
 # %%
@@ -167,7 +167,8 @@ print("findings with a rule of only None:", messages_for(transformer, layout_map
 # %% [markdown]
 # ## Ordered rules, merging, source and pickle
 #
-# In t5x and EasyLM the first rule found anywhere in a path wins; here a rule must match the entire path.
+# In t5x and EasyLM, the first rule that is found anywhere in a path wins. In keras_dist a rule must match the entire
+# path.
 
 # %%
 partition_rules = [("attention/(query|key|value)/kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())]
@@ -188,8 +189,8 @@ print("equal from source and from pickle:", namespace["layout_map"] == both == p
 # %% [markdown]
 # ## Derived rules
 #
-# `kd.tensor_parallel_layout_map` derives rules from what the model computes, whatever its names. FSDP shards further,
-# over another axis.
+# `kd.tensor_parallel_layout_map` derives rules from what the model computes. Names of layers do not matter. FSDP
+# additionally shards weights over another axis.
 
 
 # %%
@@ -212,7 +213,7 @@ print_rows(kd.explain(transformer, distribution), "embeddings", "block0_up/kerne
 # %% [markdown]
 # ## LoRA factors, quantization scales and optimizer state
 #
-# They need no rules: they have their weight's layout.
+# These variables need no rules: they have the layout of their weight.
 
 
 # %%

@@ -23,14 +23,13 @@ BATCH, EPOCHS = 100, 3  # 1,437 rows: the last batch of an epoch has 37, which n
 
 # --- 1. The program. One line is new: `kd.initialize()`, before anything else uses JAX.
 #
-# It joins the processes. Under Slurm, Open MPI, Kubernetes and on Cloud TPU it detects how many there are and which
-# one this is. Elsewhere pass arguments, or set the environment variables KERAS_DISTRIBUTION_JOB_ADDRESSES,
-# _NUM_PROCESSES and _PROCESS_ID. It also gives all processes one random seed. `timeout` is the number of seconds
-# that they wait for one another; choose it longer than the longest time that one of them is busy alone, as in a
-# callback.
+# It joins the processes. Under Slurm, Open MPI, Kubernetes and on Cloud TPU it detects how many there are and which one
+# this is. Elsewhere pass arguments, or set the environment variables KERAS_DISTRIBUTION_JOB_ADDRESSES, _NUM_PROCESSES
+# and _PROCESS_ID. It also gives all processes one random seed. `timeout` is the number of seconds that they wait for
+# one another. Choose a timeout longer than the longest time that one of them is busy alone, for example in a callback.
 #
-# Every process runs the same program to its end, and makes the same Keras calls in the same order. Code for one of
-# them (`if kd.process_id() == 0:`) may print, or write its own files. It must not train, evaluate, predict, save, or
+# Every process runs the same program to its end, and makes the same Keras calls in the same order. Code for a single
+# process (`if kd.process_id() == 0:`) may print, or write its own files. It must not train, evaluate, predict, save, or
 # read values of weights, because these need all processes.
 
 
@@ -60,7 +59,7 @@ def train(directory: str) -> None:
     say(f"loss {history.history['loss'][-1]:.4f}")
 
     # --- 3. Every method works, and returns the same on each process. Process 0 writes files, which are complete before
-    # any process continues. To load them on all processes, use a folder that all hosts share.
+    # any process continues. To load files on all processes, use a folder that all hosts share.
     _, accuracy = model.evaluate(rest, rest_labels, verbose=0)
     predicted = model.predict(rest, verbose=0)
     say(f"accuracy {accuracy:.3f}, by predictions {np.mean(predicted.argmax(1) == rest_labels):.3f}")
@@ -71,8 +70,8 @@ def train(directory: str) -> None:
 
     # --- 4. `auto_shard_dataset=False`: each process passes its own rows, and the global batch is their concatenation
     # in the order of the processes. Numbers of rows may differ. When one process has no more data, the epoch ends for
-    # all, with a warning that names it. `predict` returns the predictions of the process's own rows. Use this for data
-    # that each host reads for itself.
+    # all, with a warning that names it. `predict` returns the predictions of the process's own rows. Use this if each
+    # host reads its own data.
     cut = np.linspace(0, len(x), kd.num_processes() + 1).astype(int)
     mine = slice(cut[kd.process_id()], cut[kd.process_id() + 1])
     kd.set_distribution(kd.FullyShardedDataParallel(auto_shard_dataset=False))
@@ -81,8 +80,8 @@ def train(directory: str) -> None:
     predicted = model.predict(x[mine], verbose=0)
     say(f"parts: process 0 passes {len(x[mine])} of {len(x)} rows, and is given {len(predicted)} predictions")
 
-    # --- 5. A difference between processes is an error on all of them, before devices wait for one another: another
-    # model, program, seed, method, number of steps or batch, other rows, shapes or dtypes.
+    # --- 5. If processes differ, all of them raise an error before devices wait for one another. They compare model,
+    # program, seed, method, number of steps, and the rows, shapes and dtypes of batches.
     if kd.num_processes() > 1:
         kd.set_distribution(kd.FullyShardedDataParallel())
         try:

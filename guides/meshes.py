@@ -34,7 +34,7 @@ def show(mesh: kd.DeviceMesh) -> None:
 # %% [markdown]
 # ## On a laptop
 #
-# The same mesh from every form of axes; -1 stands for the remaining devices.
+# All forms of axes create the same mesh. The size -1 stands for the remaining devices.
 
 # %%
 mesh = kd.create_device_mesh("data:2,model:-1")
@@ -44,7 +44,7 @@ assert mesh == kd.create_device_mesh((2, 4), axis_names=["data", "model"])
 show(mesh)
 
 # %% [markdown]
-# A tensor with a dim for each axis, sharded over all of them, has one shard on each device:
+# A tensor whose dims are sharded over all axes has one shard on each device:
 
 # %%
 shards = kd.visualize((8, 64), kd.TensorLayout(("data", "model"), mesh))
@@ -72,7 +72,7 @@ with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
 print(f"digits, training accuracy after 5 epochs: {history['accuracy'][-1]:.3f}")
 
 # %% [markdown]
-# Axes that do not fit are an error, and a mesh may have only some of the devices:
+# If the axes do not fit, an error is raised. A mesh may have only some of the devices:
 
 # %%
 try:
@@ -84,7 +84,8 @@ print(kd.create_device_mesh("data:4", devices=4))
 # %% [markdown]
 # ## The order of devices
 #
-# For each axis, the longest link on its rings: in JAX's order of devices, and in that of `create_device_mesh`.
+# The next cell prints the longest link on the rings of each axis, in JAX's order of devices and in the order of
+# `create_device_mesh`.
 #
 # JAX's `mesh_utils` assigns chips to axes, beginning with the innermost, so that axes share as few links as possible.
 # An outer axis can then have a longer link than in JAX's order (`data:32`). `create_device_mesh` makes each axis run
@@ -130,7 +131,7 @@ if IN_NOTEBOOK:
 # %% [markdown]
 # ## Two slices of 256 chips
 #
-# Which axes cross the network between the slices? By default the outermost one. `dcn` chooses others.
+# By default the outermost axis crosses the network between the slices. The argument `dcn` selects other axes.
 
 # %%
 devices = kd.mock_tpus("v5e:16x16", slices=2)

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Plan before you pay: what fits, and what bounds the time of a step
 #
-# A GPT of 1.4 billion parameters is planned with three distributions. No hardware is attached and no weight is
-# allocated: the real train step is compiled for each cluster, and the compiled program is read. Each plan compiles
-# models of 1 and 2 blocks and extrapolates to 24.
+# A GPT of 1.4 billion parameters is planned with three distributions. The hardware is not attached and no weights are
+# allocated: the real training step is compiled for each cluster, and the compiled program is analyzed. Each plan
+# compiles models of 1 and 2 blocks and extrapolates to 24 blocks.
 #
 # As a script, it plans for the hardware that you name: `python plan_before_you_pay.py v5e:4x4 h100:8`. By default it
-# plans for eight chips of TPU v5e, if the extra `tpu` is installed (`cuda13` is the one for GPUs), or for eight CPU
-# devices, whose memory and traffic are known, but no times.
+# plans for eight chips of TPU v5e if the extra `tpu` is installed. (For GPUs, install the extra `cuda13`.) Otherwise it
+# plans for eight CPU devices. For these, plans have memory and traffic, but no times.
 
 # %%
 import os
@@ -44,7 +44,7 @@ def show(value) -> None:
 
 
 # %% [markdown]
-# ## The hardware that is known
+# ## Known hardware
 
 # %%
 show(kd.hardware)
@@ -100,7 +100,8 @@ def tensor_parallel(devices) -> kd.Distribution:
 # ## Their plans
 #
 # The figure of a plan shows what takes the memory of a device, and the schedule of a step: compute, and the collectives
-# over each axis, which compute hides (gray) or for which the device waits. A script prints bar charts instead.
+# over each axis. The gray part of a collective overlaps with compute; during the other part, the device waits. A script
+# prints bar charts instead.
 
 # %%
 plans = {}
@@ -111,7 +112,8 @@ for name in TARGETS:
         show(plan.figure() if IN_NOTEBOOK else f"{name} {letters}\n{plan.picture()}")
 
 # %% [markdown]
-# The full report of the one that needs least memory, which `save_html("plan.html")` writes as a file:
+# This is the full report of the plan that needs the least memory. Its method `save_html("plan.html")` writes the report
+# to a file.
 
 # %%
 show(min(plans.values(), key=lambda plan: plan.memory.total))

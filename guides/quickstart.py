@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Quick start: one model on one device, under data and under model parallelism
 #
-# A model is trained on handwritten digits three times. The three trainings have the same losses. scikit-learn's 1,797
-# images are not divisible by any mesh of 2 to 8 devices. With a single device, eight CPU devices are simulated.
+# A model is trained on handwritten digits three times, with the same losses. The number of images of scikit-learn,
+# 1,797, is not divisible by any number of devices from 2 to 8. If the machine has only one device, eight CPU devices
+# are simulated.
 
 # %%
 import os
@@ -96,7 +97,7 @@ _ = compare(kd.DataParallel())
 # %% [markdown]
 # ## Model parallelism
 #
-# Each batch is sharded over two groups of devices, and two layers over the devices of a group.
+# Each batch is sharded over two groups of devices. The weights of two layers are sharded over the devices of a group.
 
 # %%
 groups = 2 if kd.get_device_count() % 2 == 0 else 1
@@ -108,8 +109,8 @@ layout_map["down/kernel"] = ("model", None)
 sharded_model = compare(kd.ModelParallel(layout_map=layout_map, batch_dim_name="data"))
 
 # %% [markdown]
-# The layout of a weight names a mesh axis for each of its dims. Axis `model` shards a dim over the devices of a group.
-# Under `None`, a dim is not sharded.
+# The layout of a weight names a mesh axis for each of its dims. A dim with `model` is sharded over the devices of a
+# group. A dim with `None` is not sharded.
 
 # %%
 rows = [("weight", "shape", "on each device", "layout")]

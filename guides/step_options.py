@@ -34,11 +34,12 @@ def build() -> keras.Model:
 
 
 # %% [markdown]
-# `microbatches` splits the batch inside of the compiled step, which needs less memory for temporaries. Gradients are
-# reduced once per step, unless `reduce_gradients` says otherwise: reducing them in each microbatch sends more.
+# `microbatches` splits the batch inside of the compiled step, which needs less memory for temporaries. By default,
+# gradients are reduced once per step. With `reduce_gradients="microbatch"` they are reduced in each microbatch, which
+# sends more bytes.
 #
-# `remat` computes blocks again for the backward pass: more FLOP, but activations need not be kept. On the simulated CPU
-# devices of this guide, XLA needs less memory for that since JAX 0.12.
+# `remat` computes blocks again for the backward pass. This takes more FLOP, but activations need not be stored. On the
+# simulated CPU devices of this guide, it saves memory since JAX 0.12.
 
 # %%
 OPTIONS = [

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # One transformer under eight strategies: equal losses, and the memory and traffic of each
 #
-# First a small transformer learns to write Python from the source of the standard library, on eight simulated devices:
-# once on one device and once under each strategy, with equal losses. Then a larger one is planned under each strategy.
+# First a small transformer is trained to write Python, on the source of the standard library: once on one device and
+# once under each strategy on eight simulated devices, with equal losses. Then a larger one is planned under each
+# strategy.
 #
 # As a script, it plans for the hardware that you name, which need not be attached:
 # `python strategies.py v5e:2x4 h100:8` (with the extras `tpu` and `cuda13`). By default it plans for the simulated
-# devices. XLA:CPU sends float32 for bfloat16, and all-reduces in place of reduce-scatters.
+# devices. On CPUs, XLA sends float32 instead of bfloat16, and uses all-reduces instead of reduce-scatters.
 
 # %%
 import os
@@ -121,7 +122,7 @@ for name, make in strategies(functools.partial(transformer, 2, 64)).items():
     print(f"{name:10} {' '.join(f'{loss:.4f}' for loss in under)}  relative difference {difference:.0e}")
 
 # %% [markdown]
-# The tensor parallel rules, derived from what the model computes:
+# The rules for tensor parallelism are derived from what the model computes:
 
 # %%
 mesh = kd.create_device_mesh("data:1,model:8")
@@ -131,7 +132,7 @@ print(kd.tensor_parallel_layout_map(functools.partial(transformer, 2, 64), mesh)
 # %% [markdown]
 # ## Memory and traffic
 #
-# Of one device, in a train step of a larger transformer, under each strategy.
+# The table shows memory and traffic of one device, for a training step of a larger transformer under each strategy.
 
 
 # %%
