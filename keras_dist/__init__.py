@@ -1,6 +1,6 @@
 """keras_dist: the distribution layer for Keras 3 on JAX. A drop-in superset of `keras.distribution`.
 
-The package is a house of rooms, each with its files listed in its `__init__.py`. Imports only go down this list:
+Each subpackage is called a room, and lists its files in its `__init__.py`. Imports only go down this list:
 
 * `cli.py`: `keras-dist` in a shell.
 * `_patches/`: what replaces functions of Keras while a distribution of this package is installed.

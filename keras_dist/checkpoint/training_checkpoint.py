@@ -41,7 +41,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     **Preemption:** when a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job
     asks for it), all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.
-    Validation is left at its next batch, and is done after the restart. Further signals change nothing.
+    During validation, the program leaves at the next batch, and repeats validation after the restart. Further signals
+    have no effect.
 
     **How data resumes:** arrays and `keras.utils.PyDataset` skip the batches that are done. Grain datasets and loaders
     restore the state of their iterators, which each process saves for itself. A `tf.data.Dataset`, a generator or a
@@ -53,17 +54,17 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     `on_epoch_end`.
 
     Args:
-        directory: where to save. All processes must share it, and each `fit` of a program needs its own. A `fit` that
-            had reached its last epoch has nothing left to do when it is restarted.
+        directory: where to save. All processes must share it, and each `fit` of a program needs its own. If a `fit`
+            that had reached its last epoch is restarted, it has nothing left to do.
         save_freq: `"epoch"`, or a number of batches.
         max_to_keep: number of newest checkpoints to keep, None for all.
         save_on_background: whether training continues while a checkpoint is written. Either way, the state of the step
             at which saving started is written.
         signals: numbers of the signals that end training as described above, while `fit` runs in the main thread; `()`
-            for none. What handled them before handles them again after `fit`.
-        exit_status: the status with which a preempted program ends. Choose what makes the scheduler start it again. By
-            default that of the environment variable `KERAS_DISTRIBUTION_STOPPED_STATUS`, which `keras-dist launch
-            --elastic` sets, or 0.
+            for none. After `fit`, their previous handlers are restored.
+        exit_status: the status with which a preempted program ends. Choose a value for which the scheduler starts it
+            again. By default the value of the environment variable `KERAS_DISTRIBUTION_STOPPED_STATUS`, which
+            `keras-dist launch --elastic` sets, or 0.
 
     Raises:
         ImportError: Orbax, of the extra `checkpoint`, is not installed.
@@ -71,7 +72,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             directory is not writable, has too little space or is used by another running job; the processes find
             different checkpoints; all of them are damaged; the checkpoint is of another model or of another number of
             batches in an epoch; or `fit` has two TrainingCheckpoints.
-        OSError: a checkpoint cannot be written, for example since the disk is full. The complete ones stay. Where one
+        OSError: a checkpoint cannot be written, for example because the disk is full. Complete checkpoints stay. If one
             of several processes cannot write its part, the others raise a `ProcessFailure` that names it, or end.
         SystemExit: in `fit`, after a signal.
 
@@ -135,10 +136,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     @property
     def waiting_time(self) -> float:
-        """Seconds for which training has stood still for checkpoints since `fit` started.
+        """Seconds for which checkpoints have stopped training since `fit` started.
 
-        While the state was copied to the host, while the checkpoint before was not written yet, and at the end of
-        training.
+        Training stops while the state is copied to the host, while the previous checkpoint is not written yet, and at
+        the end of training.
         """
         return 0.0 if self._files is None else self._files.waiting_time
 

@@ -77,13 +77,13 @@ class Coverage(Report):
         layers: the paths of all layers.
         rules: the rules of the layout map, in order.
         first_match_wins: whether the first matching rule wins; otherwise only one rule may match a path.
-        unused: rules that determine no layout. For each, the rules that take the paths that it matches, with the number
-            of paths; an empty dict means that it matches nothing.
+        unused: rules that determine no layout. For each of them, the rules that apply to its paths instead, with the
+            number of paths; an empty dict means that the rule matches nothing.
         device_bytes: bytes of variables on each device, by device name.
         idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
         sequence_axes: mesh axes that shard dim 1 of the batch.
-        gathered_sequences: with sequence axes, paths of Keras's layers that sequences are gathered for, and why. Other
-            layers that call `keras.ops.conv` gather them, too.
+        gathered_sequences: with sequence axes, paths of Keras's layers for which sequences are gathered, and the
+            reason. Other layers that call `keras.ops.conv` also gather them.
         notes: what the figures leave out.
         findings: likely mistakes. Those that prevent a layout come first.
     """
@@ -115,18 +115,18 @@ class Coverage(Report):
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of the variables that every device holds entirely."""
+        """Bytes of the variables that every device stores unsharded."""
         return sum(v.whole_bytes for v in self.variables if v.is_replicated)
 
     @property
     def imbalance(self) -> float:
-        """Bytes on the fullest device divided by the mean over devices; 1.0 if all hold the same amount."""
+        """Bytes on the fullest device divided by the mean over devices; 1.0 if all store the same amount."""
         total = sum(self.device_bytes.values())
         return self.bytes * len(self.device_bytes) / total if total else 1.0
 
     @property
     def copies(self) -> float:
-        """Average replication factor: the number of devices that hold a byte, on average; 1.0 without replicas."""
+        """Average replication factor: the number of devices that store a byte, on average; 1.0 without replicas."""
         return sum(self.device_bytes.values()) / self.whole_bytes if self.whole_bytes else 1.0
 
     def to_dict(self) -> dict[str, Any]:

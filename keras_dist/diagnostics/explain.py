@@ -44,8 +44,8 @@ def explain(
 ) -> Coverage:
     """Reports which rule shards which variable of a model, the memory per device, and likely mistakes.
 
-    No step is run, and no batch is needed. A rule that does not fit a variable raises no error here: the report
-    describes it.
+    It runs no step and needs no batch. If a rule does not fit a variable, no error is raised: the report describes the
+    mismatch.
 
     Args:
         model_or_builder: a built model or layer, real or deferred; or a function without arguments that returns one.

@@ -34,8 +34,9 @@ class DeviceMesh(keras.distribution.DeviceMesh):
     A mesh is an immutable value: two meshes with equal devices, shapes, axis names and axis types are equal and have
     the same hash. A plain `keras.distribution.DeviceMesh` can be equal to one, too.
 
-    Given devices keep their order. Without `devices`, the mesh contains all devices of `list_devices()`: in a single
-    process ordered by their links, as in `create_device_mesh`, and host by host in several processes.
+    Devices that are passed keep their order. Without `devices`, the mesh contains all devices of `list_devices()`. In a
+    single process they are ordered by their links, as in `create_device_mesh`. In several processes they are ordered
+    host by host.
 
     Args:
         shape: the axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
@@ -283,9 +284,10 @@ def create_device_mesh(
             communicates most. One size may be -1, which stands for the remaining devices.
         devices: the devices in any order, as `"type:id"` strings or `jax.Device` objects, or the number of devices of
             `list_devices()` to use. By default all of them.
-        dcn: the axes that may cross the network between slices or hosts. By default the outermost that can. Names,
-            `"data"` or `["data", "fsdp"]`: only these, each as far as possible, the first one first. Degrees in any
-            form of axes, `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`: exactly this number of slices along each axis.
+        dcn: the axes that may cross the network between slices or hosts. By default the outermost axes that can. If
+            names are passed, such as `"data"` or `["data", "fsdp"]`: only these axes, in this order, each as far as
+            possible. If degrees are passed, in any form of axes, such as `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`:
+            exactly this number of slices along each axis.
         axis_names: one distinct name per axis, if `axes` includes none.
         axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
             axis. By default `"auto"`.

@@ -23,9 +23,9 @@ _REFRESH = 1.0  # seconds after which the figures in the logs of batches are com
 class StepMonitor(keras.callbacks.Callback):
     """Measures the steps of `fit`: their time, throughput, MFU, memory, waiting for data, and goodput.
 
-    The figures of an epoch are added to Keras's logs, where callbacks that come later in the list find them, and so
-    does the history. The progress bar and the logs of batches have three of them: step time, MFU (or samples per
-    second, where it is unknown) and waiting for data. All are printed in one line per `log_every` steps. Pass the
+    The figures of an epoch are added to Keras's logs. Callbacks that come later in the list find them there, and the
+    history records them. The progress bar and the logs of batches have three figures: step time, MFU (or samples per
+    second, if it is unknown) and waiting for data. All figures are printed in one line per `log_every` steps. Pass the
     monitor first in the list of callbacks. It needs no distribution, and works with any data, loss and optimizer.
 
     In the logs of an epoch are:
@@ -38,20 +38,21 @@ class StepMonitor(keras.callbacks.Callback):
     - `goodput`: share of the time since `fit` began in which steps trained.
     - `step_time_vs_forecast`: median step time over the forecast of `plan`.
 
-    What is not available is missing: MFU on devices whose peak is unknown (CPUs), memory on devices that do not count
-    it (CPUs), tokens unless an input has integers with two dims. Steps for which something is compiled are counted,
-    but not in times and rates.
+    Figures that are not available are missing: MFU on devices whose peak is unknown (CPUs), memory on devices that do
+    not count it (CPUs), and tokens unless an input has integers with two dims. Steps for which something is compiled
+    are counted, but left out of times and rates.
 
-    Nothing waits for devices that `fit` would not wait for: the end of a step is when Keras, in its own thread, has
-    the step's logs.
+    The monitor does not wait for devices, unless `fit` waits for them anyway: a step ends when Keras, in its own
+    thread, has the step's logs.
 
     Args:
-        log_every: print a line after so many steps, and when `fit` ends; None for no lines.
-        plan: what `keras_dist.plan` returns for this model, batch and distribution, to compare with. A plan of
-            something else is a warning that says what differs.
-        profile: first and last step of which to write a trace, counted from 1 over all epochs, for xprof. The first
+        log_every: number of steps after which a line is printed. A last line is printed when `fit` ends. None for no
+            lines.
+        plan: what `keras_dist.plan` returns for this model, batch and distribution, to compare with. If the plan is of
+            something else, a warning names the differences.
+        profile: the first and the last step of a trace for xprof, counted from 1 over all epochs. Note that the first
             steps compile.
-        profile_directory: where to write it, `"profile"` by default.
+        profile_directory: where to write the trace, `"profile"` by default.
 
     Raises:
         TypeError: `log_every` or `profile` has the wrong type, or `plan` is not a `keras_dist.Plan`.

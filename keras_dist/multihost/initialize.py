@@ -30,13 +30,13 @@ def initialize(
 ) -> None:
     """Joins this process to the others of a multi-process program. Call it before anything else uses JAX.
 
-    Where neither arguments nor environment variables are set, JAX detects the cluster: Slurm, Open MPI, Kubernetes,
-    Cloud TPU. `keras-dist launch` starts processes on one machine, for which `initialize()` needs no arguments. A
-    second call does nothing.
+    If neither arguments nor environment variables are set, JAX detects the cluster: Slurm, Open MPI, Kubernetes, Cloud
+    TPU. `keras-dist launch` starts processes on one machine, for which `initialize()` needs no arguments. A second call
+    does nothing.
 
-    From then on each process watches the others. If one raises an exception, dies, or does not take part in what all
-    do together, the others end at most 10 seconds after the timeout, with a message that names it. All processes get
-    one random seed.
+    After this call, each process watches the others. If one raises an exception, dies, or does not take part in a
+    common operation, the others end at most 10 seconds after the timeout, with a message that names it. All processes
+    get one random seed.
 
     Args:
         job_addresses: `"host:port"` of process 0, or the addresses of all processes joined by commas, process

@@ -43,11 +43,11 @@ def auto(
 
     Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows: DP, ZeRO-1,
     FSDP (which keeps gathered weights or gathers them again), HSDP, TP, TP + SP, FSDP x TP, FSDP x TP + SP, and context
-    parallelism with each of them where the model has sequences. What variables take is computed exactly, and what a
-    step sends and computes is estimated. Candidates that cannot fit, or cannot be better than one that is compiled, are
-    left out. The others are compiled, the most promising first. The same arguments give the same choice. What a
-    compilation finds is kept on disk, so that a repeated search takes seconds. A candidate that cannot be compiled is
-    listed with the error, and the search goes on. Ctrl-C ends a search with the best candidate so far.
+    parallelism with each of them where the model has sequences. The memory of variables is computed exactly.
+    Communication and compute of a step are estimated. Candidates that cannot fit, or that cannot be better than a
+    compiled one, are left out. The others are compiled, the most promising first. The same arguments give the same
+    choice. Results of compilations are kept on disk, so that a repeated search takes seconds. A candidate that cannot
+    be compiled is listed with the error, and the search goes on. Ctrl-C ends a search with the best candidate so far.
 
     Args:
         build_model: function without arguments that returns a compiled model; or a model, deferred or not. With
@@ -58,14 +58,15 @@ def auto(
             whose axes are then kept. By default the devices of this machine. With `objective="devices"` also a list of
             names and targets.
         objective: what to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
-            The last chooses the best time on the fewest devices of the target, or on the smallest target of a list, on
-            which the model fits.
+            With `"devices"`, the choice has the best time on the fewest devices of the target on which the model fits,
+            or on the smallest such target of a list.
         step: `"train"`, `"test"` or `"predict"`.
         keep: sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
             "data", "context" and "model".
         strategies: names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
             `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
-        trials: the most candidates to compile. By default 12, and once one fits a quarter of all, but at least 3.
+        trials: the maximum number of candidates to compile. By default 12 at first, and, as soon as one candidate fits,
+            a quarter of all, but at least 3.
         depth: number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
         compiler_options: XLA's options to compile with, as in `kd.plan`.
         search_step_options: whether candidates that do not fit are compiled with step options that make them fit, if

@@ -64,10 +64,10 @@ _COLUMNS = (
 def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
     """Compares plans, to choose among distributions, meshes or hardware.
 
-    Plans may be of different models and steps. In the printed table, bytes are per device; `sent` is what a device
-    sends in a step, and below it what it exchanges with its host; `min time` is the lower bound on step time, with the
-    resource that bounds it; `forecast` is the time that a step probably takes. Below both is the model FLOP utilization
-    (MFU) at that time.
+    Plans may be of different models and steps. In the printed table, bytes are per device. `sent` has the bytes that a
+    device sends in a step, and below them the bytes that it exchanges with its host. `min time` is the lower bound on
+    step time, with the resource that bounds it. `forecast` is the time that a step probably takes. Below both times is
+    the model FLOP utilization (MFU) at that time.
 
     Args:
         *plans: plans, named after their distributions.

@@ -50,17 +50,17 @@ def plan(
 
     A deep model of equal blocks need not be compiled in full: with `depth`, models of two small numbers of blocks are
     compiled and the result is extrapolated. Variables and batch are still exact; what depends on the compiler
-    (temporaries, collectives, FLOP, memory traffic) is extrapolated linearly. That holds as long as the compiler treats
-    all blocks alike. It does not near the memory limit, where the compiler recomputes activations.
+    (temporaries, collectives, FLOP, memory traffic) is extrapolated linearly. This is correct as long as the compiler
+    treats all blocks alike. It does not do so near the memory limit, where it recomputes activations.
 
     Args:
         build_model: function without arguments that returns a compiled model; or a model, deferred or not. With
             `depth`, a function of the number of blocks.
         distribution: the distribution to plan for. Its mesh determines the hardware.
-        batch: global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each is an array, a
+        batch: global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each of them is an array, a
             `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the model's input;
-            int32 for targets of a sparse loss; otherwise float32. Or the number of rows, if the model's inputs have
-            static shapes and its targets follow from its losses.
+            int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be passed, if the
+            model's inputs have static shapes and its targets follow from its losses.
         step: `"train"`, `"test"` or `"predict"`.
         depth: number of blocks to extrapolate to. None compiles the full model.
         compile_depths: the two numbers of blocks to compile, if `depth` is given.
@@ -71,7 +71,7 @@ def plan(
 
     Returns:
         The plan. If the memory does not suffice, `plan.fits` is False. For a training step, programs with other step
-        options are then compiled, and `plan.fitting_plan` is the plan with those of least cost that make it fit.
+        options are then compiled, and `plan.fitting_plan` is the plan with the cheapest options with which it fits.
 
     Raises:
         TypeError: `build_model` is neither a model nor a suitable function, `distribution` is not a distribution, or

@@ -78,8 +78,8 @@ class Memory:
 class Plan(Report):
     """Memory, communication and time of a step of a model on each device of a mesh. Prints as a report.
 
-    Printed, bytes are per device, variables that differ only in numbers in their paths share a row, and of many rows
-    the ones with the most bytes are shown. Text has at most 120 columns on any terminal.
+    In the printed report, bytes are per device. Variables whose paths differ only in numbers share a row. If there are
+    many rows, those with the most bytes are shown. Text has at most 120 columns on any terminal.
 
     Attributes:
         model: name of the model.
@@ -101,8 +101,8 @@ class Plan(Report):
         host_traffic: bytes that one device fetches from the memory of its host and puts back.
         roofline: lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
             probably takes.
-        forecast_model_flops_utilization: the same as `model_flops_utilization` for a step that takes as long as
-            forecast; None if unknown.
+        forecast_model_flops_utilization: as `model_flops_utilization`, for a step that takes as long as the forecast;
+            None if unknown.
         largest_values: the largest temporaries.
         attention: how the calls of `keras.ops.dot_product_attention` are computed.
         notes: caveats about these figures.

@@ -54,11 +54,12 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         device_mesh: the mesh of devices.
         batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
         auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
-            devices take their rows. With `False` every process passes rows of its own, any number of them, and the
-            global batch is their union.
+            devices take their rows. With `False` every process passes its own rows, any number of them, and the global
+            batch consists of the rows of all processes.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
         sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
-            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
+            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
+            bytes.
         step_options: how training steps are computed, for example in microbatches. By default as Keras does.
 
     Raises:
@@ -169,7 +170,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     @property
     def num_data_shards(self) -> int:
-        """The number of shards of a dataset that processes read: that of processes, or of batch shards if fewer.
+        """The number of shards of a dataset that processes read: the number of processes, or of batch shards if fewer.
 
         `data_shard_id` is the index of the shard of this process. Both count as Keras does, which assumes that devices
         are in the order of processes and that the batch axes come first in the mesh. Keras has the former since 3.16.
@@ -264,7 +265,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def scope(self) -> Iterator[None]:
         """Makes this distribution the active one for a block of code in this thread, and for threads that start in it.
 
-        Threads that started before have no part in it: call `set_distribution`, which applies to all threads.
+        It does not apply to threads that started earlier. `set_distribution` applies to all threads.
         """
         with installed_in_this_thread(self):
             yield

@@ -73,8 +73,9 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
         layout: a `TensorLayout`, a tuple or list of axes of the active distribution's mesh, or a JAX sharding.
 
     Returns:
-        The same structure of arrays in the layout. While a distribution of this package is active, a dim over its batch
-        axes that they do not divide is sharded over the largest part of them that divides it.
+        The same structure of arrays in the layout. While a distribution of this package is active, and its batch axes
+        do not divide a dim that is sharded over them, the dim is sharded over the largest part of these axes that
+        divides it.
 
     Raises:
         ValueError: the layout does not fit the tensor's shape, or is a tuple of axes and no distribution is active.

@@ -22,8 +22,8 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
     Args:
         device_mesh: a 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
         devices: the devices of a 1-d mesh, if no mesh is passed. By default all devices.
-        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
-            devices their rows. `False`: each process is passed its own share.
+        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+            devices take their rows. With `False` every process passes its own rows.
         shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
@@ -34,7 +34,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
 
     Raises:
         ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh, or
-            a sequence axis that the mesh does not have or that is its first.
+            a sequence axis that the mesh does not have or that is its first axis.
 
     Example:
 

@@ -35,12 +35,12 @@ class FullyShardedDataParallel(ModelParallel):
             uses, and those of `sequence_dim_name`.
         replica_axis: the mesh axis, or axes, of the replicas (HSDP). By default, if `shard_axis` is not passed either,
             the other axis that no rule for a weight uses, if there is one.
-        min_shard_bytes: weights of which a device holds at most this many bytes before FSDP stay replicated. The
-            default, 64 KiB, is about where the messages cost more than the memory is worth.
+        min_shard_bytes: weights of which a device would store at most this many bytes without FSDP stay replicated.
+            Below about 64 KiB, the default, the messages cost more than the memory is worth.
         reshard_after_forward: whether to free gathered weights after the forward pass and gather them again for the
             backward pass: more traffic, less memory. By default they are kept until the backward pass has used them.
-        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
-            devices their rows. `False`: each process is passed its own share.
+        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+            devices take their rows. With `False` every process passes its own rows.
         strict: as for `ModelParallel`.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.

@@ -17,13 +17,14 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         layout_map: the rules. A variable that no rule matches is replicated.
         batch_dim_name: the mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
             first axis.
-        auto_shard_dataset: with several processes, whether each process is passed the global dataset, and feeds its
-            devices their rows. `False`: each process is passed its own share.
+        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+            devices take their rows. With `False` every process passes its own rows.
         device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
         sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). No rule for a weight may use it.
         sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
-            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends least.
+            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
+            bytes.
         step_options: how training steps are computed, for example in microbatches. By default as Keras does.
         strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are

@@ -22,27 +22,27 @@ class StepOptions:
 
     Args:
         microbatches: number of parts that each batch is split into. The compiled step computes the gradients of one
-            part after the other and updates the weights once, so it holds the activations of one part only. Each device
-            splits its own rows. Where their number is not divisible, all parts but the last have the same size.
+            part after the other and updates the weights once, so it stores the activations of only one part. Each
+            device splits its own rows. If their number is not divisible, all parts except the last have the same size.
         reduce_gradients: how often devices add up their gradients. "update": once, after the last microbatch; until
-            then each device holds an unsharded sum in float32. "microbatch": after each one, in the layout of the
+            then each device stores an unsharded sum in float32. "microbatch": after each one, in the layout of the
             optimizer state; this sends `microbatches` times as many bytes, and with `FullyShardedDataParallel` or
-            `shard_optimizer_state` a device holds its shard only.
+            `shard_optimizer_state` a device stores only its shard.
         gather_weights: how often `FullyShardedDataParallel` gathers weights. "microbatch": as layers use them, for each
             microbatch anew. "update": once, before the first microbatch, in the dtype that layers compute in; each
-            device then holds all weights until the last one.
+            device then stores all weights until the last microbatch.
         reduce_dtype: dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
             that they are computed in: the compute dtype of the layer. Requires `reduce_gradients="update"`.
 
         optimizer_state_dtype: dtype of optimizer state, such as "bfloat16", which halves it. Updates are still computed
             in the dtype of the weight. State that a step changes by less than the precision of the dtype keeps the
             dtype of its weight: the velocity of Adam with `beta_2=0.999`, but not its momentum.
-        remat: what the backward pass computes again instead of holding it in memory, without changing any number.
-            "full": each repeated block of the model, such as the layers of a transformer; the memory of activations
-            becomes that of one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products
-            with weights and fused attention kernels are kept, which costs few FLOP. "attention": attention only, where
-            XLA computes it, which holds logits of queries x keys. "auto": nothing if a step fits into the memory of the
-            devices, else the first of "attention", "dots" and "full" with which it fits; when a step is traced,
+        remat: what the backward pass computes again instead of storing it, without changing any result. "full": each
+            repeated block of the model, such as the layers of a transformer; the memory of activations becomes that of
+            one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products with weights and
+            outputs of fused attention kernels are kept, which costs few FLOP. "attention": attention only, if XLA
+            computes it, because XLA stores the logits of queries x keys. "auto": nothing if a step fits into the memory
+            of the devices, else the first of "attention", "dots" and "full" with which it fits; when a step is traced,
             programs are compiled to find out. A `keras.RematScope`: as if all layers had been created in it.
         offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight

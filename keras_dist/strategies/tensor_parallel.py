@@ -41,10 +41,10 @@ def tensor_parallel_layout_map(
 
     The model is traced, and the dims of its weights are followed through the program to the sums that contract them:
     the columns of one kernel and the rows of the next, the heads of an attention, the experts of a mixture, the
-    vocabulary of an embedding. Dims that flow into each other are sharded together; where several choices exclude each
-    other, the one that all-reduces the fewest bytes wins. Names of layers do not matter. A weight none of whose dims
-    can be sharded this way, such as the kernel of fewer key and value heads than the axis has devices, stays
-    replicated, and a warning names it if it is large.
+    vocabulary of an embedding. Dims that flow into each other are sharded together. If several choices exclude each
+    other, the one that all-reduces the fewest bytes is taken. Names of layers do not matter. Some weights have no dim
+    that can be sharded this way, such as a kernel with fewer key and value heads than the axis has devices. They stay
+    replicated, and a warning names the large ones.
 
     Args:
         model_or_builder: a built model, deferred or not, or a function without arguments that returns one. A model that
@@ -53,10 +53,11 @@ def tensor_parallel_layout_map(
         axis: the axis to shard weights over.
         sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
-        batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight),
-            of arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
-            names. Targets and values are not used, and any number of rows will do. By default, sizes are tried in turn
-            for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of them.
+        batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight), of
+            arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
+            names. Targets and values are not used, and the number of rows does not matter. By default, sizes are tried
+            in turn for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of
+            them.
         sequence_dim_name: the mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
             it is passed to `ModelParallel`. No rule shards a weight over it, and rules for activations shard dim 1 over
             it, with sequence parallelism over both.

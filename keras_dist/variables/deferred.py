@@ -31,7 +31,7 @@ def deferred() -> contextlib.AbstractContextManager[None]:
     """Creates models, optimizers and metrics with shapes, dtypes and layouts, but without values.
 
     A model of any size is created in seconds and without memory, also for devices that are not attached. Layouts are
-    those of the active distribution. Variables that are given a value (a learning rate, an array) keep it.
+    those of the active distribution. Variables that are created with a value (a learning rate, an array) keep it.
 
     Raises:
         ValueError: Keras runs with NNX enabled; later, when the value of a deferred variable is used.

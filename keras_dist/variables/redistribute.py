@@ -38,7 +38,7 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
 
     Raises:
         TypeError: the arguments are not a model and a distribution.
-        ValueError: a rule does not fit a variable. No variable has moved then.
+        ValueError: a rule does not fit a variable. In this case, no variable is moved.
 
     Example:
 
