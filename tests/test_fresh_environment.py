@@ -126,6 +126,14 @@ def test_a_plan_is_made(environment):
     assert json.loads(environment.must_run(plan))["mesh"]
 
 
+@pytest.mark.parametrize("extra", NEEDS_AN_EXTRA)
+def test_what_an_error_advises_mends_it(environment, index, extra):
+    """Before the quick start, whose extra installs matplotlib, too."""
+    program = f'python -c "{NEEDS_AN_EXTRA[extra]}"'
+    environment.must_run(advised(environment.run(program)))
+    environment.must_run(program)
+
+
 def test_the_quick_start_runs_with_the_documented_command(environment, index):
     shutil.copy(environment.wheel, environment.folder)
     shutil.copy(ROOT / "guides" / "quickstart.py", environment.folder)
@@ -133,13 +141,6 @@ def test_the_quick_start_runs_with_the_documented_command(environment, index):
     (install,) = re.findall(r'`(pip install "\$\(ls keras_dist-\*\.whl\)\[tpu\]")`', documented)
     environment.must_run(install.replace("tpu", "guides"))
     assert "largest relative difference" in environment.must_run("python quickstart.py")
-
-
-@pytest.mark.parametrize("extra", NEEDS_AN_EXTRA)
-def test_what_an_error_advises_mends_it(environment, index, extra):
-    program = f'python -c "{NEEDS_AN_EXTRA[extra]}"'
-    environment.must_run(advised(environment.run(program)))
-    environment.must_run(program)
 
 
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
