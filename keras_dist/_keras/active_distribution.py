@@ -254,6 +254,11 @@ def distribution_of(variable: keras.Variable) -> DistributionHooks | None:
     return entry[1] if entry is not None and entry[0]() is variable else None
 
 
+def distribution_of_model(model: keras.Model) -> DistributionHooks | None:
+    """Returns the distribution of this package that chose the layout of a model's variables, if one did."""
+    return next(filter(None, map(distribution_of, model.variables)), None)
+
+
 def any_variable_distributed() -> bool:
     """Returns whether a variable exists whose layout a distribution of this package chose."""
     return bool(_distributions)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from keras_dist._keras import internals
-from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution, distribution_of
+from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution, distribution_of_model
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.strategies.rematerialization import current_rematerialization
@@ -50,7 +50,7 @@ def _explained_devices(model: keras.Model) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        owner = next(filter(None, map(distribution_of, model.variables)), None)
+        owner = distribution_of_model(model)
         # Keras surrounds JAX's text with the arguments of a layer, in bold.
         jax_error = re.search(r"Received incompatible devices[^\n\x1b]*", str(error))
         if owner is None or jax_error is None or "keras_dist.redistribute" in str(error):

@@ -14,7 +14,7 @@ from keras_dist._keras.active_distribution import (
     VARIABLES,
     active_distribution,
     any_variable_distributed,
-    distribution_of,
+    distribution_of_model,
     remove_unused_patches,
     warn_of_idle_devices,
 )
@@ -277,7 +277,7 @@ def _warn_if_not_active(model: keras.Model) -> bool:
     if not any_variable_distributed():
         remove_unused_patches()
     elif current_distribution() is None:
-        distribution = next(filter(None, map(distribution_of, model.variables)), None)
+        distribution = distribution_of_model(model)
         if distribution is not None:
             warn(
                 f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "

@@ -16,9 +16,7 @@ def distribution() -> internals.KerasDistribution | None:
     return internals.current_distribution()
 
 
-def set_distribution(
-    value: internals.KerasDistribution | None,
-) -> None:
+def set_distribution(value: internals.KerasDistribution | None) -> None:
     """Makes a distribution the active one, for Keras too.
 
     A distribution of this package is active in all threads that have set none of their own, and stays active after
