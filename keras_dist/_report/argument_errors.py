@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from keras_dist._report.units import counted
@@ -39,6 +39,16 @@ _CUSTOMARY = {
     "metadevice": "deferred",
     "visualizesharding": "visualize",
 }
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Returns a question with the closest known word, as a sentence after another one; nothing if none is close.
+
+    >>> did_you_mean("microbatch", ["remat", "microbatches"])
+    " Did you mean 'microbatches'?"
+    """
+    close = difflib.get_close_matches(word, known, 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def attribute_error(module: str, name: str, names: Iterable[str]) -> AttributeError:
@@ -106,8 +116,7 @@ def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any])
     fix = ""
     if unknown is not None:
         fault = f"there is no argument {unknown!r}"
-        close = difflib.get_close_matches(unknown, names, 1)
-        fix = f" Did you mean {close[0]!r}?" if close else ""
+        fix = did_you_mean(unknown, names)
     elif len(args) > len(positional):
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         count = len(args) - len(positional)

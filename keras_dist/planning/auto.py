@@ -1,12 +1,12 @@
 """`auto`: chooses mesh and strategy for a model by compiling candidates, for hardware that need not be attached."""
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 import keras
 
+from keras_dist._report.argument_errors import did_you_mean
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import counted
 from keras_dist.planning.candidates import CONTEXT_PARALLEL, STRATEGIES
@@ -164,8 +164,7 @@ def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         fault = f"Unknown strategy {unknown[0]!r}" if unknown else "strategies is empty"
-        close = difflib.get_close_matches(str(unknown[0]).lower(), known, 1) if unknown else []
-        meant = f" Did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(str(unknown[0]).lower(), known) if unknown else ""
         raise ValueError(f"{fault}.{meant} Use some of {', '.join(map(repr, known))}, or leave the argument out.")
     return known if chosen == (CONTEXT_PARALLEL,) else chosen
 
