@@ -114,6 +114,11 @@ class DistributionHooks(Protocol):
         """How train steps are computed."""
         ...
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA, by name, with which steps are compiled."""
+        ...
+
     def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
 

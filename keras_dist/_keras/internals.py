@@ -190,6 +190,11 @@ def weight_paths(model) -> dict[int, str]:
     return paths
 
 
+def layers_without_compilation(model) -> list[keras.Layer]:
+    """Returns the layers because of which Keras does not compile the steps of a model."""
+    return [layer for layer in model._flatten_layers() if not layer.supports_jit]
+
+
 def seed_generator_states(model) -> list:
     return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
 

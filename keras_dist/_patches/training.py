@@ -24,6 +24,7 @@ from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
+from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
@@ -194,11 +195,19 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
 _compared_model: ThreadValue[str | None] = ThreadValue(None)  # the name of a model whose step Keras compiles
 
 
-@INSTALLED.patch(trainer, "jit", reason="processes that run different programs train with wrong numbers, or abort")
+@INSTALLED.patch(
+    trainer,
+    "jit",
+    reason="processes that run different programs train with wrong numbers, or abort; "
+    "XLA:CPU computes NaN for convolutions in bfloat16",
+)
 def _jit(original, distribution, *args, **kwargs):
+    if "donate_argnums" not in kwargs:  # how outputs are concatenated
+        return original(*args, **kwargs)
+    if not keras.config.is_nnx_enabled():  # then it is `nnx.jit`, which has no options
+        kwargs["compiler_options"] = distribution.compiler_options
     function, name = original(*args, **kwargs), _compared_model.value
-    is_step = "donate_argnums" in kwargs  # Keras also compiles how outputs are concatenated
-    return compare_programs(function, name) if is_step and name is not None else function
+    return function if name is None else compare_programs(function, name)
 
 
 def _patch_make_function(step: str) -> None:
@@ -232,6 +241,8 @@ def _patch_make_function(step: str) -> None:
             placed = [variable for variable in variables if id(variable) not in seeds]
             check_placement(self, placed, distribution)
             place_new_seed_generators(self, distribution)
+            if not (self.run_eagerly or self.jit_compile) and (reason := why_not_compiled(self)):
+                warn(f"The operations of {self.name!r} run one by one, which is slow: {reason}")
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
             compared = self.name if distribution.is_multi_process else None

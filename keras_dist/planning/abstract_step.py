@@ -13,6 +13,7 @@ import numpy as np
 from keras_dist._keras import deferred_variables, internals, tracing_errors, training_state
 from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.train_step import OptionWithoutEffectError, stateless_step
+from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.planning.target_platform import answering_as
@@ -49,6 +50,7 @@ class Step:
                 donate_argnums=0,
                 out_shardings=(None, shardings),
                 keep_unused=True,  # arguments that a step does not use take memory too
+                compiler_options=self.distribution.compiler_options,
             )
             return function.trace(state, self.batch)
 
@@ -193,9 +195,14 @@ def _as_model(model: Any, name: str) -> keras.Model:
             'where the model is built, or plan with step="predict".'
         )
     if model.run_eagerly or not model.jit_compile:
+        reason = None if model.run_eagerly else why_not_compiled(model)
         raise ValueError(
-            f"Cannot compile a step of {model.name!r}: it has run_eagerly={model.run_eagerly} and "
-            f"jit_compile={model.jit_compile}. Leave both arguments of model.compile at their defaults."
+            f"Cannot compile a step of {model.name!r}: "
+            + (
+                reason
+                or f"it has run_eagerly={model.run_eagerly} and jit_compile={model.jit_compile}. Leave both arguments "
+                "of model.compile at their defaults."
+            )
         )
     return model
 

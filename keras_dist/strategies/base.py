@@ -23,6 +23,7 @@ from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.multihost.value_comparison import require_same_values
+from keras_dist.strategies import xla_workarounds
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.attention import attention
 from keras_dist.strategies.context_parallel import EXCHANGES
@@ -389,6 +390,10 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     def step_rows(self) -> RowSharding:
         """How the steps of this distribution split rows over devices."""
         return RowSharding(self._placer, self._step_options)
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        return xla_workarounds.compiler_options(self._device_mesh.backend_mesh)
 
     def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
         return self.step_rows.compute(step, function, state, batch)

@@ -10,6 +10,10 @@ gathered along dim 1, and fails when the step runs. So the layout is required.
 Convolutions, and gradients of maxima over windows: XLA's partitioner computes them with wrong numbers where windows
 reach into other shards, as those of a convolution before `Flatten` do if the kernel of the next layer is sharded. So
 the dims of windows are gathered.
+
+Convolutions in bfloat16: XLA:CPU of JAX 0.11 and 0.12 fuses some of them, the layers between them and a mean of the
+result, as at the end of a network for images, into one call of its library YNNPACK, which computes NaN. So an option
+of the compiler restricts that library to single products and convolutions.
 """
 
 import functools
@@ -27,6 +31,16 @@ from keras_dist.strategies.jaxpr_evaluation import with_equations
 from keras_dist.strategies.resharding import unsharded_along
 
 _INT32 = np.iinfo("int32")
+_SINGLE_CALLS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Returns the options, by name, with which XLA compiles right numbers for the devices of a mesh."""
+    fuses_too_much = (0, 11) <= jax.__version_info__ < (0, 13) and mesh.devices.flat[0].platform == "cpu"
+    return _SINGLE_CALLS if fuses_too_much else {}
 
 
 def with_workarounds(program: Any, mesh: Mesh) -> Any:

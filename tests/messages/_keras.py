@@ -73,6 +73,13 @@ def called_after_the_distribution():
     made(jax.device_put(X, jax.devices()[0]))
 
 
+def fit_with_a_layer_that_is_not_compiled(layer):
+    kd.set_distribution(kd.DataParallel())
+    made = keras.Sequential([keras.Input((8, 8, 3)), layer, keras.layers.GlobalMaxPooling2D()])
+    made.compile("sgd", "mse")
+    made.fit(np.ones((8, 8, 8, 3)), np.ones((8, 3)), verbose=0)
+
+
 def changed_while_fit_runs():
     kd.set_distribution(kd.DataParallel())
     change = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kd.set_distribution(None))
@@ -146,6 +153,12 @@ CASES = {
     "a model that runs outside of its distribution's scope": predicted_outside_of_the_scope,
     "a distribution that is created and never set": distribution_created_and_never_set,
     "a distribution that is changed while fit runs": changed_while_fit_runs,
+    "a model with a random layer that is not compiled": lambda: fit_with_a_layer_that_is_not_compiled(
+        keras.layers.RandomRotation(0.1)
+    ),
+    "a model with another layer that is not compiled": lambda: fit_with_a_layer_that_is_not_compiled(
+        keras.layers.RandomCrop(4, 4)
+    ),
     "a model that is created in a thread older than the scope": created_in_a_thread_that_is_older_than_the_scope,
     "a model that is created in a thread that several scopes may have started": (
         created_in_a_thread_that_several_scopes_may_have_started

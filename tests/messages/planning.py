@@ -258,6 +258,9 @@ CASES = {
     "a build function that returns no model": lambda: plan_of(lambda: None),
     "a model that is not compiled": lambda: plan_of(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(2)])),
     "a model that is not built": lambda: plan_of(subclassed(), ((16, 32), (16, 8))),
+    "a model with a layer that is not compiled": lambda: plan_of(
+        lambda: sequential(layers.RandomRotation(0.1), layers.GlobalMaxPooling2D(), shape=(8, 8, 3))
+    ),
     "an eager model": lambda: plan_of(lambda: sequential(layers.Dense(2), run_eagerly=True)),
     # Batches
     "no rows": lambda: plan_of(perceptron, 0),

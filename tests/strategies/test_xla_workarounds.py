@@ -144,3 +144,16 @@ def test_windows_before_a_layer_whose_kernel_shards_what_is_flattened(kind, wind
     step_options = kd.StepOptions(**options)
     distribution = kd.ModelParallel(layout_map=rules, batch_dim_name="data", step_options=step_options)
     assert_same_numbers(weights(distribution), weights(None), 1e-5)
+
+
+def test_convolutions_in_bfloat16_and_their_mean():
+    start_anew()
+    with scope(kd.DataParallel()):
+        x = images = keras.Input((4, 4, 64))
+        for _ in range(2):
+            x = layers.Conv2D(64, 3, padding="same", dtype="mixed_bfloat16")(x)
+            x = layers.ReLU(dtype="mixed_bfloat16")(layers.BatchNormalization(dtype="mixed_bfloat16")(x))
+        model = keras.Model(images, layers.GlobalAveragePooling2D(dtype="mixed_bfloat16")(x))
+        rows = np.random.default_rng(0).normal(size=(64, 4, 4, 64)).astype("float32")
+        predicted = model.predict(rows, batch_size=64, verbose=0).astype("float32")
+        np.testing.assert_allclose(predicted, np.asarray(model(rows), "float32"), rtol=0.05, atol=0.02)
