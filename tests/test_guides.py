@@ -149,6 +149,14 @@ def test_the_guide_to_fine_tuning():
 
 
 @pytest.mark.slow
+def test_the_guide_to_vision():
+    printed = output_of("vision")  # which asserts that losses are equal, and that the network learns
+    assert "v5e:8: not planned" in printed or re.search(r"bfloat16, augmented +8 x v5e", printed)
+    assert re.search(r"FSDP +loss \d", printed)
+    assert "float32 (3, 3, 64, 64), shard of a device (3, 3, 8, 64)" in printed
+
+
+@pytest.mark.slow
 def test_the_guide_to_checkpoints():
     printed = output_of("checkpoints")
     assert "killed in epoch 1 after batch 16, exit status -9" in printed
