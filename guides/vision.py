@@ -110,10 +110,10 @@ else:
     print(kd.compare(**plans))
 
 # %% [markdown]
-# Mixed precision halves the memory for activations and the bytes of gradients that are sent. Augmentation by these
-# layers costs more than the network: each pixel of a rotated image is read from a place that depends on the angle, and
-# a TPU reads single numbers slowly. For photos, rotate on the host, in the data pipeline, and leave what is cheap, such
-# as `RandomFlip`, in the model.
+# Mixed precision needs about half as much memory for activations, and sends about half as many bytes of gradients.
+# Augmentation by these layers costs more than the network: each pixel of a rotated image is read from a place that
+# depends on the angle, and a TPU reads single numbers slowly. For photos, rotate in the data pipeline, on the host, and
+# leave what is cheap, such as `RandomFlip`, in the model.
 #
 # ## Data
 #

@@ -113,7 +113,7 @@ def _suggestion(name: str) -> str:
         near, shape = [(names | others)[match[1]]], match[2] or ""
     else:
         wrong, _, shape = text.partition(":")
-        near = [names[each] for each in difflib.get_close_matches(wrong, names, 3)]
+        near = [names[each] for each in difflib.get_close_matches(wrong, names, 3, 0.65)]
     entries = sorted((hardware[each] for each in near), key=lambda entry: _sides(entry) != shape.count("x") + 1)
     # The shape of the name first, for any of the hardware that is near; else a usual one of the nearest.
     candidates = [(entry, shape) for entry in entries if _sides(entry) in (None, shape.count("x") + 1)]

@@ -119,6 +119,12 @@ def test_near_misses_have_a_suggestion_that_is_a_target(name, suggested):
     parse_target_name(suggested)
 
 
+@pytest.mark.parametrize("name", ["mi300x:8", "trainium:16"])
+def test_other_hardware_has_a_list_in_place_of_a_suggestion(name):
+    with pytest.raises(ValueError, match=rf"in target '{name}'\. Use one of v2, .* or add yours"):
+        parse_target_name(name)
+
+
 @pytest.mark.parametrize(
     "name", ["g5.3xlarge", "a3-megagpu-4g", "g5.12xlarge:2", "Standard_ND96isr_H100", "p3.16xlarge "]
 )

@@ -1,6 +1,8 @@
 """Models move between strategies: during training, through files, quantized, with LoRA, deferred."""
 
 import itertools
+import subprocess
+import sys
 
 import jax
 import keras
@@ -87,6 +89,32 @@ def test_a_saved_model_continues_under_another_strategy(tmp_path):
             if distribution:
                 assert has_layouts_of(distribution, model.weights)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+WITHOUT_KERAS_DIST = """
+import sys
+sys.modules["keras_dist"] = None  # importing it raises an ImportError
+import keras
+import numpy as np
+folder = sys.argv[1]
+loaded = keras.saving.load_model(f"{folder}/model.keras")
+loaded.load_weights(f"{folder}/model.weights.h5")
+np.save(f"{folder}/predicted.npy", loaded.predict(np.load(f"{folder}/rows.npy"), verbose=0))
+assert len(loaded.fit(np.ones((4, 16)), np.ones((4, 8)), verbose=0).history["loss"]) == 1
+"""
+
+
+@pytest.mark.multiprocess
+def test_keras_loads_what_was_saved_without_keras_dist(tmp_path):
+    with fsdp().scope():
+        model = perceptron()
+        model.fit(X, Y, verbose=0)
+        model.save(tmp_path / "model.keras")
+        model.save_weights(tmp_path / "model.weights.h5")
+        expected = model.predict(X, verbose=0)
+    np.save(tmp_path / "rows.npy", X)
+    subprocess.run([sys.executable, "-c", WITHOUT_KERAS_DIST, str(tmp_path)], check=True)
+    np.testing.assert_allclose(np.load(tmp_path / "predicted.npy"), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_saved_under_one_strategy_load_under_another(tmp_path):
