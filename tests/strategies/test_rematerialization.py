@@ -297,7 +297,7 @@ def test_remat_of_microbatches(name):
 
 
 def test_evaluation_and_prediction_compute_nothing_again():
-    build, x = BUILDS["nested"]
+    build, x = BUILDS["looping"]
     model, y = build(), TOKENS % 4
     distribution = kd.DataParallel(step_options=kd.StepOptions(remat="full"))
     steps = [kd.plan(model, each, (x, y), step="test").flops for each in (distribution, kd.DataParallel())]
