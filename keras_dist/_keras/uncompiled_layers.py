@@ -15,7 +15,7 @@ _COMPILED_BY_JAX = (
 
 
 def why_not_compiled(model: keras.Model) -> str | None:
-    """Returns the layer because of which Keras does not compile a model, and the fix. None if there is no such layer."""
+    """Returns the layer because of which Keras does not compile a model, and the fix; None without such a layer."""
     layers = layers_without_compilation(model)
     if not layers:
         return None

@@ -54,6 +54,10 @@ def _distribute_data(original, distribution, data, *args, **kwargs):
     reason="after an exception, callbacks do not learn that training has ended, so signals would stay without effect",
 )
 def _fit(original, distribution, self, *args, **kwargs):
+    callbacks = kwargs.get("callbacks")
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else ():
+        if isinstance(callback, type):
+            raise TypeError(f"callbacks has the class {callback.__name__}. Call it: {callback.__name__}(...).")
     with running_fit():
         history = original(self, *args, **kwargs)
     if active_distribution() is not distribution:
@@ -284,17 +288,17 @@ def _outputs_of_process(outputs, iterator):
 
 def _warn_if_not_active(model: keras.Model) -> bool:
     """Returns whether variables of a model are distributed although no distribution is active, and then warns."""
-    warn_of_idle_devices(model.name)
+    distribution = distribution_of_model(model)
+    if distribution is None:
+        warn_of_idle_devices(model.name)
     if not any_variable_distributed():
         remove_unused_patches()
-    elif current_distribution() is None:
-        distribution = distribution_of_model(model)
-        if distribution is not None:
-            warn(
-                f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
-                f"device computes all rows, although its variables are distributed by {distribution}. Call "
-                "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
-                "keras_dist.redistribute(model) to move it to one device.",
-            )
-            return True
+    elif current_distribution() is None and distribution is not None:
+        warn(
+            f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
+            f"device computes all rows, although its variables are distributed by {distribution}. Call "
+            "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
+            "keras_dist.redistribute(model) to move it to one device.",
+        )
+        return True
     return False

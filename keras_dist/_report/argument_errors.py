@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,15 @@ _CUSTOMARY = {
     "devicecount": "get_device_count",
     "metadevice": "deferred",
     "visualizesharding": "visualize",
+}
+
+
+# What to write in place of an argument that a function does not have, by the names of both.
+_INSTEAD = {
+    ("plan", "target"): (
+        "The distribution has the devices: keras_dist.DataParallel(keras_dist.create_device_mesh('data:8', "
+        "devices=keras_dist.target('v5e:2x4')))"
+    ),
 }
 
 
@@ -98,6 +108,10 @@ def explain_arguments(public: Mapping[str, Any]) -> dict[str, Any]:
     return replaced
 
 
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
 def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
     signature = inspect.signature(function)
     try:
@@ -116,14 +130,17 @@ def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any])
     fix = ""
     if unknown is not None:
         fault = f"there is no argument {unknown!r}"
-        fix = did_you_mean(unknown, names)
+        instead = _INSTEAD.get((name, unknown))
+        if name == "create_device_mesh" and not args and all(isinstance(size, int) for size in kwargs.values()):
+            instead = f"Axes are one argument: create_device_mesh({','.join(f'{k}:{v}' for k, v in kwargs.items())!r})"
+        fix = f" {instead}." if instead else did_you_mean(unknown, names)
     elif len(args) > len(positional):
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        count = len(args) - len(positional)
         kinds = ", ".join(type(each).__name__ for each in args[len(positional) :])
         most = len(positional)
         fault = f"it takes {counted(most, 'positional argument')}, but got {len(args)} (too many: {kinds})"
         if by_name:
-            passed = ", ".join(f"{each}={each}" for each in by_name[:count])
-            fix = f" Pass by name: {name}({', '.join([*(each.name for each in positional), passed])})."
+            passed = [_snake_case(type(each).__name__) for each in args]
+            passed = ", ".join(f"{each}={each}" for each in passed) if {*passed} <= {*names} else f"{by_name[0]}=..."
+            fix = f" Pass arguments by name: {name}({passed})."
     return f"{name}() cannot be called like this: {fault}.{fix} Its arguments are {text}."

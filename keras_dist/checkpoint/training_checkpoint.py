@@ -14,6 +14,7 @@ from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.global_state import global_seed, set_global_seed
 from keras_dist._keras.running_fit import at_end_of_fit
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
@@ -106,6 +107,11 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         exit_status: int | None = None,
     ):
         super().__init__()
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(
+                f"directory must be the path of a folder, but got {directory!r} of type {type(directory).__name__}. "
+                "Pass, for example, 'checkpoints'."
+            )
         if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
         if max_to_keep is not None and max_to_keep < 1:
@@ -175,6 +181,12 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._saved_at, self._batches_before_epoch = batches, batches - progress["batches"]
         self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
         internals.set_initial_epoch(model, progress["epoch"])
+        done, epochs = progress["epoch"], (self.params or {}).get("epochs", 0)
+        if done >= epochs:
+            warn(
+                f"fit of {model.name!r} trains nothing: the checkpoint in {self.directory!r} is that of epoch {done}, "
+                f"and epochs={epochs}. Pass more epochs to continue, or another directory to start anew."
+            )
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts an epoch, or resumes in the middle of one."""

@@ -81,6 +81,7 @@ class Coverage(Report):
             number of paths; an empty dict means that the rule matches nothing.
         device_bytes: bytes of variables on each device, by device name.
         idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
+        batch_axes: mesh axes that shard dim 0 of the batch.
         sequence_axes: mesh axes that shard dim 1 of the batch.
         gathered_sequences: with sequence axes, paths of Keras's layers for which sequences are gathered, and the
             reason. Other layers that call `keras.ops.conv` also gather them.
@@ -98,6 +99,7 @@ class Coverage(Report):
     unused: Mapping[str, Mapping[str, int]]
     device_bytes: Mapping[str, int]
     idle_axes: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
     gathered_sequences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import distribution_of
+from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
@@ -81,8 +82,7 @@ def explain(
             )
     if not isinstance(distribution, Distribution):
         raise TypeError(
-            f"distribution={distribution!r} ({type(distribution).__name__}) is not a distribution of keras_dist. Pass, "
-            "for example, keras_dist.ModelParallel(layout_map=...)."
+            f"explain takes a distribution of keras_dist, but got {what_instead_of_a_distribution(distribution)}"
         )
     if isinstance(model_or_builder, keras.Layer):
         with built(model_or_builder) as model:
@@ -160,6 +160,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         unused=_unused_rules(layout_map, rows, layers),
         device_bytes=device_bytes,
         idle_axes=_idle_axes(distribution, layout_map, rows),
+        batch_axes=distribution._placer.batch_axes,
         sequence_axes=distribution._placer.sequence_axes,
         gathered_sequences=layers_that_gather_sequences(layers) if distribution._placer.sequence_axes else {},
         notes=_notes(model, optimizer),

@@ -245,14 +245,19 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
 
 
 def _idle_axes(coverage: Coverage) -> Iterator[Finding]:
+    kind = coverage.distribution.lstrip("<").split()[0]
+    batch = ""
+    if kind == "ModelParallel" and coverage.batch_axes:
+        axes = " and ".join(map(repr, coverage.batch_axes))
+        batch = f": the batch is sharded over {axes}, and the argument batch_dim_name chooses another axis"
     for axis in coverage.idle_axes:
-        size, kind = coverage.mesh.axis_sizes[axis], coverage.distribution.lstrip("<").split()[0]
+        size = coverage.mesh.axis_sizes[axis]
         empty = "" if coverage.rules or kind == "DataParallel" else "The layout map is empty: "
         yield Finding(
             "idle axis",
             f"{empty}{'m' if empty else 'M'}esh axis {axis!r} (size {size}) shards nothing, so the {size} devices "
             f"along it do the same work. Shard weights over it with layout map rules ({_DERIVE_RULES} derives them), "
-            "or give its devices to the batch axis.",
+            f"or give its devices to the batch axis{batch}.",
             0,
             (),
             None,

@@ -67,7 +67,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         if better is None and not is_activation and (embedding := paths.tied_embedding(pattern)):
             yield Unmatched(pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern]))
             continue
-        if better is None and (found := paths.nearest(pattern)):
+        if better is None and (found := paths.nearest(pattern, None if is_activation else len(axes[pattern]))):
             if found[0] not in regexes:  # many rules may resemble the same path
                 group = paths.variables(found)
                 regexes[found[0]] = regex_for(coverage, group) if group else path_regex(found)
@@ -176,20 +176,24 @@ class _Paths:
         tables = [v for v in tables if len(v.shape) == 2]
         return [max(tables, key=lambda v: v.shape[0])] if tables else ()
 
-    def nearest(self, rule: str) -> list[str]:
-        """Returns paths most similar to a rule (to its end, if it starts with `.*`); they differ only in numbers."""
+    def nearest(self, rule: str, dims: int | None) -> list[str]:
+        """Returns paths most similar to a rule (to its end, if it starts with `.*`); they differ only in numbers.
+
+        Of the most similar ones, those of variables with this number of dims come first, that of the rule's layout.
+        """
         text = _text_of_regex(rule)
         segments = text.count("/") + 1 if re.match(r"\(?\.\*", rule) else 0  # 0: all
         words = [word for word in _WORD.findall(rule) if word in self._kinds_with_word]
         word = min(words, key=lambda word: len(self._kinds_with_word[word]), default=None)
-        key = text, segments, word
+        key = text, segments, word, dims
         if key not in self._nearest:
             candidates: dict[str, list[str]] = {}
             for paths in self._kinds.values() if word is None else self._kinds_with_word[word]:
                 candidates.setdefault(re.sub(r"_?\d+", "#", "/".join(paths[0].split("/")[-segments:])), paths)
             is_rare = word is not None and 2 * len(self._kinds_with_word[word]) <= len(self._kinds)
-            close = get_close_matches(text, candidates, 1, 0.3 if is_rare else 0.6)
-            self._nearest[key] = candidates[close[0]] if close else []
+            close = [candidates[each] for each in get_close_matches(text, candidates, 3, 0.3 if is_rare else 0.6)]
+            fitting = [paths for paths in close if any(len(v.shape) == dims for v in self.variables(paths[:1]))]
+            self._nearest[key] = next(iter(fitting + close), [])
         return self._nearest[key]
 
 

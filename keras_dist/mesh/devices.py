@@ -251,6 +251,17 @@ def is_attached(device: Device) -> bool:
     return client is not None and type(client).__name__ != "CompileOnlyPyClient"
 
 
+def require_attached(sharding: jax.sharding.Sharding) -> None:
+    """Raises a ValueError if the devices of a sharding can hold no arrays."""
+    device = next(iter(sharding.device_set))
+    if not is_attached(device):
+        raise ValueError(
+            f"The mesh has {counted(len(sharding.device_set), 'device')} of type {device.device_kind!r} that are not "
+            "attached, so they store no variables and no batches. Pass the distribution to keras_dist.plan, or create "
+            "the mesh without devices=... to train on the devices of this machine."
+        )
+
+
 def platform_devices(platform: str) -> list[Device]:
     """Returns the devices of one type (`"cpu"`, `"gpu"` or `"tpu"`) in all processes, in JAX's order."""
     if not isinstance(platform, str):

@@ -11,6 +11,7 @@ import jax
 from keras_dist._keras import internals
 from keras_dist._keras.global_state import initialize_seed
 from keras_dist._report.units import counted
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
@@ -108,6 +109,16 @@ def _watch(timeout: float) -> None:
     if messaging.is_multi_process():
         messaging.set_timeout(timeout)
         failure_watch.start()
+
+
+def warn_unless_joined() -> None:
+    """Warns if this process was started as one of several, as by `keras-dist launch`, but has not joined them."""
+    count = os.environ.get("KERAS_DISTRIBUTION_NUM_PROCESSES", "1")
+    if count != "1" and not jax.distributed.is_initialized():
+        warn(
+            f"This process is one of {count} (KERAS_DISTRIBUTION_NUM_PROCESSES), but it has not joined the others, so "
+            "each of them trains a model of its own. Call keras_dist.initialize() directly after `import keras_dist`."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- settings

@@ -10,6 +10,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.data_adapters import data_adapter_utils
+from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.user_warnings import warn
@@ -27,7 +28,6 @@ from keras_dist.planning.hardware import hardware
 from keras_dist.planning.hardware_figures import Hardware
 from keras_dist.planning.report import Memory, Plan
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.current import what_instead_of_a_distribution
 from keras_dist.strategies.rematerialization import AUTO
 from keras_dist.variables.variable_layouts import optimizer_state_owners
 

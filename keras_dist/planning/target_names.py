@@ -46,8 +46,11 @@ def _parsed(name: str) -> tuple[Hardware, tuple[int, ...]]:
         return hardware[chip], (1, count) if count > 8 else (count,)
     match = _NAME.fullmatch(name)
     if match is None:
+        fault = "Cannot read the name of target {}"
+        if re.fullmatch(r"[^:]+:(\d+x)*0+(x\d+)*", name):
+            fault = "There are no devices in target {}"
         advice = _suggestion(name) or f"Write hardware and shape: {EXAMPLES}. {_LIST}"
-        raise ValueError(f"Cannot read the name of target {name!r}. {advice}")
+        raise ValueError(f"{fault.format(repr(name))}. {advice}")
     chip, shape = match[1], tuple(map(int, match[2].split("x")))
     if chip not in hardware:
         known = f"Use one of {', '.join(hardware)}, or add yours with keras_dist.hardware.register(...)."

@@ -22,6 +22,7 @@ from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derive
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
+from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
 from keras_dist.strategies import xla_workarounds
 from keras_dist.strategies.activations import distribute_tensors
@@ -118,6 +119,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self._traced_weights = TracedWeights()
         if self._device_mesh.devices.size > 1:
             expect_distribution(f"a {type(self).__name__} was created")
+            warn_unless_joined()
 
     @property
     def is_multi_process(self) -> bool:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
-import keras
-
 from keras_dist._keras import active_distribution, internals
+from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
+from keras_dist._report.user_warnings import warn
 from keras_dist.layout.tensor_layout import as_layout_on_mesh
 from keras_dist.strategies.activations import distribute_tensors
 from keras_dist.strategies.base import Distribution
@@ -41,26 +40,9 @@ def set_distribution(value: internals.KerasDistribution | None) -> None:
         raise TypeError(
             f"set_distribution takes a distribution or None, but got {what_instead_of_a_distribution(value)}"
         )
+    if value is not None and not isinstance(value, Distribution):
+        warn(f"set_distribution got {what_instead_of_a_distribution(value)}")
     active_distribution.install(value)
-
-
-def what_instead_of_a_distribution(value: Any) -> str:
-    """Returns what a value is that is no distribution, as the end of a sentence, and how to make a distribution."""
-    if isinstance(value, type) and issubclass(value, internals.KerasDistribution):
-        rules = "layout_map=layout_map" if issubclass(value, keras.distribution.ModelParallel) else ""
-        arguments = "" if value.__name__ == "FullyShardedDataParallel" else rules
-        return f"the class {value.__name__}. Call it: {value.__name__}({arguments})."
-    if isinstance(value, internals.KerasDistribution):
-        name = type(value).__name__
-        return f"Keras's own {name}. Use keras_dist.{name}, which takes the same arguments."
-    fix = "Pass, for example, keras_dist.DataParallel()."
-    if isinstance(value, keras.distribution.LayoutMap):
-        fix = "Pass keras_dist.ModelParallel(layout_map=layout_map)."
-    elif isinstance(value, (keras.distribution.DeviceMesh, jax.sharding.Mesh)):
-        fix = "Pass a distribution on this mesh, for example keras_dist.FullyShardedDataParallel(mesh)."
-    elif isinstance(value, str) and ":" in value:
-        fix = f"Pass, for example, keras_dist.DataParallel(keras_dist.create_device_mesh({value!r}))."
-    return f"{value!r} of type {type(value).__name__}. {fix}"
 
 
 def distribute_tensor(tensor: Any, layout: Any) -> Any:

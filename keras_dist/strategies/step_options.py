@@ -78,7 +78,7 @@ class StepOptions:
             if getattr(self, name) not in get_args(_OFTEN):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
         if not isinstance(self.remat, keras.RematScope | str | None):
-            raise TypeError(f"remat must be a string or a keras.RematScope, but got {self.remat!r}.")
+            raise TypeError(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         if isinstance(self.remat, str) and self.remat not in _REMATS:
             raise ValueError(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         self._check_offload()

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_dist._keras.training_state import own_copy
+from keras_dist.mesh.devices import require_attached
 from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
 
 
@@ -63,6 +64,7 @@ def reshard(value: Any, sharding: Any) -> Any:
     """
     if not isinstance(sharding, Sharding):
         return jax.device_put(value, sharding)
+    require_attached(sharding)
     if is_host_tensor(value):
         return place(value, sharding)
     if isinstance(value, jax.Array) and not sharding.is_fully_addressable:

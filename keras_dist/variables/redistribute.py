@@ -8,6 +8,7 @@ import keras
 from keras_dist._keras import internals, training_state
 from keras_dist._keras.active_distribution import is_of_this_package, record_distribution
 from keras_dist._keras.internals import as_sharding
+from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.variable_layouts import (
@@ -52,11 +53,12 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
     """
     if not isinstance(model, keras.Layer):
         what = f"variable {model.path!r}" if isinstance(model, keras.Variable) else f"{model!r}"
-        raise TypeError(f"redistribute takes a Keras model or layer, not {what} (of type {type(model).__name__}).")
+        swapped = " Write redistribute(model, distribution)." if isinstance(distribution, keras.Layer) else ""
+        kind = type(model).__name__
+        raise TypeError(f"redistribute takes a Keras model or layer, not {what} (of type {kind}).{swapped}")
     if distribution is not None and not isinstance(distribution, internals.KerasDistribution):
         raise TypeError(
-            f"redistribute takes a distribution or None, not {distribution!r} (of type {type(distribution).__name__}). "
-            "Pass, for example, keras_dist.DataParallel()."
+            f"redistribute takes a distribution or None, but got {what_instead_of_a_distribution(distribution)}"
         )
     target = internals.current_distribution() if distribution is None else distribution
     training_state.put_values_back(model)

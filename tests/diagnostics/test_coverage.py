@@ -217,7 +217,7 @@ def build_without_distribution():
 def test_invalid_arguments_raise():
     with pytest.raises(ValueError, match="none is active"):
         kd.explain(blocks)
-    with pytest.raises(TypeError, match="distribution='data:8'"):
+    with pytest.raises(TypeError, match="got 'data:8'"):
         kd.explain(blocks, "data:8")
     with pytest.raises(TypeError, match=r"\b3 \(int\)"):
         kd.explain(3, kd.DataParallel())

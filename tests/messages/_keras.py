@@ -67,6 +67,18 @@ def distribution_created_and_never_set():
         made.predict(X, verbose=0)
 
 
+def redistributed_and_not_set():
+    made = model()
+    with mock.patch.object(active_distribution, "_intent", ""):
+        kd.redistribute(made, kd.DataParallel())
+        made.predict(X, verbose=0)
+
+
+def variable_on_mock_devices():
+    with kd.DataParallel(kd.create_device_mesh("data:8", kd.mock_tpus("v5e:2x4"))).scope():
+        model()
+
+
 def called_after_the_distribution():
     with kd.DataParallel().scope():
         made = model()
@@ -163,6 +175,9 @@ CASES = {
     "a model that is created in a thread that several scopes may have started": (
         created_in_a_thread_that_several_scopes_may_have_started
     ),
+    "redistribute, arguments in another order": lambda: kd.redistribute(kd.DataParallel(), model()),
+    "redistribute, and no distribution is set": redistributed_and_not_set,
+    "a variable on devices that are not attached": variable_on_mock_devices,
     "redistribute, a variable": lambda: kd.redistribute(keras.Variable(X, name="table")),
     "redistribute, to a layout map": lambda: kd.redistribute(model(), kd.LayoutMap(None)),
     "the value of a deferred variable": deferred_value_used,

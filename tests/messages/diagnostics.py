@@ -168,6 +168,7 @@ CASES = {
     "replicas": findings(decoder, {"embedding/embeddings": COLUMNS}),
     "replicas over two axes": findings(tower, {"up/kernel": ("data", "model")}),
     "a replica that no axis divides": findings(lambda: tower(up=7, down=7), {"up/kernel": ROWS}),
+    "a rule that is only a name of a layer": findings(tower, {"up": (None, "model")}),
     "an idle axis": findings(tower, {"up/kernel": ("data", None), "down/kernel": (None, None)}),
     "explain without a distribution": lambda: kd.explain(tower),
     "explain under something else": lambda: kd.explain(tower, "data:8"),

@@ -43,6 +43,7 @@ CASES = {
     "two axes of size -1": lambda: kd.create_device_mesh("data:-1,model:-1"),
     "text that is not a list of axes": lambda: kd.create_device_mesh("data=2,model=4"),
     "sizes and pairs mixed": lambda: kd.create_device_mesh([("data", 2), 4]),
+    "axes as arguments": lambda: kd.create_device_mesh(data=2, model=4),
     "a number in place of axes": lambda: kd.create_device_mesh(8),
     "too many axes": lambda: kd.create_device_mesh([(f"axis{i}", 1) for i in range(33)]),
     "an unknown axis in dcn": lambda: kd.create_device_mesh("data:8", dcn="slice"),

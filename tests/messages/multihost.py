@@ -31,6 +31,11 @@ def _with_variable(name, value):
     return case
 
 
+def _not_initialized():
+    with mock.patch.dict(os.environ, {"KERAS_DISTRIBUTION_NUM_PROCESSES": "2"}):
+        kd.set_distribution(kd.DataParallel())
+
+
 def _second_call():
     state = mock.Mock(client=True, num_processes=2, process_id=0, coordinator_address="10.0.0.1:1234")
     with mock.patch.object(coordination._jax_distributed, "global_state", state):
@@ -163,6 +168,7 @@ CASES = {
     "initialize after JAX started": lambda: (kd.get_device_count(), kd.initialize("10.0.0.1:1234", 2, 0)),
     "a second call with other arguments": _second_call,
     "initialize without arguments and without a cluster": _no_cluster,
+    "started as one of several, but not initialized": _not_initialized,
     "a port in use": _used_port,
     "process 0 is not there": _nothing_listens,
     "processes are missing": _not_joined(0, "DEADLINE_EXCEEDED", 4),

@@ -253,6 +253,7 @@ CASES = {
     "hardware in place of a target": lambda: kd.target(kd.hardware["h100"]),
     "a comparison of a plan and a distribution": lambda: kd.compare(kd.DataParallel()),
     "devices of a mesh by the name of a target": lambda: kd.create_device_mesh("data:8", devices="v5e:2x4"),
+    "a target as an argument of a plan": lambda: kd.plan(perceptron, kd.DataParallel(), 16, target="v5e:2x4"),
     "an unknown step": lambda: plan_of(gpt, step="fit"),
     "no model": lambda: plan_of("model.py"),
     "a build function that returns no model": lambda: plan_of(lambda: None),

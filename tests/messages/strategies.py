@@ -1,5 +1,6 @@
 """Texts of `keras_dist/strategies`."""
 
+import types
 from unittest import mock
 
 import jax
@@ -34,6 +35,13 @@ def fit_without_sequences():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="regression")
         model.compile("sgd", "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
+
+
+def fit_with_the_class_of_a_callback():
+    with kd.DataParallel().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[kd.StepMonitor])
 
 
 def with_processes(number, function):
@@ -131,15 +139,20 @@ CASES = {
     "a step option that there is not": lambda: kd.StepOptions(accumulate=2),
     "a misspelled argument of a constructor": lambda: kd.DataParallel(shard_optimiser_state=True),
     "a layout map that is not passed by name": lambda: kd.ModelParallel(rules()),
+    "a mesh and a layout map that are not passed by name": lambda: kd.ModelParallel(mesh(), rules()),
     "a layout map as the second argument": lambda: kd.FullyShardedDataParallel(mesh(), rules()),
     "a layout map in place of a mesh": lambda: kd.FullyShardedDataParallel(rules()),
     "a model in place of a mesh": lambda: kd.FullyShardedDataParallel(keras.Sequential(name="gpt")),
+    "devices in place of a mesh": lambda: kd.FullyShardedDataParallel(kd.mock_tpus("v5e:2x4")),
     "axes in place of a mesh": lambda: kd.DataParallel("data:8"),
     "the class of a distribution": lambda: kd.set_distribution(kd.DataParallel),
     "the class of a distribution with rules": lambda: kd.set_distribution(kd.ModelParallel),
     "a mesh as a distribution": lambda: kd.set_distribution(mesh()),
     "a layout map as a distribution": lambda: kd.set_distribution(rules()),
     "axes as a distribution": lambda: kd.set_distribution("data:8"),
+    "a distribution of Keras": lambda: kd.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"])),
+    "the choice of a distribution": lambda: kd.set_distribution(types.SimpleNamespace(distribution=kd.DataParallel())),
+    "the class of a callback": fit_with_the_class_of_a_callback,
     "a set_distribution of nothing": lambda: kd.set_distribution(),
     "no microbatches": lambda: kd.StepOptions(microbatches=0),
     "an unknown frequency": lambda: kd.StepOptions(reduce_gradients="epoch"),
