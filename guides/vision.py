@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Train a vision model: augmentation, batch normalization and mixed precision
+# # Train a vision model in mixed precision
 #
 # A residual network learns to read handwritten digits. Its augmentation, its batch normalization and its losses are
 # those of one device. Before that, plans show what such a network for photos costs on a TPU: in float32, in mixed
