@@ -22,7 +22,7 @@ def set_distribution(value: internals.KerasDistribution | None) -> None:
     `keras.utils.clear_session()`.
 
     Args:
-        value: a distribution of this package, or None. One of Keras is accepted with a warning, and behaves as in Keras.
+        value: a distribution of this package, or None. One of Keras behaves as in Keras, with a warning.
 
     Raises:
         TypeError: the value is neither a distribution nor None.
