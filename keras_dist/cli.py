@@ -72,6 +72,11 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     step_options = dict(map(_step_option, options.step_option))
     distribution = distribution.with_step_options(dataclasses.replace(distribution.step_options, **step_options))
     batch = _batch(options.batch)
+    if callable(batch):
+        raise ValueError(
+            f"The function of --batch {options.batch} takes an argument, which a plan has no value for. Give the "
+            "argument a default, or pass a function without arguments."
+        )
     planned = kd.plan(
         build,
         distribution,

@@ -151,6 +151,30 @@ def test_plan_prints_its_report(functions, capsys):
     assert "no part of the answer" in shown.err
 
 
+def test_plan_of_a_preset_without_its_weights(functions, capsys, tmp_path):
+    hub = pytest.importorskip("keras_hub", reason="plans a preset of KerasHub: pip install keras-hub")
+    sizes = {"num_query_heads": 2, "num_key_value_heads": 1, "hidden_dim": 16, "intermediate_dim": 32}
+    backbone = hub.models.Llama3Backbone(vocabulary_size=64, num_layers=1, **sizes)
+    hub.models.Llama3CausalLM(backbone, preprocessor=None).save_to_preset(str(tmp_path / "llama"))
+    for file in (tmp_path / "llama").glob("*.h5"):
+        file.unlink()
+    (tmp_path / "preset_model.py").write_text(f"""
+import keras, keras_hub, jax
+
+def build():
+    model = keras_hub.models.CausalLM.from_preset({str(tmp_path / "llama")!r}, load_weights=False, preprocessor=None)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+def batch(rows=8):
+    tokens = jax.ShapeDtypeStruct((rows, 32), "int32")
+    return {{"token_ids": tokens, "padding_mask": jax.ShapeDtypeStruct((rows, 32), "bool")}}, tokens
+""")
+    options = ["--target", "cpu:8", "--mesh", "data:8", "--batch", "preset_model.py:batch"]
+    assert main(["plan", "preset_model.py:build", *options]) == 0
+    assert "token_ids: int32[8, 32]" in capsys.readouterr().out
+
+
 def test_json_is_all_of_standard_output(functions, capsys):
     assert main([*plan_arguments(functions, layout=f"{functions}:layout"), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)

@@ -76,6 +76,7 @@ CASES = {
         "auto", "model.py:build", "--batch", "16", "--target", "v5e:2x2", "--target", "v5e:2x4"
     ),
     "a batch that is neither a number nor a function": lambda: changed(batch="many"),
+    "a batch that is a function of rows": lambda: changed(batch="model.py:no_layout"),
     "a batch of no rows": lambda: changed(batch="0"),
     "a function that the file does not have": lambda: changed(layout="model.py:layout"),
     "a file that does not exist": lambda: changed(layout="other.py:layout"),
