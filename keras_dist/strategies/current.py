@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import keras
+
 from keras_dist._keras import active_distribution, internals
 from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._report.user_warnings import warn
@@ -40,7 +42,7 @@ def set_distribution(value: internals.KerasDistribution | None) -> None:
         raise TypeError(
             f"set_distribution takes a distribution or None, but got {what_instead_of_a_distribution(value)}"
         )
-    if value is not None and not isinstance(value, Distribution):
+    if type(value) in (keras.distribution.DataParallel, keras.distribution.ModelParallel):
         warn(f"set_distribution got {what_instead_of_a_distribution(value)}")
     active_distribution.install(value)
 
