@@ -15,8 +15,8 @@ _COMPILED_BY_JAX = (
 
 
 def why_not_compiled(model: keras.Model) -> str | None:
-    """Returns the layer because of which Keras does not compile a model, and the fix; None without such a layer."""
-    layers = layers_without_compilation(model)
+    """Returns the layer because of which Keras does not compile a model, and the fix; None if it is not a layer."""
+    layers = [] if model.run_eagerly or model.jit_compile else layers_without_compilation(model)
     if not layers:
         return None
     layer = next((layer for layer in layers if not isinstance(layer, _COMPILED_BY_JAX)), layers[0])

@@ -245,7 +245,7 @@ def _patch_make_function(step: str) -> None:
             placed = [variable for variable in variables if id(variable) not in seeds]
             check_placement(self, placed, distribution)
             place_new_seed_generators(self, distribution)
-            if not (self.run_eagerly or self.jit_compile) and (reason := why_not_compiled(self)):
+            if reason := why_not_compiled(self):
                 warn(f"The operations of {self.name!r} run one by one, which is slow: {reason}")
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)

@@ -42,15 +42,6 @@ _CUSTOMARY = {
 }
 
 
-# What to write in place of an argument that a function does not have, by the names of both.
-_INSTEAD = {
-    ("plan", "target"): (
-        "The distribution has the devices: keras_dist.DataParallel(keras_dist.create_device_mesh('data:8', "
-        "devices=keras_dist.target('v5e:2x4')))"
-    ),
-}
-
-
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Returns a question with the closest known word, as a sentence after another one; nothing if none is close.
 
@@ -108,6 +99,17 @@ def explain_arguments(public: Mapping[str, Any]) -> dict[str, Any]:
     return replaced
 
 
+def _what_to_write(name: str, unknown: str, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Returns the fix, as a sentence after another one, for an argument that a function is often expected to have."""
+    if (name, unknown) == ("plan", "target"):
+        mesh = "keras_dist.create_device_mesh('data:8', devices=keras_dist.target('v5e:2x4'))"
+        return f" The distribution has the devices: keras_dist.DataParallel({mesh})."
+    if name == "create_device_mesh" and not args and all(isinstance(size, int) for size in kwargs.values()):
+        axes = ",".join(f"{axis}:{size}" for axis, size in kwargs.items())
+        return f" Axes are one argument: create_device_mesh({axes!r})."
+    return ""
+
+
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -130,10 +132,7 @@ def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any])
     fix = ""
     if unknown is not None:
         fault = f"there is no argument {unknown!r}"
-        instead = _INSTEAD.get((name, unknown))
-        if name == "create_device_mesh" and not args and all(isinstance(size, int) for size in kwargs.values()):
-            instead = f"Axes are one argument: create_device_mesh({','.join(f'{k}:{v}' for k, v in kwargs.items())!r})"
-        fix = f" {instead}." if instead else did_you_mean(unknown, names)
+        fix = _what_to_write(name, unknown, args, kwargs) or did_you_mean(unknown, names)
     elif len(args) > len(positional):
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         kinds = ", ".join(type(each).__name__ for each in args[len(positional) :])

@@ -179,7 +179,7 @@ class _Paths:
     def nearest(self, rule: str, dims: int | None) -> list[str]:
         """Returns paths most similar to a rule (to its end, if it starts with `.*`); they differ only in numbers.
 
-        Of the most similar ones, those of variables with this number of dims come first, that of the rule's layout.
+        Of several similar paths, that of a variable with as many dims as the rule's layout comes first.
         """
         text = _text_of_regex(rule)
         segments = text.count("/") + 1 if re.match(r"\(?\.\*", rule) else 0  # 0: all

@@ -326,21 +326,21 @@ def as_device_mesh(mesh) -> DeviceMesh:
         return DeviceMesh(mesh.shape, mesh.axis_names, mesh.devices)
     if isinstance(mesh, jax.sharding.Mesh):
         return DeviceMesh.from_jax_mesh(mesh)
-    are_devices = isinstance(mesh, (list, tuple)) and bool(mesh) and hasattr(mesh[0], "device_kind")
-    what = counted(len(mesh), "device") if are_devices else f"{mesh!r} of type {type(mesh).__name__}"
-    raise ValueError(
-        f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {what}. "
-        f"{_how_to_get_mesh(mesh, 'devices=devices' if are_devices else '')}"
-    )
+    what = counted(len(mesh), "device") if _are_devices(mesh) else f"{mesh!r} of type {type(mesh).__name__}"
+    raise ValueError(f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {what}. {_how_to_get_mesh(mesh)}")
 
 
-def _how_to_get_mesh(value: Any, devices: str) -> str:
+def _are_devices(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and hasattr(value[0], "device_kind")
+
+
+def _how_to_get_mesh(value: Any) -> str:
     if isinstance(value, keras.distribution.LayoutMap):
         return "Pass a layout map by name: layout_map=layout_map."
     if isinstance(value, keras.Layer):
         return "A distribution takes no model: set it with keras_dist.set_distribution before the model is created."
     axes = repr(value) if isinstance(value, (str, dict)) and value else "axes"
-    return f"Create one with keras_dist.create_device_mesh({', '.join(filter(None, (axes, devices)))})."
+    return f"Create one with keras_dist.create_device_mesh({axes}{', devices=devices' * _are_devices(value)})."
 
 
 def as_auto_mesh(mesh) -> DeviceMesh:

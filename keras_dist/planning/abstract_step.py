@@ -195,15 +195,11 @@ def _as_model(model: Any, name: str) -> keras.Model:
             'where the model is built, or plan with step="predict".'
         )
     if model.run_eagerly or not model.jit_compile:
-        reason = None if model.run_eagerly else why_not_compiled(model)
-        raise ValueError(
-            f"Cannot compile a step of {model.name!r}: "
-            + (
-                reason
-                or f"it has run_eagerly={model.run_eagerly} and jit_compile={model.jit_compile}. Leave both arguments "
-                "of model.compile at their defaults."
-            )
+        reason = why_not_compiled(model) or (
+            f"it has run_eagerly={model.run_eagerly} and jit_compile={model.jit_compile}. Leave both arguments of "
+            "model.compile at their defaults."
         )
+        raise ValueError(f"Cannot compile a step of {model.name!r}: {reason}")
     return model
 
 

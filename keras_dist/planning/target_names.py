@@ -46,11 +46,10 @@ def _parsed(name: str) -> tuple[Hardware, tuple[int, ...]]:
         return hardware[chip], (1, count) if count > 8 else (count,)
     match = _NAME.fullmatch(name)
     if match is None:
-        fault = "Cannot read the name of target {}"
-        if re.fullmatch(r"[^:]+:(\d+x)*0+(x\d+)*", name):
-            fault = "There are no devices in target {}"
+        is_empty = re.fullmatch(r"[^:]+:(\d+x)*0+(x\d+)*", name)
+        fault = "There are no devices in" if is_empty else "Cannot read the name of"
         advice = _suggestion(name) or f"Write hardware and shape: {EXAMPLES}. {_LIST}"
-        raise ValueError(f"{fault.format(repr(name))}. {advice}")
+        raise ValueError(f"{fault} target {name!r}. {advice}")
     chip, shape = match[1], tuple(map(int, match[2].split("x")))
     if chip not in hardware:
         known = f"Use one of {', '.join(hardware)}, or add yours with keras_dist.hardware.register(...)."

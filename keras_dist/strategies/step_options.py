@@ -77,10 +77,9 @@ class StepOptions:
         for name in ("reduce_gradients", "gather_weights"):
             if getattr(self, name) not in get_args(_OFTEN):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
-        if not isinstance(self.remat, keras.RematScope | str | None):
-            raise TypeError(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
-        if isinstance(self.remat, str) and self.remat not in _REMATS:
-            raise ValueError(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
+        if not isinstance(self.remat, keras.RematScope | None) and self.remat not in _REMATS:
+            kind = ValueError if isinstance(self.remat, str) else TypeError
+            raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         self._check_offload()
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
