@@ -61,6 +61,11 @@ def residual_model(blocks, width, by_hand=False, accumulation=None):
     return model
 
 
+# With JAX 0.10, libtpu counts no temporary memory for a small program, and XLA:GPU reduces the gradients of a few
+# vectors for each batch, which is too much where matrices are small.
+SIZE = {} if jax.__version_info__ >= (0, 12) else {"width": 2048}
+
+
 @functools.cache
 def planned(target, strategy, rows=64, blocks=1, width=512, by_hand=False, accumulation=None, **options):
     mesh, step_options = kd.create_device_mesh("data:8", devices=kd.target(target)), kd.StepOptions(**options)
@@ -94,12 +99,11 @@ def test_gradients_of_microbatches_are_reduced_once(target, strategy):
 @pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
 def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
     """In the branch with the update, which also gathers the weights of ZeRO-1."""
-    single, plan = planned(target, strategy), planned(target, strategy, accumulation=4)
+    single, plan = planned(target, strategy, **SIZE), planned(target, strategy, accumulation=4, **SIZE)
     assert wire_bytes(plan) <= 1.02 * wire_bytes(single)
     each_time = [each for each in plan.collectives if "/cond/branch_1_fun/" not in each.op_name]
     gathered = wire_bytes(single, "all-gather", "collective-permute") if strategy == "FSDP" else 0  # as layers use them
-    # XLA:GPU of JAX 0.10 reduces the gradients of some vectors, 0.2% of the bytes, before the branch.
-    assert sum(each.wire_bytes for each in each_time) <= 0.003 * wire_bytes(single) + gathered
+    assert sum(each.wire_bytes for each in each_time) <= 0.001 * wire_bytes(single) + gathered
 
 
 def test_weights_of_microbatches_are_gathered_once(target):
@@ -109,11 +113,10 @@ def test_weights_of_microbatches_are_gathered_once(target):
 
 def test_gradients_are_reduced_in_each_microbatch(target):
     """This sends as many times the bytes as there are microbatches, and holds shards of gradients only."""
-    options = {"microbatches": 4, "gather_weights": "update"}
+    options = {"microbatches": 4, "gather_weights": "update", **SIZE}
     plan, once = planned(target, "FSDP", reduce_gradients="microbatch", **options), planned(target, "FSDP", **options)
     assert wire_bytes(plan, "reduce-scatter") >= 3.9 * wire_bytes(once, "reduce-scatter")
-    # libtpu of JAX 0.10 keeps all of a program of this size in memory that is not counted.
-    assert plan.memory.temporaries < once.memory.temporaries or once.memory.temporaries == 0
+    assert plan.memory.temporaries < once.memory.temporaries
 
 
 @pytest.mark.parametrize("target", V5E_FIRST)
