@@ -25,11 +25,15 @@ import keras_dist as kd
 kd.simulate_devices(8)
 kd.set_distribution(None)  # tests use one device on purpose
 
+import functools  # noqa: E402
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+from keras_dist.sharding.shard_dim import shard_one_more_dim  # noqa: E402
 
 jax.devices()  # JAX starts with these devices, whichever test runs first
 
@@ -76,7 +80,9 @@ def compiled_programs_are_dropped():
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """What `auto` compiled for other tests is not known."""
-    monkeypatch.setattr("keras_dist.planning.compilation_cache._default_folder", lambda: tmp_path / "compilations")
+    monkeypatch.setattr(
+        "keras_dist.planning.compiling.compilation_cache._default_folder", lambda: tmp_path / "compilations"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +104,20 @@ def full_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def shard_small_optimizer_state(monkeypatch):
+    """ZeRO-1 shards the optimizer state of small weights, too."""
+    monkeypatch.setattr(
+        "keras_dist.strategies.data_parallel.shard_one_more_dim",
+        functools.partial(shard_one_more_dim, min_shard_bytes=0),
+    )
+
+
+@pytest.fixture
+def half_precision():
+    """Layers compute in bfloat16, from float32 weights."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy("float32")

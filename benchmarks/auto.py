@@ -29,10 +29,10 @@ import keras
 from keras import layers, ops
 
 import keras_dist as kd
-from keras_dist.planning.choosing import Task
-from keras_dist.planning.estimates import seconds_of
-from keras_dist.planning.places import place_of
-from keras_dist.planning.search_space import search_space
+from keras_dist.planning.search.choosing import Task
+from keras_dist.planning.search.estimates import seconds_of
+from keras_dist.planning.search.places import place_of
+from keras_dist.planning.search.search_space import search_space
 
 TARGETS = "v5e:2x2", "v5e:2x4", "h100:4", "h100:8"
 

@@ -29,13 +29,13 @@ import numpy as np
 import keras_dist as kd
 from keras_dist._report.tables import Table
 from keras_dist._report.units import bytes_text, seconds_text
-from keras_dist.planning.abstract_step import prepared_step
-from keras_dist.planning.forecast import StepTimes
+from keras_dist.planning.compiling.abstract_step import prepared_step
+from keras_dist.planning.costs.forecast import StepTimes
+from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hlo.collectives import Collective, wire_bytes
 from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.replica_groups import groups_along
 from keras_dist.planning.hlo.schedule import walk_schedule
-from keras_dist.planning.interconnect import Interconnect
 
 BOOK = "Scaling Book, {}"
 RECIPES = "tpu-recipes, {}"

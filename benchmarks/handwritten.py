@@ -459,7 +459,7 @@ def compile_for(
     A program that does not fit into memory is compiled, too, by libtpu before 0.0.50.
     """
     import keras_dist
-    from keras_dist.planning.target_platform import answering_as
+    from keras_dist.planning.targets.target_platform import answering_as
 
     devices = list(keras_dist.target(target))
     on_tpu = devices[0].platform == "tpu"

@@ -18,7 +18,7 @@ Each subpackage is called a room, and lists its files in its `__init__.py`. Impo
 * `_report/`: tables, units and progress.
 """
 
-from keras_dist._keras import internals as _internals  # noqa: F401  (first: it selects Keras's backend)
+from keras_dist._keras import internals as _internals  # noqa: F401  (first: it selects Keras's backend
 
 # isort: split
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -53,21 +53,21 @@ from keras_dist.mesh.devices import (
 from keras_dist.mesh.mock_devices import mock_gpus, mock_tpus
 from keras_dist.monitoring.step_monitor import StepMonitor
 from keras_dist.multihost.initialize import initialize
-from keras_dist.planning.auto import auto
-from keras_dist.planning.choice import Choice
-from keras_dist.planning.compare import Comparison, compare
-from keras_dist.planning.compile_target import Target, target
-from keras_dist.planning.hardware import hardware
-from keras_dist.planning.hardware_figures import GpuCompilerTarget, Hardware
+from keras_dist.planning.hardware.figures import GpuCompilerTarget, Hardware
+from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.plan import plan
-from keras_dist.planning.report import Plan
+from keras_dist.planning.reports.compare import Comparison, compare
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.planning.search.auto import auto
+from keras_dist.planning.search.choice import Choice
+from keras_dist.planning.targets.target import Target, target
+from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.current import distribute_tensor, distribution, set_distribution
 from keras_dist.strategies.data_parallel import DataParallel
+from keras_dist.strategies.derived.tensor_parallel import tensor_parallel_layout_map
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
 from keras_dist.strategies.model_parallel import ModelParallel
-from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.tensor_parallel import tensor_parallel_layout_map
 from keras_dist.variables.deferred import deferred, materialize
 from keras_dist.variables.redistribute import redistribute
 

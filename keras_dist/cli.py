@@ -34,7 +34,7 @@ from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.elastic import launch_elastic
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
-from keras_dist.planning.choice import MOST_ROWS, NothingFitsError, trials_data, trials_section
+from keras_dist.planning.search.choice import MOST_ROWS, NothingFitsError, trials_data, trials_section
 
 
 def run(options: argparse.Namespace) -> int:

@@ -337,7 +337,7 @@ def test_auto_for_the_most_rows_and_the_fewest_devices(functions, monkeypatch, c
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_auto_exits_with_1_if_nothing_fits(functions, monkeypatch, capsys, more):
     sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 800}
-    monkeypatch.setattr("keras_dist.planning.compile_target.os.sysconf", sizes.__getitem__)
+    monkeypatch.setattr("keras_dist.planning.targets.target.os.sysconf", sizes.__getitem__)
     assert main(auto_arguments(functions, "--batch", "32", *more)) == 1
     shown = capsys.readouterr().out
     assert "No candidate fits" in " ".join(shown.split())

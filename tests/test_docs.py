@@ -6,6 +6,7 @@ Sphinx checks the links of the site when it is built (`make -C docs html`, a sta
 import ast
 import pathlib
 import re
+import tomllib
 
 import keras
 import numpy as np
@@ -47,10 +48,20 @@ def test_what_the_architecture_names_exists():
             body = getattr(statement, "body", [])
 
 
-def test_every_room_is_in_the_picture_once():
-    rooms = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    picture = TEXT.split("```")[1]
-    assert rooms == set(re.findall(r"(?m)^ (\w+)/", picture))
+def test_the_picture_has_the_rooms_of_the_import_contract_in_its_order():
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    picture = re.findall(r"(?m)^ (\w+)(?:/|\.py)", TEXT.split("```")[1])
+    assert picture == [layer for layer in contract["layers"] if layer != "__main__"]
+    assert {file.parent.name for file in PACKAGE.glob("*/__init__.py")} < set(picture)
+
+
+@pytest.mark.parametrize("room", [init.parent for init in PACKAGE.rglob("*/__init__.py")], ids=lambda room: room.name)
+def test_a_room_lists_its_files_and_has_at_most_20(room):
+    files = [file.name for file in room.glob("*.py") if not file.name.startswith("__")]
+    files += [f"{inner.parent.name}/" for inner in room.glob("*/__init__.py")]
+    text = (room / "__init__.py").read_text()
+    assert [name for name in files if f"`{name}`" not in text] == []
+    assert len(files) <= 20
 
 
 # The examples of a page run one after another, as a reader would type them. What they need besides:

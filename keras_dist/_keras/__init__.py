@@ -1,15 +1,18 @@
 """Private names of Keras, how its functions are patched, and which distribution is active.
 
 * `internals.py`: small functions around Keras's private names.
+* `model_structure.py`: the layers of a model, their weights, and the graphs of functional models.
 * `data_adapters.py`: those of data adapters.
 * `global_state.py`: automatic names, and the seeds and generators of random numbers.
 * `patch_registry.py`: declares, installs and removes patches of Keras's functions.
 * `distribution_hooks.py`: what patches ask of a distribution.
 * `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.
 * `running_fit.py`: what is done at the end of `fit`.
+* `train_step.py`: the parts of Keras's train step.
 * `training_state.py`: moves the state of a running model between its variables and the steps.
 * `thread_value.py`: values that each thread has for itself.
 * `quantized_weights.py`: the float weights that variables of quantized layers were computed from.
 * `deferred_variables.py`: variables without values.
-* `tracing_errors.py`: what went wrong while a model was traced.
+* `tracing_errors.py`: what went wrong while a model was traced; `uncompiled_layers.py`: why a model is not compiled.
+* `not_a_distribution.py`: what a value is that was passed in place of a distribution.
 """

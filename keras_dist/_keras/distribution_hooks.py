@@ -73,7 +73,7 @@ class DistributionHooks(Protocol):
         ...
 
     def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int], is_tied: bool) -> Any:
-        """Returns how a layer looks up rows of its table, a `strategies.lookups.Lookup`; None: as Keras does.
+        """Returns how a layer looks up rows of its table, a `sharding.lookups.Lookup`; None: as Keras does.
 
         `is_tied` is whether layers also multiply with the table.
         """
@@ -184,7 +184,7 @@ class DistributionHooks(Protocol):
 
 
 class TrainStepHooks(Protocol):
-    """What patches ask of a distribution about train steps. `strategies.train_steps.TrainSteps` implements it."""
+    """What patches ask of a distribution about train steps. `steps.train_steps.TrainSteps` implements it."""
 
     @property
     def are_changed(self) -> bool:
@@ -209,7 +209,7 @@ class TrainStepHooks(Protocol):
         ...
 
     def accumulation(self, model: keras.Model) -> Any:
-        """Returns how steps accumulate gradients, a `strategies.gradient_accumulation.GradientAccumulation`.
+        """Returns how steps accumulate gradients, a `steps.gradient_accumulation.GradientAccumulation`.
 
         None: as Keras does, or not at all.
         """

@@ -68,7 +68,6 @@ with missing_names_are_errors():
     from keras.src.distribution import distribution_lib
     from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
     from keras.src.losses import loss as loss_lib  # noqa: F401
-    from keras.src.models import functional
     from keras.src.ops import function as function_lib  # noqa: F401
     from keras.src.optimizers import base_optimizer
     from keras.src.random.seed_generator import draw_seed as draw_seed
@@ -76,7 +75,6 @@ with missing_names_are_errors():
     from keras.src.saving import saving_lib as saving_lib
     from keras.src.utils import file_utils as file_utils
     from keras.src.utils.jax_utils import is_in_jax_tracing_scope as is_in_jax_tracing_scope
-    from keras.src.utils.naming import to_snake_case
 
     # Since 3.16, the operations of a backend are a package of their own, and its classes have shorter names.
     _operations: Any = getattr(_jax_backend, "ops", _jax_backend)
@@ -167,82 +165,9 @@ def current_distribution():
     return global_state.get_global_attribute(GLOBAL_NAME)
 
 
-def direct_variables(layer) -> list:
-    """Returns the weights of a layer, without those of its sublayers."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
-
-
-def weight_paths(model) -> dict[int, str]:
-    """Returns the path of each weight by its id, from the names of the model and of all layers that contain it."""
-    paths: dict[int, str] = {}
-    seen: set[int] = set()
-
-    def add(layer, path):
-        if id(layer) in seen:
-            return
-        seen.add(id(layer))
-        for variable in direct_variables(layer):
-            paths.setdefault(id(variable), f"{path}/{variable.name}")
-        for inner in layer._flatten_layers(include_self=False, recursive=False):
-            add(inner, f"{path}/{inner.name}")
-
-    add(model, model.name)
-    return paths
-
-
-def layers_without_compilation(model) -> list[keras.Layer]:
-    """Returns the layers because of which Keras does not compile the steps of a model."""
-    return [layer for layer in model._flatten_layers() if not layer.supports_jit]
-
-
-def seed_generator_states(model) -> list:
-    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
-
-
 def is_random_state(path: str) -> bool:
     """Returns whether a path is that of the state of a random generator."""
     return path.endswith("seed_generator_state")
-
-
-def automatic_names(model) -> set[str]:
-    """Returns the names that Keras gives to a model and its layers where the user gives none, without numbers."""
-    return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
-
-
-def last_layers(model) -> list:
-    """Returns the layers that compute the outputs of a functional or sequential model; none for other models."""
-    _, outputs = inputs_and_outputs(model)
-    return [tensor._keras_history.operation for tensor in jax.tree.leaves(outputs)]
-
-
-def embedding_table(layer) -> Any:
-    """Returns the table of an `Embedding` layer."""
-    return layer._embeddings
-
-
-def reversible_embeddings(model) -> set[int]:
-    """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
-    return {id(embedding_table(layer)) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
-
-
-def tied_tables(model) -> set[int]:
-    """Returns the ids of the tables in which layers look up rows and with which they may multiply.
-
-    A tied `ReversibleEmbedding` only looks up rows where all that a model computes is a graph that says so.
-    """
-    layers = list(model._flatten_layers())
-    graphs = functional.Functional, keras.Sequential
-    is_graph = all(isinstance(layer, graphs) for layer in layers if isinstance(layer, keras.Model))
-    parents = [layer for layer in layers if not isinstance(layer, keras.Model)]
-    used_by_layers = {id(part) for parent in parents for part in parent._layers}
-
-    def only_looks_up(layer) -> bool:
-        nodes = layer._inbound_nodes
-        reverses = any(len(n.arguments.args) > 1 or n.arguments.kwargs.get("reverse") for n in nodes)
-        return is_graph and bool(nodes) and not reverses and id(layer) not in used_by_layers
-
-    tied = [each for each in layers if isinstance(each, keras.layers.ReversibleEmbedding) and each.tie_weights]
-    return {id(embedding_table(layer)) for layer in tied if not only_looks_up(layer)}
 
 
 def gradient_accumulators(optimizer, weights: Sequence) -> list | None:
@@ -269,13 +194,6 @@ def computes_train_step_as_keras(model) -> bool:
 def is_embedding_table(path: str) -> bool:
     """Returns whether a path is that of the table of an `Embedding` layer."""
     return path.endswith("/embeddings")
-
-
-def casts_rows_to_fewer_bytes(layer) -> bool:
-    """Returns whether an `Embedding` layer computes in a dtype with fewer bytes than that of its table."""
-    return (
-        jax.numpy.dtype(layer.compute_dtype).itemsize < jax.numpy.dtype(stored_dtype(embedding_table(layer))).itemsize
-    )
 
 
 def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Callable]):
@@ -369,52 +287,9 @@ def unbuilt_metrics(model) -> list:
     return [metric for metric in given if isinstance(metric, keras.metrics.Metric)]
 
 
-def is_built(model) -> bool:
-    """Returns whether a model and all its layers are built. `model.built` alone can be True with unbuilt layers.
-
-    A functional model consists of the layers of its graph. Others that it has need not be built: the preprocessor of a
-    task of KerasHub is so when it has first been called.
-    """
-    parts = model.layers if isinstance(model, functional.Functional) else [model]
-    return model.built and all(layer.built for part in parts for layer in part._flatten_layers())
-
-
-def layers_by_path(model) -> dict[str, Any]:
-    """Returns a model and all its layers by path, as Keras spells it when it asks for layouts of outputs.
-
-    Keras sets the path of a layer at its first call. A layer that was never called gets the path of its owner.
-    """
-    seen: set[int] = set()
-    layers: dict[str, Any] = {}
-
-    def add(layer, owner):
-        if id(layer) not in seen:
-            seen.add(id(layer))
-            parent = owner if layer._parent_path is None else layer._parent_path
-            path = f"{parent}/{layer.name}" if parent else layer.name
-            layers.setdefault(path, layer)
-            for inner in layer._flatten_layers(include_self=False, recursive=False):
-                add(inner, path)
-
-    add(model, "")
-    return layers
-
-
 def symbolic_build(model, data) -> None:
     """Creates the variables of a model, its loss and its metrics from symbolic tensors of a batch."""
     model._symbolic_build(data_batch=data)
-
-
-def inputs_and_outputs(model) -> tuple:
-    """Returns the structures of symbolic inputs and outputs of a functional or sequential model, else Nones."""
-    graph = getattr(model, "_functional", None) or model
-    return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
-
-
-def compute_dtypes(model) -> dict[int, str]:
-    """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
-    layers = model._flatten_layers(include_self=True, recursive=True)
-    return {id(variable): layer.compute_dtype for layer in layers for variable in direct_variables(layer)}
 
 
 def is_read_in_compute_dtype(variable) -> bool:

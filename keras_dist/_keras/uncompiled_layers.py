@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_dist._keras.internals import layers_without_compilation
+from keras_dist._keras.model_structure import layers_without_compilation
 
 # Keras excludes them from compilation since TensorFlow's compiler lacks an operation that JAX's has.
 _COMPILED_BY_JAX = (

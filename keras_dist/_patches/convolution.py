@@ -6,7 +6,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
-from keras_dist.strategies.sequences import is_pointwise
+from keras_dist.sharding.sequences import is_pointwise
 
 _REASON = (
     "XLA partitions strided convolutions along a sharded dim, and gradients of grouped kernels, with wrong numbers"

@@ -12,11 +12,11 @@ import keras
 from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
-from keras_dist._keras import internals
+from keras_dist._keras import internals, model_structure
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution, distribution_of_model
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
 from keras_dist._keras.thread_value import ThreadValue
-from keras_dist.strategies.rematerialization import current_rematerialization
+from keras_dist.steps.rematerialization import current_rematerialization
 from keras_dist.variables import global_reads, process_zero
 
 
@@ -154,13 +154,13 @@ def _call_embedding(original, distribution, self, inputs):
     call, is_plain = _current_call.value, not self.quantization_mode and not self.lora_enabled
     if call is None or call.is_in_loop() or not is_plain:
         return original(self, inputs)
-    is_tied = id(internals.embedding_table(self)) in internals.tied_tables(call.model)
+    is_tied = id(model_structure.embedding_table(self)) in model_structure.tied_tables(call.model)
     lookup = distribution.lookup(self, inputs.shape, is_tied)
     if lookup is None:
         return original(self, inputs)
     indices = keras.ops.cast(inputs, "int32") if "int" not in keras.backend.standardize_dtype(inputs.dtype) else inputs
     with internals.AutocastScope(self.compute_dtype), _reads_stored_table.set_to(lookup.takes_stored_table):
-        table = keras.ops.convert_to_tensor(internals.embedding_table(self))
+        table = keras.ops.convert_to_tensor(model_structure.embedding_table(self))
     return lookup(table, indices)
 
 
@@ -189,7 +189,7 @@ def _call_operation(original, distribution, self, *args, **kwargs):
         or call.is_in_loop()
         or (remat is not None and remat.is_in_block)
         or not distribution.regathers_weights(self)
-        or self in internals.last_layers(call.model)
+        or self in model_structure.last_layers(call.model)
     ):
         return original(self, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.strategies.per_device import call_per_device
+from keras_dist.sharding.per_device import call_per_device
 
 
 @INSTALLED.patch(

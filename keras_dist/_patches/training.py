@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras import internals
+from keras_dist._keras import internals, model_structure
 from keras_dist._keras.active_distribution import (
     INSTALLED,
     VARIABLES,
@@ -22,7 +22,6 @@ from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
 from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.thread_value import ThreadValue
-from keras_dist._keras.train_step import step_replaced
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
 from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
@@ -32,8 +31,9 @@ from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.planning.plan import with_remat_chosen
-from keras_dist.strategies.gradient_accumulation import is_updating
-from keras_dist.strategies.microbatches import LossParts
+from keras_dist.steps.gradient_accumulation import is_updating
+from keras_dist.steps.microbatches import LossParts
+from keras_dist.steps.model_steps import step_replaced
 from keras_dist.variables.redistribute import place_new_seed_generators
 from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
 
@@ -241,7 +241,7 @@ def _patch_make_function(step: str) -> None:
         announce_step(step, self)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
-            seeds = {id(state) for state in internals.seed_generator_states(self)}
+            seeds = {id(state) for state in model_structure.seed_generator_states(self)}
             placed = [variable for variable in variables if id(variable) not in seeds]
             check_placement(self, placed, distribution)
             place_new_seed_generators(self, distribution)

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_dist._keras import internals, training_state
+from keras_dist._keras import internals, model_structure, training_state
 from keras_dist._report.install_advice import install_command
 from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import checksums, path_matching
@@ -62,7 +62,7 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
 
 def _nested_paths(model, variables: list) -> list[str]:
     """Returns the paths of variables with the names of all models and layers that they are in."""
-    paths = internals.weight_paths(model)
+    paths = model_structure.weight_paths(model)
     return [paths.get(id(variable)) or str(variable.path) for variable in variables]
 
 
@@ -118,7 +118,7 @@ def restore(
         ValueError: before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
             checkpoints are damaged.
     """
-    if not internals.is_built(model):
+    if not model_structure.is_built(model):
         raise ValueError(
             f"Model {model.name!r} is not built, so there are no variables to restore. Build it first with "
             "model.build(input_shape), or call it on a batch."
@@ -218,7 +218,7 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
         [path for path in entries if not internals.is_random_state(path)],
         [variable.path for variable in others],
         _nested_paths(model, others),
-        internals.automatic_names(model),
+        model_structure.automatic_names(model),
     )
     of_seeds = path_matching.match_seeds(
         [path for path in entries if internals.is_random_state(path)],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from keras_dist._keras import internals
+from keras_dist._keras import internals, model_structure
 from keras_dist._keras.active_distribution import distribution_of
 from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._report.units import bytes_text
@@ -26,10 +26,10 @@ from keras_dist.layout.rule_matching import Regexes, matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, is_in_host_memory, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
+from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
-from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES
 from keras_dist.variables.model_or_builder import built
 from keras_dist.variables.variable_layouts import (
     VariableSpec,
@@ -143,7 +143,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         )
         bytes_on[devices] += 0 if row.is_on_host else row.bytes
         rows.append(row)
-    layers = internals.layers_by_path(model)
+    layers = model_structure.layers_by_path(model)
     on_all_devices = bytes_on.pop(None, 0)
     mesh_devices = distribution.device_mesh.backend_mesh.devices.flat
     device_bytes = Counter({device_name(device): on_all_devices for device in mesh_devices})

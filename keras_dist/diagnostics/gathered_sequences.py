@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import keras
 
-from keras_dist.strategies.sequences import is_pointwise
+from keras_dist.sharding.sequences import is_pointwise
 
 _CONVOLUTIONS = (
     *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),

@@ -8,7 +8,7 @@ from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.diagnostics.coverage import numbered_lines
 from keras_dist.diagnostics.explain import explain
-from keras_dist.strategies.shard_dim import MIN_SHARD_BYTES
+from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES
 
 _MOST_FINDINGS = 5
 

@@ -11,7 +11,7 @@ import jax
 
 from keras_dist.mesh.devices import Device, as_device_array, device_name
 from keras_dist.mesh.topology import longest_links
-from keras_dist.planning.hardware import hardware, links_text
+from keras_dist.planning.hardware.registry import hardware, links_text
 
 
 def collect() -> dict[str, Any]:

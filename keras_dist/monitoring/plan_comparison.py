@@ -12,10 +12,10 @@ from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.monitoring.summary import Summary
-from keras_dist.planning.hardware import hardware
-from keras_dist.planning.report import Plan, distribution_name
+from keras_dist.planning.hardware.registry import hardware
+from keras_dist.planning.reports.plan_report import Plan, distribution_name
+from keras_dist.steps.options import AUTO
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.rematerialization import AUTO
 
 
 def require_plan(plan: Any) -> None:

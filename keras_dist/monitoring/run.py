@@ -23,7 +23,7 @@ from keras_dist.monitoring.plan_comparison import (
 from keras_dist.monitoring.step_times import Execution, StepTimes, measure
 from keras_dist.monitoring.summary import Summary
 from keras_dist.monitoring.utilization import FlopCounter, planned_flops
-from keras_dist.planning.report import Plan
+from keras_dist.planning.reports.plan_report import Plan
 
 _MOST_NOT_ADDED = 256  # steps that have ended; adding many at a time costs a third of the time
 

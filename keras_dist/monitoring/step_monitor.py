@@ -15,7 +15,7 @@ from keras_dist.monitoring.progress_bar import ShortProgressBar
 from keras_dist.monitoring.run import Run
 from keras_dist.monitoring.summary import Summary
 from keras_dist.multihost import messaging
-from keras_dist.planning.report import Plan
+from keras_dist.planning.reports.plan_report import Plan
 
 _REFRESH = 1.0  # seconds after which the figures in the logs of batches are computed anew
 

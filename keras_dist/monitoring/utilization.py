@@ -8,15 +8,15 @@ import keras
 
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.tracing_errors import describe
-from keras_dist._keras.train_step import stateless_step
 from keras_dist._report.user_warnings import warn
+from keras_dist.attention.attention import recorded_attention
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
-from keras_dist.planning.compute_time import compute_seconds
-from keras_dist.planning.hardware import hardware
-from keras_dist.planning.model_flops import count_step_flops, main_dtype
-from keras_dist.planning.report import Plan
-from keras_dist.strategies.attention import recorded_attention
+from keras_dist.planning.costs.compute_time import compute_seconds
+from keras_dist.planning.costs.model_flops import count_step_flops, main_dtype
+from keras_dist.planning.hardware.registry import hardware
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.steps.model_steps import stateless_step
 from keras_dist.strategies.base import Distribution
 
 _ELEMENT_TYPES = {"bfloat16": "bf16", "float16": "f16", "int8": "s8"}

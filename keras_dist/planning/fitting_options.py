@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from keras_dist._keras.train_step import OptionWithoutEffectError
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
-from keras_dist.planning.report import Plan
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.steps.options import OptionWithoutEffectError, StepOptions
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.step_options import StepOptions
 
 SEARCHED = ("remat", "microbatches", "offload")
 _MICROBATCHES = (2, 4, 8)

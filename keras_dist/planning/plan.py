@@ -16,19 +16,19 @@ from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.user_warnings import warn
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
-from keras_dist.planning.abstract_step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.compilation import Compilation, Traffic, compile_step
-from keras_dist.planning.compilation_cache import CompilationCache
-from keras_dist.planning.compile_target import require_one_target, target
-from keras_dist.planning.compiler_options import checked_compiler_options
-from keras_dist.planning.extrapolation import extrapolated
+from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, prepared_step
+from keras_dist.planning.compiling.compilation import Compilation, Traffic, compile_step
+from keras_dist.planning.compiling.compilation_cache import CompilationCache
+from keras_dist.planning.compiling.extrapolation import extrapolated
 from keras_dist.planning.fitting_options import Found, plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
-from keras_dist.planning.hardware import hardware
-from keras_dist.planning.hardware_figures import Hardware
-from keras_dist.planning.report import Memory, Plan
+from keras_dist.planning.hardware.compiler_options import checked_compiler_options
+from keras_dist.planning.hardware.figures import Hardware
+from keras_dist.planning.hardware.registry import hardware
+from keras_dist.planning.reports.plan_report import Memory, Plan
+from keras_dist.planning.targets.target import require_one_target, target
+from keras_dist.steps.options import AUTO
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.rematerialization import AUTO
 from keras_dist.variables.variable_layouts import optimizer_state_owners
 
 

@@ -11,10 +11,12 @@ import keras
 import numpy as np
 from jax.core import Tracer
 
-from keras_dist._keras import internals
+from keras_dist._keras import internals, model_structure
 from keras_dist._keras.active_distribution import expect_distribution, installed_in_this_thread
 from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.global_state import random_seed
+from keras_dist.attention.attention import attention
+from keras_dist.attention.exchange import EXCHANGES
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison, order_of_devices, require_same_model
 from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
@@ -24,22 +26,21 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_err
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
-from keras_dist.strategies import xla_workarounds
-from keras_dist.strategies.activations import distribute_tensors
-from keras_dist.strategies.attention import attention
-from keras_dist.strategies.context_parallel import EXCHANGES
-from keras_dist.strategies.convolution import convolution
-from keras_dist.strategies.lookups import Lookup
-from keras_dist.strategies.microbatches import weights_are_gathered
-from keras_dist.strategies.rematerialization import current_rematerialization
-from keras_dist.strategies.resharding import to_compute_layout
-from keras_dist.strategies.rows import RowSharding, axes_for_rows
-from keras_dist.strategies.sequences import SequenceSharding
-from keras_dist.strategies.step_gradients import reduced_later
-from keras_dist.strategies.step_options import StepOptions
-from keras_dist.strategies.traced_weights import TracedWeights
-from keras_dist.strategies.train_steps import TrainSteps
-from keras_dist.strategies.weight_layouts import weight_layouts
+from keras_dist.passes import xla_workarounds
+from keras_dist.sharding.activations import distribute_tensors
+from keras_dist.sharding.convolution import convolution
+from keras_dist.sharding.lookups import Lookup
+from keras_dist.sharding.resharding import to_compute_layout
+from keras_dist.sharding.rows import axes_for_rows
+from keras_dist.sharding.sequences import SequenceSharding
+from keras_dist.sharding.weight_layouts import weight_layouts
+from keras_dist.steps.microbatches import weights_are_gathered
+from keras_dist.steps.options import StepOptions
+from keras_dist.steps.rematerialization import current_rematerialization
+from keras_dist.steps.step_gradients import reduced_later
+from keras_dist.steps.traced_step import RowSharding
+from keras_dist.steps.train_steps import TrainSteps
+from keras_dist.tracing.traced_weights import TracedWeights
 from keras_dist.variables.variable_layouts import describe_variable, is_on_mesh
 
 BatchDimName = str | Sequence[str] | None
@@ -346,14 +347,14 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         return id(variable) in reduced_later.value
 
     def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int], is_tied: bool) -> Lookup | None:
-        table = internals.embedding_table(layer)
+        table = model_structure.embedding_table(layer)
         layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
         if weights_are_gathered.value and table.trainable:
             layouts = layouts._replace(stored=layouts.compute)
         lookup = Lookup(table.shape, indices_shape, layouts, self._placer, is_tied, reduces_later)
         if not lookup.has_sharded_rows:
             return None
-        return lookup if lookup.exchanges_rows or internals.casts_rows_to_fewer_bytes(layer) else None
+        return lookup if lookup.exchanges_rows or model_structure.casts_rows_to_fewer_bytes(layer) else None
 
     def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
         return attention(

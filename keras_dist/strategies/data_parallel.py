@@ -11,9 +11,9 @@ from keras_dist._keras import internals
 from keras_dist._report.user_warnings import warn
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_mesh
+from keras_dist.sharding.shard_dim import shard_one_more_dim
+from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName, Distribution
-from keras_dist.strategies.shard_dim import shard_one_more_dim
-from keras_dist.strategies.step_options import StepOptions
 
 
 class DataParallel(Distribution, keras.distribution.DataParallel):

@@ -6,8 +6,8 @@ from keras_dist.layout.layout_map import LayoutMap, Rule, as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
+from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName, Distribution
-from keras_dist.strategies.step_options import StepOptions
 
 
 class ModelParallel(Distribution, keras.distribution.ModelParallel):

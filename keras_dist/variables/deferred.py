@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_dist._keras import deferred_variables, internals
+from keras_dist._keras import deferred_variables, internals, model_structure
 from keras_dist._keras.active_distribution import distribution_of_model
 from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
 from keras_dist._report.units import counted
@@ -101,7 +101,7 @@ def materialize(model: ModelT) -> ModelT:
 def build_optimizer(model: keras.Layer) -> None:
     """Builds a model's optimizer, with deferred variables, if the model is built and its optimizer is not."""
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and internals.is_built(model):
+    if optimizer is not None and not optimizer.built and model_structure.is_built(model):
         author: Any = distribution_of_model(model)
         with deferred_variables.deferring(), contextlib.nullcontext() if author is None else author.scope():
             optimizer.build(model.trainable_variables)

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import jax
 import keras
 
-from keras_dist._keras import internals, training_state
+from keras_dist._keras import internals, model_structure, training_state
 from keras_dist._keras.active_distribution import is_of_this_package, record_distribution
 from keras_dist._keras.internals import as_sharding
 from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
@@ -79,7 +79,7 @@ def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
     A layer that is added outside of the distribution's scope may have a random generator (dropout) but no weights, and
     thus nothing that a user would think of redistributing.
     """
-    states = internals.seed_generator_states(model)
+    states = model_structure.seed_generator_states(model)
     layouts = expected_layouts(model, distribution) if states else {}
     for variable in states:
         layout = layouts.get(id(variable))

@@ -17,7 +17,7 @@ from support.strategy_models import fsdp
 
 import keras_dist as kd
 from keras_dist._keras import internals, training_state
-from keras_dist.strategies import host_offload
+from keras_dist.steps import host_offload
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(16, 8)).astype("float32")

@@ -14,7 +14,7 @@ import pytest
 from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
-from keras_dist.strategies import attention
+from keras_dist.attention import attention
 
 FAQ = (pathlib.Path(__file__).parents[2] / "docs" / "faq.md").read_text()
 

@@ -26,8 +26,8 @@ from support.kernels_on_cpus import use_kernel_of
 from support.strategy_models import scope
 
 import keras_dist as kd
-from keras_dist.planning.target_platform import answering_as
-from keras_dist.strategies import attention
+from keras_dist.attention import attention
+from keras_dist.planning.targets.target_platform import answering_as
 
 
 def mesh_2x4(api, names=("data", "model")):

@@ -13,13 +13,14 @@ from support.example_plans import GIB, MEMORY, example_plan
 from support.planned_models import gpt, perceptron, rules, subclassed, with_kernel
 
 import keras_dist as kd
-from keras_dist.planning import compilation, compile_target
-from keras_dist.planning.candidates import Candidate
-from keras_dist.planning.choice import Choice, Trial
-from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.compiling import compilation
+from keras_dist.planning.costs.roofline import Roofline
 from keras_dist.planning.fitting_options import plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
-from keras_dist.planning.roofline import Roofline
+from keras_dist.planning.search.candidates import Candidate
+from keras_dist.planning.search.choice import Choice, Trial
+from keras_dist.planning.targets import target as compile_target
+from keras_dist.planning.targets.target import require_one_target
 
 
 def sequential(*members, shape=(4,), **compiled):

@@ -10,7 +10,7 @@ import pytest
 from support.strategy_models import OwnStep
 
 import keras_dist as kd
-from keras_dist.strategies.host_offload import require_host_memory
+from keras_dist.steps.host_offload import require_host_memory
 
 
 def mesh():
@@ -97,8 +97,8 @@ def attention(platform="cpu", dtype="float32", distribution=None, heads=4, **opt
         return keras.ops.dot_product_attention(tensor, tensor, tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch, (distribution or kd.DataParallel()).scope():
-        patch.setattr("keras_dist.strategies.attention.kernel_platform", lambda mesh: platform)
-        patch.setattr("keras_dist.strategies.attention._warned", set())
+        patch.setattr("keras_dist.attention.attention.kernel_platform", lambda mesh: platform)
+        patch.setattr("keras_dist.attention.attention._warned", set())
         return jax.eval_shape(call, query)
 
 

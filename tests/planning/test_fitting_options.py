@@ -11,11 +11,11 @@ from support.cpu_memory import capacity_of
 from support.example_plans import GIB, MEMORY, example_plan
 
 import keras_dist as kd
-from keras_dist._keras.train_step import OptionWithoutEffectError
 from keras_dist.planning import plan as plan_module
-from keras_dist.planning.choice import NothingFitsError
 from keras_dist.planning.fitting_options import SEARCHED, plan_with_fitting_options
-from keras_dist.strategies import rematerialization
+from keras_dist.planning.search.choice import NothingFitsError
+from keras_dist.steps import rematerialization
+from keras_dist.steps.options import OptionWithoutEffectError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

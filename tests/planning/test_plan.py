@@ -14,8 +14,8 @@ from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist._keras.internals import variable_value
-from keras_dist.planning.abstract_step import prepared_step
-from keras_dist.planning.compile_target import require_one_target
+from keras_dist.planning.compiling.abstract_step import prepared_step
+from keras_dist.planning.targets.target import require_one_target
 
 
 def figures(planned):

@@ -10,7 +10,7 @@ from keras import layers
 from support.strategy_models import MODELS, fsdp, tensor_parallel
 
 import keras_dist as kd
-from keras_dist.strategies.shard_dim import shard_one_more_dim
+from keras_dist.sharding.shard_dim import shard_one_more_dim
 
 
 def shard_shapes(variables):

@@ -6,4 +6,4 @@ import jax
 def capacity_of(monkeypatch, capacity):
     """Lets a CPU device have this memory, in bytes."""
     pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(capacity) * len(jax.devices())}
-    monkeypatch.setattr("keras_dist.planning.compile_target.os.sysconf", pages.__getitem__)
+    monkeypatch.setattr("keras_dist.planning.targets.target.os.sysconf", pages.__getitem__)

@@ -4,11 +4,11 @@ import math
 
 import keras_dist as kd
 from keras_dist._report.variable_groups import PlacedVariable
-from keras_dist.planning.compilation import Attention, Traffic
-from keras_dist.planning.forecast import Forecast
+from keras_dist.planning.compiling.compilation import Attention, Traffic
+from keras_dist.planning.costs.forecast import Forecast
+from keras_dist.planning.costs.roofline import Roofline
 from keras_dist.planning.hlo.module_costs import LargeValue
-from keras_dist.planning.report import Memory, Plan
-from keras_dist.planning.roofline import Roofline
+from keras_dist.planning.reports.plan_report import Memory, Plan
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MEMORY = Memory(

@@ -4,7 +4,8 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import keras_dist as kd
-from keras_dist.strategies import attention, attention_kernels
+from keras_dist.attention import attention
+from keras_dist.attention import kernels as attention_kernels
 
 KERNEL = {"tpu": "splash attention", "gpu": "cuDNN"}
 DEVICES = {"cpu": jax.devices("cpu"), "tpu": kd.mock_tpus("v5e:2x4"), "gpu": kd.mock_gpus(1, 8)}

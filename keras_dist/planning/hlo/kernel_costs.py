@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Sequence
 
+from keras_dist.attention.sharded import KERNEL_SCOPE
 from keras_dist.planning.hlo.parser import Computation, Instruction
 from keras_dist.planning.hlo.shapes import Array, bits
-from keras_dist.strategies.sharded_attention import KERNEL_SCOPE
 
 _FRACTION = re.compile(re.escape(KERNEL_SCOPE) + r"(\d\.\d+)")
 # Matrix multiplications of all queries with all keys by what they add up or give: the head size of queries and keys,

@@ -1,0 +1,158 @@
+"""The layers of a model, their weights, and the graphs of functional models."""
+
+from typing import Any
+
+import jax
+import keras
+
+from keras_dist._keras.internals import missing_names_are_errors, stored_dtype
+
+with missing_names_are_errors():
+    from keras.src.models import functional
+    from keras.src.utils.naming import to_snake_case
+
+
+def child_layers(layer) -> list:
+    """Returns the layers that a layer consists of, without theirs."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def layers_with_weights(layer) -> list:
+    """Returns those of a layer and all layers in it that train weights of their own."""
+    return [each for each in layer._flatten_layers() if each._trainable_variables]
+
+
+def functional_graph(layer) -> Any:
+    """Returns the functional model of which a layer consists, such as that of a sequential model; else the layer."""
+    return getattr(layer, "_functional", None) or layer
+
+
+def graph_nodes(graph) -> list | None:
+    """Returns the calls of a functional model in order, without those of inputs; None for other layers."""
+    if not hasattr(graph, "_nodes_by_depth"):
+        return None
+    nodes = [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
+    return [node for node in nodes if node.operation and not node.is_input]
+
+
+def direct_variables(layer) -> list:
+    """Returns the weights of a layer, without those of its sublayers."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def weight_paths(model) -> dict[int, str]:
+    """Returns the path of each weight by its id, from the names of the model and of all layers that contain it."""
+    paths: dict[int, str] = {}
+    seen: set[int] = set()
+
+    def add(layer, path):
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        for variable in direct_variables(layer):
+            paths.setdefault(id(variable), f"{path}/{variable.name}")
+        for inner in layer._flatten_layers(include_self=False, recursive=False):
+            add(inner, f"{path}/{inner.name}")
+
+    add(model, model.name)
+    return paths
+
+
+def layers_without_compilation(model) -> list[keras.Layer]:
+    """Returns the layers because of which Keras does not compile the steps of a model."""
+    return [layer for layer in model._flatten_layers() if not layer.supports_jit]
+
+
+def seed_generator_states(model) -> list:
+    return [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+
+
+def automatic_names(model) -> set[str]:
+    """Returns the names that Keras gives to a model and its layers where the user gives none, without numbers."""
+    return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
+
+
+def last_layers(model) -> list:
+    """Returns the layers that compute the outputs of a functional or sequential model; none for other models."""
+    _, outputs = inputs_and_outputs(model)
+    return [tensor._keras_history.operation for tensor in jax.tree.leaves(outputs)]
+
+
+def embedding_table(layer) -> Any:
+    """Returns the table of an `Embedding` layer."""
+    return layer._embeddings
+
+
+def reversible_embeddings(model) -> set[int]:
+    """Returns the ids of the embedding tables that can also be used as an output head (ReversibleEmbedding)."""
+    return {id(embedding_table(layer)) for layer in model._flatten_layers() if hasattr(layer, "tie_weights")}
+
+
+def tied_tables(model) -> set[int]:
+    """Returns the ids of the tables in which layers look up rows and with which they may multiply.
+
+    A tied `ReversibleEmbedding` only looks up rows where all that a model computes is a graph that says so.
+    """
+    layers = list(model._flatten_layers())
+    graphs = functional.Functional, keras.Sequential
+    is_graph = all(isinstance(layer, graphs) for layer in layers if isinstance(layer, keras.Model))
+    parents = [layer for layer in layers if not isinstance(layer, keras.Model)]
+    used_by_layers = {id(part) for parent in parents for part in parent._layers}
+
+    def only_looks_up(layer) -> bool:
+        nodes = layer._inbound_nodes
+        reverses = any(len(n.arguments.args) > 1 or n.arguments.kwargs.get("reverse") for n in nodes)
+        return is_graph and bool(nodes) and not reverses and id(layer) not in used_by_layers
+
+    tied = [each for each in layers if isinstance(each, keras.layers.ReversibleEmbedding) and each.tie_weights]
+    return {id(embedding_table(layer)) for layer in tied if not only_looks_up(layer)}
+
+
+def casts_rows_to_fewer_bytes(layer) -> bool:
+    """Returns whether an `Embedding` layer computes in a dtype with fewer bytes than that of its table."""
+    return (
+        jax.numpy.dtype(layer.compute_dtype).itemsize < jax.numpy.dtype(stored_dtype(embedding_table(layer))).itemsize
+    )
+
+
+def is_built(model) -> bool:
+    """Returns whether a model and all its layers are built. `model.built` alone can be True with unbuilt layers.
+
+    A functional model consists of the layers of its graph. Others that it has need not be built: the preprocessor of a
+    task of KerasHub is so when it has first been called.
+    """
+    parts = model.layers if isinstance(model, functional.Functional) else [model]
+    return model.built and all(layer.built for part in parts for layer in part._flatten_layers())
+
+
+def layers_by_path(model) -> dict[str, Any]:
+    """Returns a model and all its layers by path, as Keras spells it when it asks for layouts of outputs.
+
+    Keras sets the path of a layer at its first call. A layer that was never called gets the path of its owner.
+    """
+    seen: set[int] = set()
+    layers: dict[str, Any] = {}
+
+    def add(layer, owner):
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            parent = owner if layer._parent_path is None else layer._parent_path
+            path = f"{parent}/{layer.name}" if parent else layer.name
+            layers.setdefault(path, layer)
+            for inner in layer._flatten_layers(include_self=False, recursive=False):
+                add(inner, path)
+
+    add(model, "")
+    return layers
+
+
+def inputs_and_outputs(model) -> tuple:
+    """Returns the structures of symbolic inputs and outputs of a functional or sequential model, else Nones."""
+    graph = functional_graph(model)
+    return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
+
+
+def compute_dtypes(model) -> dict[int, str]:
+    """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
+    layers = model._flatten_layers(include_self=True, recursive=True)
+    return {id(variable): layer.compute_dtype for layer in layers for variable in direct_variables(layer)}

@@ -1,0 +1,193 @@
+"""`keras.ops.dot_product_attention` under a distribution: which kernel computes it, and on which shards."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from keras_dist._keras import internals
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._report.user_warnings import warn
+from keras_dist.attention.exchange import Exchange
+from keras_dist.attention.kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
+from keras_dist.attention.mask import AttentionMask
+from keras_dist.attention.mask_recognition import recognize, recognize_bias
+from keras_dist.attention.sharded import ShardedCall, shards_of, usable_axes
+from keras_dist.tracing.dim_axes import without_repeats
+
+# Below this many queries, as in the steps of `generate()`, XLA is used: a kernel would pad them to 128.
+_FEWEST_QUERIES = 128
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How one call of `keras.ops.dot_product_attention` is computed.
+
+    Attributes:
+        layer: path of the layer that calls it.
+        implementation: `"splash attention"`, `"cuDNN"`, `"XLA"`, or `"XLA in blocks"` of queries.
+        reason: why XLA computes it on a device that has a fused kernel; None otherwise.
+        logits_bytes: size of XLA's logits on one device; 0 for what does not hold them.
+        flops: FLOP of a fused kernel's forward pass over all devices, 2 per multiply-add, of the pairs of a query and a
+            key that a causal mask or window lets see each other; so for XLA in blocks of queries. 0 for XLA alone,
+            whose FLOP are part of the traced program.
+        exchange: how devices that share sequences exchange operands, such as `"all-to-all over 'context'"`; None if
+            sequences are not sharded.
+    """
+
+    layer: str
+    implementation: str
+    reason: str | None
+    logits_bytes: int
+    flops: float
+    exchange: str | None = None
+
+
+_recorded: ThreadValue[list[AttentionCall] | None] = ThreadValue(None)
+
+
+@contextlib.contextmanager
+def recorded_attention() -> Iterator[list[AttentionCall]]:
+    """Records the calls of attention that this thread traces in a block."""
+    calls: list[AttentionCall] = []
+    with _recorded.set_to(calls):
+        yield calls
+
+
+def record_attention(calls: Sequence[AttentionCall]) -> None:
+    """Records calls of attention that were traced in an inner `recorded_attention`."""
+    if _recorded.value is not None:
+        _recorded.value.extend(calls)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: Any,
+    *,
+    scale: float | None,
+    is_causal: bool,
+    flash_attention: bool | None,
+    soft_cap: float | None,
+    mesh: Mesh,
+    batch_axes: Sequence[str],
+    sequence_axes: Sequence[str],
+    sequence_exchange: str | None,
+    axes_of_weight: Callable[[Any], Any],
+) -> jax.Array:
+    """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
+
+    The kernel runs on the rows and heads of each device. `batch_axes` shard the rows, also in shards of unequal sizes.
+    Which axes shard the heads follows from the weights that the queries are computed with: `axes_of_weight` returns the
+    axes of each dim of a traced weight, None for other values. `sequence_axes` shard the positions;
+    `sequence_exchange` names how devices exchange them, None for what sends the fewest bytes.
+
+    Raises a ValueError if `flash_attention` is True and no kernel can compute it.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
+        # Keras infers the shape of a layer's outputs, for inputs of any size.
+        return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+    kernel, reason, exchange = FUSED_KERNELS.get(kernel_platform(mesh)), None, None
+    if kernel is None:
+        reason = "CPUs have none"
+    elif not flash_attention and (flash_attention is False or query.shape[1] < _FEWEST_QUERIES):
+        kernel = None
+    sequence_axes = usable_axes(sequence_axes, mesh, min(query.shape[1], key.shape[1]))
+    if kernel is not None or sequence_axes:
+        structure, numeric_bias = _structure(mask, bias, is_causal)
+        key_heads, value_heads = _without_repeats(key, value)
+        shards = shards_of(query, mesh, batch_axes, sequence_axes, axes_of_weight)
+        if sequence_axes:
+            preferred = kernel or XLA_IN_BLOCKS
+            exchange = shards.exchange(query, key_heads, structure, numeric_bias, preferred, sequence_exchange)
+        if kernel is not None:
+            reason = kernel.why_not(query, key_heads, value_heads, numeric_bias, structure)
+            reason = reason or shards.why_not(kernel, query, key_heads, structure, exchange)
+            if reason is not None and not flash_attention:
+                _warn_once(reason, is_in_blocks=exchange is not None)
+        if exchange is not None and not flash_attention and (kernel is None or reason is not None):
+            kernel = XLA_IN_BLOCKS
+        if kernel is not None and (reason is None or kernel is XLA_IN_BLOCKS):
+            call = ShardedCall(kernel, structure, scale, soft_cap, shards, exchange)
+            _record(kernel.name, reason, 0, call.flops(query, key, value), exchange)
+            return call(query, key_heads, value_heads, numeric_bias)
+    if flash_attention:
+        raise ValueError(
+            f"{_caller()} asks for a fused attention kernel (flash_attention=True), but {reason}. "
+            f"Received: query {query.dtype}{list(query.shape)}, key {list(key.shape)}. With flash_attention=None, XLA "
+            "computes it."
+        )
+    if _recorded.value is not None:
+        shards = shards_of(query, mesh, batch_axes, (), axes_of_weight)
+        rows = -(-query.shape[0] // shards.count(shards.batch))
+        logits = 4 * rows * math.prod(query.shape[1:3]) * key.shape[1]
+        _record("XLA", reason, logits // shards.count(shards.heads), 0.0)
+    return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+
+
+def _record(
+    implementation: str, reason: str | None, logits_bytes: int, flops: float, exchange: Exchange | None = None
+) -> None:
+    name, path = None if exchange is None else str(exchange), internals.current_path() or ""
+    record_attention([AttentionCall(path, implementation, reason, logits_bytes, flops, name)])
+
+
+def _caller() -> str:
+    path = internals.current_path()
+    return f"Layer {path!r}" if path else "A call of keras.ops.dot_product_attention"
+
+
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def attention_warnings_repeated() -> Iterator[None]:
+    """Shows warnings of attention in a block that were shown before, and again after it."""
+    before = set(_warned)
+    _warned.clear()
+    try:
+        yield
+    finally:
+        _warned.clear()
+        _warned.update(before)
+
+
+def _warn_once(reason: str, is_in_blocks: bool) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        logits = "logits (queries x keys for each head)"
+        effect = f"which computes {logits} twice" if is_in_blocks else f"which holds all {logits} in memory"
+        warn(f"{_caller()} computes attention by XLA, {effect}: {reason}.")
+
+
+# --------------------------------------------------------------------------------------------------------- operands
+
+
+def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, Any]:
+    """Returns which keys each query sees, and the bias with four dims, unless all it does is to hide keys."""
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    structure = AttentionMask() if mask is None else recognize(mask)
+    if mask is None and bias is not None and (of_bias := recognize_bias(bias)) is not None:
+        structure, bias = of_bias, None
+    if is_causal:
+        structure = replace(structure, upper=0 if structure.upper is None else min(structure.upper, 0))
+    return structure, bias
+
+
+def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values before their heads were repeated for groups of queries, which kernels do not need."""
+    (few_keys, repeats), (few_values, value_repeats) = without_repeats(key, 2), without_repeats(value, 2)
+    return (few_keys, few_values) if repeats == value_repeats else (key, value)
+
+
+def kernel_platform(mesh: Mesh) -> str:
+    """Returns the platform whose kernel computes attention: that of the mesh's devices."""
+    return mesh.devices.flat[0].platform

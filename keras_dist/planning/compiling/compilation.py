@@ -1,0 +1,374 @@
+"""Compiles a step and reads its memory, traffic and costs from the compiled program."""
+
+import contextlib
+import functools
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_dist._report.units import bytes_text, counted
+from keras_dist.attention.attention import AttentionCall, recorded_attention
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.mesh.devices import is_attached
+from keras_dist.mesh.topology import coordinates_of, networks_of
+from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
+from keras_dist.planning.compiling.compilation_cache import CompilationCache
+from keras_dist.planning.compiling.lowering import lowered_step
+from keras_dist.planning.costs.forecast import StepTimes, forecast
+from keras_dist.planning.costs.model_flops import count_step_flops
+from keras_dist.planning.costs.roofline import Roofline, roofline
+from keras_dist.planning.hardware.compiler_options import is_refused, is_unknown, refused_options_explained
+from keras_dist.planning.hardware.figures import Hardware
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
+from keras_dist.planning.hlo.replica_groups import Groups
+from keras_dist.planning.hlo.schedule import walk_schedule
+
+# Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
+_COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
+
+# Makes XLA:GPU write the estimates of its cost model into the program, which stays the same.
+_WITH_ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
+# What it says of GPUs whose matrix multiplications or collectives are not in its tables of measurements.
+_WITHOUT_MEASUREMENTS = "Cannot find key: sm_", "Non homogenous replica group"
+
+# Without a GPU to measure on, XLA chooses tile sizes of Triton kernels from a table, and finds none for some matrices.
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+_TRITON_NOTE = (
+    "Compiled without Triton matrix multiplications (xla_gpu_enable_triton_gemm=False) because XLA, without a GPU to "
+    "measure on, found no tile sizes for one of them. On a machine with the GPUs, memory traffic and "
+    "temporaries may be lower."
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind over the same axes, in one step on one device.
+
+    Attributes:
+        kind: HLO opcode: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
+        axes: mesh axes, outermost first; None if the groups do not follow axes.
+        count: number of collectives.
+        tensors: number of tensors; compilers combine several into one collective.
+        bytes: unsharded size of what is reduced, gathered or scattered, or size of what is sent.
+        wire_bytes: bytes that one device sends, in ring algorithms.
+        crosses_network: whether they cross slices or hosts, instead of using only the links within.
+        seconds: probable time of all of them on their links; None if unknown.
+        exposed_seconds: the part of it during which the device waits; None if unknown.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    count: float
+    tensors: float
+    bytes: float
+    wire_bytes: float
+    crosses_network: bool = False
+    seconds: float | None = None
+    exposed_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The calls of `keras.ops.dot_product_attention` that are computed in one way.
+
+    Attributes:
+        implementation: the kernel, `"splash attention"` (TPU) or `"cuDNN"` (GPU), or `"XLA"`.
+        calls: number of calls.
+        logits_bytes: size of the largest logits (rows x heads x queries x keys) that XLA holds on one device; 0 for
+            kernels, which hold none.
+        reason: why a device that has a kernel does not use it, and what would change that; None otherwise.
+        exchange: how devices that share sequences exchange operands (context parallelism), such as `"all-to-all over
+            'context'"`; None if they share none.
+    """
+
+    implementation: str
+    calls: float
+    logits_bytes: int
+    reason: str | None
+    exchange: str | None = None
+
+    @property
+    def way(self) -> tuple[str, str | None, str | None]:
+        """In which way the calls are computed."""
+        return self.implementation, self.reason, self.exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """Memory in bytes, traffic and costs of a compiled step on one device; `model_flops` are of all devices together.
+
+    `argument_bytes` are variables and batch with the padding of the compiler's layouts, `outputs` the results that do
+    not reuse the memory of an argument. `refusal` is the compiler's message if memory does not suffice.
+    """
+
+    argument_bytes: float
+    outputs: float = 0
+    temporaries: float
+    program: float = 0
+    traffic: tuple[Traffic, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    flops: float = 0
+    model_flops: float
+    memory_traffic: float = 0
+    host_traffic: float = 0
+    roofline: Roofline
+    largest_values: tuple[LargeValue, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    refusal: str | None
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def compile_step(
+    step: Step,
+    hardware: Hardware | None,
+    show_progress: Callable[[str], Any],
+    options: Mapping[str, Any],
+    cache: CompilationCache | None = None,
+) -> Compilation:
+    """Traces and compiles a step with options of XLA, and reads the program, unless `cache` has it.
+
+    Raises a ValueError if the batch does not fit the model, or the target refuses an operation of the model or an
+    option.
+    """
+    mesh = step.distribution.device_mesh
+    show_progress(f"Tracing the {step.name} step of {step.model.name}")
+    with recorded_attention() as calls:
+        traced = step.trace()
+    warn_of_constants(step, traced.jaxpr.consts)
+    model_flops = _model_flops(step, traced, calls)
+    show_progress(f"Compiling the {step.name} step of {step.model.name} for {counted(mesh.devices.size, 'device')}")
+    with _refusals_explained(step):
+        lowered = lowered_step(step, traced)
+
+    def read() -> Compilation:
+        return _compile_and_read(step, hardware, lowered, options, calls, model_flops, show_progress)
+
+    if cache is None:
+        return read()
+    places = [(d.id, d.process_index, coordinates_of(d)) for d in mesh.backend_mesh.devices.ravel().tolist()]
+    first = mesh.backend_mesh.devices.flat[0]
+    compiler = first.device_kind, is_attached(first), first.client.platform_version
+    parts = mesh.axis_sizes, places, compiler, hardware, options, calls
+    texts = lowered.as_text(), step.name, *map(repr, parts)
+    return cache.get_or_make(texts, Compilation, read)
+
+
+def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
+    """Returns the FLOP of a traced step, without those that its options add."""
+    if step.name == "train" and step.distribution.train_steps.are_changed:
+        with recorded_attention() as calls:
+            plain = step.distribution.with_step_options(step.distribution.step_options.of_placement)
+            traced = replace(step, distribution=plain).trace()
+    return count_step_flops(traced.jaxpr.jaxpr, calls, step.name)
+
+
+def _compile_and_read(
+    step: Step,
+    hardware: Hardware | None,
+    lowered: Any,
+    options: Mapping[str, Any],
+    calls: Sequence[AttentionCall],
+    model_flops: float | None,
+    show_progress: Callable[[str], Any],
+) -> Compilation:
+    """Compiles a lowered step, and reads the program."""
+    mesh = step.distribution.device_mesh
+    started = time.perf_counter()
+    with refused_options_explained(options), _refusals_explained(step):
+        estimates = _WITH_ESTIMATES if mesh.backend_mesh.devices.flat[0].platform == "gpu" else {}
+        compiled, refusal, compiler_notes = _compile(lowered, options, estimates)
+    seconds = time.perf_counter() - started
+    attention = _attention(calls)
+    if compiled is None:
+        return replace(_refused(step, str(refusal), model_flops, seconds), attention=attention)
+    show_progress("Reading the compiled program")
+    flat = mesh.backend_mesh.devices.ravel().tolist()
+    networks = networks_of(flat)
+    memory = compiled.memory_analysis()
+    costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware)
+    return Compilation(
+        argument_bytes=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes + (0 if is_attached(flat[0]) else costs.workspace_bytes),
+        program=memory.generated_code_size_in_bytes,
+        traffic=_summed(costs.collectives, networks),
+        collectives=costs.collectives,
+        flops=costs.flops,
+        model_flops=costs.flops * len(flat) if model_flops is None else model_flops,
+        memory_traffic=costs.memory_bytes,
+        host_traffic=costs.host_bytes,
+        roofline=bounds,
+        largest_values=costs.largest_values,
+        attention=attention,
+        refusal=refusal,
+        notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_attached(flat[0]))),
+        seconds=seconds,
+    )
+
+
+def _costs_and_times(
+    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None
+) -> tuple[ModuleCosts, Roofline]:
+    """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast."""
+    devices = mesh.backend_mesh.devices
+    reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
+    costs = reader.module_costs()
+    bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives)
+    times = StepTimes.of(hardware, devices, costs.collectives)
+    if times is None or bounds.seconds is None:
+        return costs, bounds
+    timeline = walk_schedule(reader, times)
+    return reader.module_costs(timeline.collectives), replace(bounds, forecast=forecast(timeline, bounds.seconds))
+
+
+@contextlib.contextmanager
+def _refusals_explained(step: Step) -> Iterator[None]:
+    """Raises errors of JAX about an operation that a target or a mesh does not support again, with step and target."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        devices = step.distribution.device_mesh.backend_mesh.devices
+        raise ValueError(
+            f"Cannot compile the {step.name} step of {step.model.name!r} for {devices.size} x "
+            f"{devices.flat[0].device_kind}, because an operation is not supported there: "
+            f"{str(error)[:400].rstrip('.')}. Change the layer that uses it, or plan for another target."
+        ) from error
+
+
+def _compile(
+    lowered: Any, options: Mapping[str, Any], estimates: Mapping[str, Any]
+) -> tuple[Any, str | None, tuple[str, ...]]:
+    """Returns the compiled program or None, the compiler's message if memory does not suffice, and notes.
+
+    `options` are the user's, `estimates` those that make the compiler write its estimates, if it knows the options and
+    has measurements of the target.
+    """
+    notes = ()
+    try:
+        try:
+            try:
+                return lowered.compile(compiler_options={**estimates, **options}), None, ()
+            except jax.errors.JaxRuntimeError as error:
+                has_none = any(reason in str(error) for reason in _WITHOUT_MEASUREMENTS)
+                if not (estimates and has_none) and not any(is_unknown(error, name) for name in estimates):
+                    raise
+            return lowered.compile(compiler_options=dict(options)), None, ()
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("INTERNAL: Couldn't find output tile sizes"):
+                raise
+        options, notes = {**options, **_WITHOUT_TRITON}, (_TRITON_NOTE,)
+        return lowered.compile(compiler_options=options), None, notes
+    except jax.errors.JaxRuntimeError as error:
+        refusal = str(error).splitlines()[0]
+        of_partitioner = re.search(r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE)
+        if of_partitioner:  # JAX's, of a kernel of a vendor
+            raise ValueError(of_partitioner[1]) from error
+        if options and is_refused(error):
+            raise
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
+    try:
+        return lowered.compile(compiler_options={**options, **_COMPILE_WITHOUT_FITTING}), refusal, notes
+    except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50
+        return None, refusal, notes
+
+
+def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float) -> Compilation:
+    """What is known of a program that the compiler did not finish, because it does not fit."""
+    arguments = jax.tree.leaves((step.state_specs(), step.batch))
+    needed = re.search(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of", refusal)
+    held, total = sum(map(bytes_on_a_device, arguments)), 0.0
+    if needed:
+        number, unit = (group for group in needed.groups() if group)
+        total = float(number) * 2.0 ** (10 * " KMGT".index(unit))
+    return Compilation(
+        argument_bytes=held,
+        temporaries=max(0.0, total - held),
+        model_flops=model_flops or 0.0,
+        roofline=Roofline.unknown(step.distribution.device_mesh.backend_mesh.devices.flat[0].platform),
+        refusal=refusal,
+        notes=("The compiler stopped when memory did not suffice, so collectives, FLOP and time are unknown.",),
+        seconds=seconds,
+    )
+
+
+def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> tuple[str, ...]:
+    notes = []
+    if model_flops is None:
+        notes.append(
+            "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
+        )
+    if costs.unknown_loops:
+        notes.append(
+            f"{counted(costs.unknown_loops, 'loop', 'has', 'have')} an unknown trip count; each counts as one "
+            "iteration."
+        )
+    if costs.opaque_calls:
+        notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
+    if costs.closed_forms:
+        notes.append(f"The FLOP of {', '.join(costs.closed_forms)} come from closed forms: no compiler knows them.")
+    if is_target_attached:
+        return tuple(notes)
+    if any(call.startswith("cudnn_rnn") for call in costs.closed_forms):
+        notes.append("The temporaries of cuDNN's LSTM are an estimate: only cuDNN on a GPU knows them.")
+    if costs.workspace_bytes:
+        notes.append(
+            f"The temporaries include {bytes_text(costs.workspace_bytes)} of workspace for the backward pass of "
+            "cuDNN's attention, an estimate: only cuDNN on a GPU knows it."
+        )
+    return tuple(notes)
+
+
+def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Traffic, ...]:
+    @functools.cache
+    def crosses_network(groups: Groups) -> bool:
+        # Unknown groups count as one of all devices, as in roofline.
+        return any(np.ptp(networks[list(group)]) > 0 for group in groups or [range(len(networks))])
+
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for each in collectives:
+        if each.group_size > 1:
+            groups[each.kind, each.axes, crosses_network(each.groups)].append(each)
+    return most_sent_first(
+        Traffic(
+            kind,
+            axes,
+            count=float(sum(each.count for each in group)),
+            tensors=float(sum(each.count * each.tensors for each in group)),
+            bytes=float(sum(each.count * each.bytes for each in group)),
+            wire_bytes=float(sum(each.count * each.wire_bytes for each in group)),
+            crosses_network=crosses,
+            seconds=_sum_if_known(each.seconds for each in group),
+            exposed_seconds=_sum_if_known(each.exposed_seconds for each in group),
+        )
+        for (kind, axes, crosses), group in groups.items()
+    )
+
+
+def _sum_if_known(values: Iterable[float | None]) -> float | None:
+    values = list(values)
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
+    groups: dict[tuple, list[AttentionCall]] = defaultdict(list)
+    for call in calls:
+        groups[call.implementation, call.reason, call.exchange].append(call)
+    return tuple(
+        Attention(implementation, len(group), max(call.logits_bytes for call in group), reason, exchange)
+        for (implementation, reason, exchange), group in groups.items()
+    )
+
+
+def most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Sorts traffic by the bytes that are sent."""
+    return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))

@@ -1,0 +1,161 @@
+"""A forecast of step time: the schedule of the compiled program, with the times of its parts on some hardware."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from keras_dist.planning.costs.compute_time import compute_seconds
+from keras_dist.planning.hardware.figures import Hardware
+from keras_dist.planning.hardware.interconnect import Interconnect
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.schedule import Timeline, Work
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The time that one step probably takes on a device, in seconds.
+
+    The device computes, or waits for collectives or for copies between its memories. Where the sum of these is less
+    than the lower bound on step time, `seconds` is that bound.
+
+    Attributes:
+        seconds: the whole step.
+        compute_seconds: the device computes.
+        exposed_seconds: it waits for collectives, which compute does not hide.
+        copy_seconds: it waits for copies, such as prefetches from HBM to the on-chip memory of a TPU.
+        estimated_seconds: the part of `compute_seconds` that the compiler estimated. For the rest, FLOP and bytes count
+            at the rates that programs commonly reach.
+
+    Example:
+
+    >>> step = Forecast(0.5, compute_seconds=0.375, exposed_seconds=0.125, copy_seconds=0.0, estimated_seconds=0.1875)
+    >>> step.estimated_share
+    0.5
+    """
+
+    seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    copy_seconds: float
+    estimated_seconds: float
+
+    @property
+    def estimated_share(self) -> float:
+        """Fraction of the compute time that comes from the compiler's own estimates."""
+        return self.estimated_seconds / self.compute_seconds if self.compute_seconds else 0.0
+
+
+SECONDS = tuple(field.name for field in fields(Forecast))
+
+
+def forecast(timeline: Timeline, bound: float) -> Forecast:
+    """Returns the forecast for a walk through the schedule of a step that takes at least `bound` seconds."""
+    return Forecast(
+        seconds=max(timeline.seconds, bound),
+        compute_seconds=timeline.compute_seconds,
+        exposed_seconds=timeline.exposed_seconds,
+        copy_seconds=timeline.copy_seconds,
+        estimated_seconds=timeline.estimated_seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """Which fractions of the peak rates programs commonly reach, and the seconds that a kernel takes to start.
+
+    The same figures serve all models and strategies. Sources:
+
+    * TPU matrix multiplications: 90% of a v6e and 83% of a TPU7x, `microbenchmarks/` of
+      https://github.com/AI-Hypercomputer/tpu-recipes; 80 to 90% of a v5e, "Matrix multiplication" in JAX's guide to
+      Pallas. HBM: 83% of a v6e, the first of these. Few instructions need them, since XLA:TPU estimates most.
+    * TPU attention: no measurement is published. For head size 128, the vector units take about as long for the softmax
+      as the matrix units for the products, so half of the peak.
+    * GPU matrix multiplications: 6.1 us and 767 of 989 TFLOP/s fit XLA's table of measurements on an H100,
+      `default_matmul_perf_table`, with a median error of 7%.
+    * GPU attention: about 55% of an H100 for cuDNN, head size 128, causal, forward and backward: Shah et al.,
+      "FlashAttention-3" (2024), https://arxiv.org/abs/2407.08608, figures 5 and 6.
+    * GPU memory and small kernels: 94% and 1.5 us on an H100: Austin et al., "How to Scale Your Model" (2025), "How to
+      Think About GPUs", https://jax-ml.github.io/scaling-book/gpus, question 7.
+    * ICI: 82% of the 200 GB/s of both directions of a v5p's link, 86% for a v5e: the same chapter, appendix B.
+    * NVLink: 310 to 362 of 450 GB/s in XLA's table of measurements on 8 H100s, `default_collective_perf_table`.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    links: float
+    matmul_start_seconds: float
+    start_seconds: float
+
+
+_REACHED = {
+    "tpu": _Reached(matmul=0.85, attention=0.5, memory=0.83, links=0.82, matmul_start_seconds=0.0, start_seconds=0.0),
+    "gpu": _Reached(
+        matmul=0.775, attention=0.55, memory=0.94, links=0.75, matmul_start_seconds=6.1e-6, start_seconds=1.5e-6
+    ),
+}
+
+
+class StepTimes:
+    """How long the parts of a step take on some hardware, for devices in the shape of a mesh; see `Times`.
+
+    * An instruction takes what the compiler estimates: on TPUs cycles over the clock rate; on GPUs the time of fusions
+      without matrix multiplications, since XLA:GPU's cost model does not know tensor cores. Without an estimate it
+      takes the longer of its FLOP and its memory traffic, at the rates in `_REACHED`. It never takes less than at peak
+      rates.
+    * A collective takes the latency of its hops, and its bytes over the bandwidth that programs commonly reach.
+    """
+
+    def __init__(self, hardware: Hardware, devices: np.ndarray):
+        self._hardware, self._reached = hardware, _REACHED[hardware.platform]
+        self._interconnect = Interconnect(hardware, devices)
+        assert hardware.memory_bytes_per_second is not None
+        self._memory_bytes_per_second = hardware.memory_bytes_per_second
+
+    @classmethod
+    def of(
+        cls, hardware: Hardware | None, devices: np.ndarray, collectives: Iterable[Collective]
+    ) -> "StepTimes | None":
+        """Returns the times of a step with these collectives; None if a figure that they need is unknown."""
+        if hardware is None or hardware.platform not in _REACHED or not hardware.flops_per_second:
+            return None
+        if hardware.memory_bytes_per_second is None or compute_seconds(hardware, {"f32": 1.0}) is None:
+            return None
+        times = cls(hardware, devices)
+        is_known = all(times._seconds(each) is not None for each in collectives if each.wire_bytes > 0)
+        return times if is_known else None
+
+    def of_work(self, work: Work) -> tuple[float, bool]:
+        """Returns the seconds of an instruction, and whether they are the compiler's estimate."""
+        computing = compute_seconds(self._hardware, work.flops) or 0.0
+        moving = work.memory_bytes / self._memory_bytes_per_second
+        bound, reached = max(computing, moving), self._reached
+        if work.cycles is not None and self._hardware.clock_hz is not None:
+            return max(bound, work.cycles / self._hardware.clock_hz), True
+        if work.microseconds and not work.flops:
+            return max(bound, work.microseconds * 1e-6) + reached.start_seconds, True
+        rate = reached.attention if work.is_attention else reached.matmul
+        start = reached.matmul_start_seconds if work.flops else reached.start_seconds
+        return max(computing / rate, moving / reached.memory) + start, False
+
+    def of_copy(self, memory_bytes: float) -> float:
+        """Returns the seconds of a copy that reads and writes a number of bytes of device memory."""
+        return memory_bytes / self._memory_bytes_per_second
+
+    def of_collective(self, collective: Collective) -> float:
+        """Returns the seconds of one run of a collective on its links."""
+        seconds = self._seconds(collective)
+        assert seconds is not None, collective
+        return seconds
+
+    def links(self, collective: Collective) -> Iterable[Hashable]:
+        """Returns what a collective occupies: links of the torus or all NVLinks, and the network."""
+        return self._interconnect.links(collective.kind, collective.groups)
+
+    def _seconds(self, collective: Collective) -> float | None:
+        _, seconds_per_byte = self._interconnect.seconds_per_byte(collective.kind, collective.groups)
+        latency = self._interconnect.latency(collective.kind, collective.groups)
+        if seconds_per_byte is None or latency is None:
+            return None
+        return latency + collective.wire_bytes * seconds_per_byte / self._reached.links

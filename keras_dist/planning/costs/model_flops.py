@@ -1,0 +1,148 @@
+"""FLOP of a model's step, counted before compilation."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from keras_dist.attention.attention import AttentionCall
+from keras_dist.attention.sharded import KERNEL_SCOPE
+from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.planning.hlo.kernel_costs import lstm_flops
+from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+def count_model_flops(jaxpr: Jaxpr) -> float | None:
+    """Counts the FLOP, 2 per multiply-add, of a function's dots and convolutions, on unsharded arrays.
+
+    Operations whose results are not used count nothing. An operation that is repeated on the same values counts once,
+    so that a model that recomputes activations in its backward pass (rematerialization) has the same FLOP as one that
+    keeps them. The body of a scan counts once per iteration, that of a `jax.shard_map` once for each shard, and of
+    several branches the most expensive one. Fused attention kernels count nothing. None if a loop with an unknown trip
+    count has matrix multiplications.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
+    """
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    flops, _ = _Counter().count(used)
+    return None if math.isnan(flops) else flops
+
+
+def count_step_flops(jaxpr: Jaxpr, calls: Iterable[AttentionCall], step: str) -> float | None:
+    """Counts the FLOP of a traced step as `count_model_flops` does, and those of attention that kernels compute.
+
+    Args:
+        jaxpr: the step.
+        calls: the attention that was recorded while it was traced.
+        step: "train", "test" or "predict".
+    """
+    flops = count_model_flops(jaxpr)
+    if flops is None:
+        return None
+    # The backward pass of a matrix multiplication is two of the same size.
+    return flops + sum(call.flops for call in calls) * (3 if step == "train" else 1)
+
+
+def main_dtype(jaxpr: Jaxpr) -> str | None:
+    """Returns the dtype of the operands with which most FLOP of dots and convolutions are computed, None without any.
+
+    Bodies of loops count once.
+    """
+    flops: defaultdict[str, float] = defaultdict(float)
+    jaxprs = [jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            name, operands = equation.primitive.name, equation.invars
+            if name in _FLOPS:
+                operand: Any = operands[0].aval
+                flops[str(operand.dtype)] += _FLOPS[name](equation)
+            jaxprs += inner_jaxprs(equation.params)
+    return max(flops, key=lambda dtype: flops[dtype]) if flops else None
+
+
+class _Counter:
+    """Numbers values such that the same operation on the same values gets the same numbers (value numbering)."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+        self.known: dict[Any, list[int]] = {}
+
+    def count(self, jaxpr: Jaxpr, inputs: Sequence[int] = ()) -> tuple[float, list[int]]:
+        """Returns the FLOP of operations not seen before, and the numbers of the results.
+
+        `inputs` are the numbers of the last variables; the others get new ones.
+        """
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        others = [next(self.numbers) for _ in range(len(variables) - len(inputs))]
+        values = dict(zip(variables, [*others, *inputs], strict=True))
+        total = 0.0
+        for equation in jaxpr.eqns:
+            operands = [self._number(each, values) for each in equation.invars]
+            flops, results = self._count_equation(equation, operands)
+            total += flops
+            values.update(zip(equation.outvars, results, strict=True))
+        return total, [self._number(each, values) for each in jaxpr.outvars]
+
+    def _number(self, value: Any, values: dict[Any, int]) -> int:
+        if not isinstance(value, Literal):
+            return values[value]
+        return self._known_results(("literal", str(value.val), str(value.aval)), 1)[0]
+
+    def _known_results(self, key: Any, count: int) -> list[int]:
+        if key not in self.known:
+            self.known[key] = [next(self.numbers) for _ in range(count)]
+        return self.known[key]
+
+    def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
+        name, inner = equation.primitive.name, inner_jaxprs(equation.params)
+        if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
+            estimate = equation.params.get("cost_estimate")
+            return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
+        if name in _INLINED and inner:
+            return self.count(inner[0], operands)
+        if name in ("rnn_fwd", "rnn_bwd"):  # cuDNN's LSTM
+            arguments = equation.invars[3:5] if name == "rnn_bwd" else equation.invars[:2]
+            flops = lstm_flops(*(each.aval.shape for each in arguments), is_backward=name == "rnn_bwd")
+            return flops, [next(self.numbers) for _ in equation.outvars]
+        if inner:
+            # A loop's body is counted separately, because its values differ in every iteration.
+            flops = [_Counter().count(each)[0] for each in inner]
+            times = 1
+            if name == "scan":
+                times = equation.params["length"]
+            elif name == "while" and any(flops):
+                times = math.nan
+            elif name == "shard_map":  # its body has the shapes of one device, and some repeat the work of others
+                specs = (*equation.params["in_specs"], *equation.params["out_specs"])
+                axes = {axis for spec in specs for axis in axis_names(spec)}
+                times = math.prod(equation.params["mesh"].shape[axis] for axis in axes)
+            total = times * (max(flops) if name == "cond" else sum(flops))
+            return total, [next(self.numbers) for _ in equation.outvars]
+        key = name, tuple(operands), tuple((key, str(value)) for key, value in sorted(equation.params.items()))
+        is_new = key not in self.known
+        results = self._known_results(key, len(equation.outvars))
+        return (_FLOPS[name](equation) if is_new and name in _FLOPS else 0.0), results
+
+
+def _dot_flops(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution_flops(equation: Any) -> float:
+    kernel = equation.invars[1].aval.shape
+    of_outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    # Each output element is a sum over the kernel of one output feature, which has the input features of its group.
+    flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / of_outputs
+    # Zeros inserted for a stride of the forward pass are not multiplied.
+    return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
+
+
+_FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}

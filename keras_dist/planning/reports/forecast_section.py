@@ -1,0 +1,78 @@
+"""The part of a plan's report about the forecast of step time."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from keras_dist._report.tables import Bar, Bars, Lines, Section, Table
+from keras_dist._report.units import count_text, percent_text, seconds_text
+from keras_dist._report.variable_groups import path_kind, path_pattern
+from keras_dist.planning.costs.forecast import Forecast
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.op_names import layer_path
+
+_MOST_ROWS = 6
+
+
+def forecast_section(
+    forecast: Forecast, utilization: float | None, collectives: Iterable[Collective], depth: int | None
+) -> Section:
+    """Returns a title, and a bar chart, a sentence and the most exposed collectives below it."""
+    parts = {
+        "compute": forecast.compute_seconds,
+        "exposed collectives": forecast.exposed_seconds,
+        "waiting for copies": forecast.copy_seconds,
+    }
+    bars, end, longest = [], 0.0, forecast.seconds or 1.0
+    for label, seconds in parts.items():
+        start, end = end, end + seconds
+        bars.append(Bar(label, (seconds_text(seconds),), start / longest, end / longest))
+    text = f"Probably {seconds_text(forecast.seconds)} a step."
+    if utilization is not None:
+        text += f" Model FLOP utilization {percent_text(utilization)}."
+    text += f" The compiler estimated {percent_text(forecast.estimated_share)} of the compute time."
+    rows = exposed_rows(collectives)
+    if not rows:
+        return "Forecast of step time", [Bars(tuple(bars)), Lines((text,))]
+    of = "" if depth is None else " (of the deepest model compiled)"
+    table = Table((f"most exposed{of}", "over axes", "layer", ">count", ">total", ">exposed"), rows)
+    return "Forecast of step time", [Bars(tuple(bars)), Lines((text,)), table]
+
+
+def exposed_rows(collectives: Iterable[Collective]) -> list[tuple[str, ...]]:
+    """Returns a table row for each of the most exposed collectives. Those of equal layers share one."""
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for each in collectives:
+        if each.exposed_seconds:
+            path, is_gradient = layer_path(each.op_name)
+            groups[each.kind, each.axes, path_kind(path), is_gradient].append(each)
+    ordered = sorted(groups.items(), key=lambda item: -_sum(item[1], "exposed_seconds"))
+    rows = []
+    for (kind, axes, _, is_gradient), group in ordered[:_MOST_ROWS]:
+        paths = {layer_path(each.op_name)[0] for each in group}
+        path = path_pattern(sorted(paths, key=_by_numbers))
+        layer = (path or "several layers") + ", gradient" * is_gradient
+        rows.append((kind, "other groups" if axes is None else ", ".join(axes), _fold(layer), *_figures(group)))
+    rest = [each for _, group in ordered[_MOST_ROWS:] for each in group]
+    if rest:
+        rows.append((f"... and {len(ordered) - _MOST_ROWS} more", "", "", *_figures(rest)))
+    return rows
+
+
+def _by_numbers(path: str) -> list[tuple[str, int]]:
+    """Sorts "block_2" before "block_10"."""
+    return [(word, int(number or 0)) for word, number in re.findall(r"(\D+)(\d*)", path)]
+
+
+def _figures(group: Sequence[Collective]) -> tuple[str, str, str]:
+    count = count_text(sum(each.count for each in group))
+    return count, seconds_text(_sum(group, "seconds")), seconds_text(_sum(group, "exposed_seconds"))
+
+
+def _sum(group: Iterable[Collective], figure: str) -> float:
+    return sum(getattr(each, figure) or 0.0 for each in group)
+
+
+def _fold(path: str) -> str:
+    """Breaks a path into lines of at most 48 characters, after a separator where there is one."""
+    return "\n  ".join(re.findall(r".{1,48}(?:(?<=[/_, ])|$)|.{48}", path))

@@ -1,0 +1,403 @@
+"""`Plan`: what a step of a model needs on each device, as data and as a printed report.
+
+Bytes are printed in binary units (KiB, MiB, GiB), FLOP and counts in decimal units.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keras_dist._report.report import Report, to_plain_data
+from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
+from keras_dist._report.units import bytes_text, count_text, counted, flops_text, percent_text, seconds_text
+from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
+from keras_dist.mesh.axes import spell_axes
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.mesh.topology import networks_of
+from keras_dist.planning.compiling.compilation import Attention, Traffic
+from keras_dist.planning.costs.roofline import Roofline
+from keras_dist.planning.frozen_mapping import FrozenMapping
+from keras_dist.planning.hardware.compiler_options import options_text
+from keras_dist.planning.hlo.collectives import Collective
+from keras_dist.planning.hlo.module_costs import LargeValue
+from keras_dist.planning.reports.forecast_section import forecast_section
+from keras_dist.planning.reports.plan_figure import plan_figure
+from keras_dist.steps.options import StepOptions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
+_MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
+_LABELS = {"other": "other state", "memory": "HBM"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one device during a step, in bytes.
+
+    Attributes:
+        weights: trainable and non-trainable weights of the model.
+        optimizer: optimizer state.
+        other: metrics and random seeds.
+        batch: the device's shard of the batch.
+        padding: what the compiler adds to variables and batch to fill the hardware's tiles.
+        outputs: results that do not reuse the memory of an argument.
+        temporaries: activations, gradients, gathered weights and collective buffers.
+        program: the compiled program.
+        host: variables in the memory of the device's host, which are not part of the total.
+        capacity: memory of the device; None if unknown.
+    """
+
+    weights: int
+    optimizer: int
+    other: int
+    batch: int
+    padding: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    program: int = 0
+    host: int = 0
+    capacity: int | None = None
+
+    @property
+    def state(self) -> int:
+        """Bytes of all variables: weights, optimizer state and other state."""
+        return self.weights + self.optimizer + self.other
+
+    @property
+    def total(self) -> int:
+        """Bytes needed in total."""
+        return self.state + self.batch + self.padding + self.outputs + self.temporaries + self.program
+
+
+@dataclass(frozen=True)
+class Plan(Report):
+    """Memory, communication and time of a step of a model on each device of a mesh. Prints as a report.
+
+    In the printed report, bytes are per device. Variables whose paths differ only in numbers share a row. If there are
+    many rows, those with the most bytes are shown. Text has at most 120 columns on any terminal.
+
+    Attributes:
+        model: name of the model.
+        step: `"train"`, `"test"` or `"predict"`.
+        target: name of the hardware, or JAX's device kind if the hardware is not registered.
+        mesh: the device mesh.
+        distribution: the distribution's `repr`.
+        batch: dtype and global shape of each array of the batch.
+        variables: the variables that the step reads and updates.
+        memory: bytes on one device.
+        fits: whether the memory is within the capacity; None if the capacity is unknown.
+        traffic: the collectives, summed by kind and mesh axes.
+        collectives: each collective instruction. Of an extrapolated plan, those of the deepest model compiled.
+        flops: FLOP of matrix multiplications and convolutions that one device executes.
+        model_flops: FLOP that the model requires, summed over devices, without recomputation and repeated work.
+        model_flops_utilization: fraction of the hardware's peak that `model_flops` reaches in a step of
+            `roofline.seconds`; None if unknown.
+        memory_traffic: estimated bytes that one device reads from and writes to its memory.
+        host_traffic: bytes that one device fetches from the memory of its host and puts back.
+        roofline: lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
+            probably takes.
+        forecast_model_flops_utilization: as `model_flops_utilization`, for a step that takes as long as the forecast;
+            None if unknown.
+        largest_values: the largest temporaries.
+        attention: how the calls of `keras.ops.dot_product_attention` are computed.
+        notes: caveats about these figures.
+        compile_seconds: time that the compiler took.
+        depth: number of blocks extrapolated to; None if the full model was compiled.
+        compiler_options: the options of XLA with which it was compiled.
+        step_options: the step options of the distribution, with `remat="auto"` replaced by what it chose.
+        fitting_plan: if the step does not fit: the plan with the step options of least cost with which it does, found
+            by compiling; None if it fits, or no step options suffice.
+    """
+
+    model: str
+    step: str
+    target: str
+    mesh: DeviceMesh
+    distribution: str
+    batch: Any
+    variables: tuple[PlacedVariable, ...]
+    memory: Memory
+    fits: bool | None
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    flops: float
+    model_flops: float
+    memory_traffic: float
+    host_traffic: float
+    roofline: Roofline
+    model_flops_utilization: float | None
+    largest_values: tuple[LargeValue, ...]
+    attention: tuple[Attention, ...]
+    notes: tuple[str, ...]
+    compile_seconds: float = dataclasses.field(compare=False)
+    depth: int | None = None
+    forecast_model_flops_utilization: float | None = None
+    compiler_options: FrozenMapping = dataclasses.field(default_factory=FrozenMapping)
+    step_options: StepOptions = dataclasses.field(default_factory=StepOptions)
+    fitting_plan: "Plan | None" = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(math.prod(variable.shape) for variable in self.variables if variable.part == "weights")
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(each.wire_bytes for each in self.traffic)
+
+    def largest_holders(self, count: int = 5) -> list[tuple[str, int]]:
+        """Returns the largest variables and temporaries of one device.
+
+        Args:
+            count: how many to return.
+
+        Returns:
+            Names with their bytes on one device, largest first.
+        """
+        holders = [(f"{variable.path} ({variable.part})", variable.bytes) for variable in self.variables]
+        holders += [(f"{v.op_name or v.name} {v.shape} (temporary)", v.bytes) for v in self.largest_values]
+        return sorted(holders, key=lambda holder: -holder[1])[:count]
+
+    def picture(self) -> str:
+        """Returns bar charts as text: memory per device, the lower bounds on step time, and the forecast."""
+        charts = [_memory(self), _time(self)]
+        if (section := self._forecast()) is not None:
+            title, (bars, sentence, *_) = section
+            charts.append((title, [bars, sentence]))
+        return render_text(charts)
+
+    def figure(self) -> "Figure":
+        """Returns a `matplotlib.figure.Figure`: the memory of a device by kind, and the schedule of a step.
+
+        The schedule has the time of compute, of the collectives over each mesh axis, and of copies. Where a collective
+        is exposed, the device waits for it; the rest of it is hidden by compute. Without a forecast of step time, the
+        figure has the lower bounds by resource, if they are known. A notebook shows it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        title = f"{subject_text(self)}\n{_devices_text(self)}: {fits_text(self)}"
+        [bars] = _memory(self)[1]
+        return plan_figure(title, bars.bars, _memory_width(self.memory), self.roofline, self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
+        own = dataclasses.replace(self, fitting_plan=None, step_options=StepOptions())
+        data = to_plain_data(own) | {"step_options": repr(self.step_options)}
+        if self.fitting_plan is not None:
+            data["fitting_plan"] = self.fitting_plan.to_dict()
+        mesh = data.pop("mesh")
+        data["memory"] |= {"state": self.memory.state, "total": self.memory.total}
+        data["roofline"] |= {"bound": self.roofline.bound, "seconds": self.roofline.seconds}
+        if self.roofline.forecast is not None:
+            data["roofline"]["forecast"]["estimated_share"] = self.roofline.forecast.estimated_share
+        derived = {"parameters": self.parameters, "wire_bytes": self.wire_bytes}
+        return data | derived | {"mesh": mesh.axis_sizes, "devices": mesh.devices.size}
+
+    def __repr__(self) -> str:
+        devices = f"{self.mesh.devices.size} x {self.target}"
+        return f"<Plan of the {self.step} step of {self.model!r} on {devices}: {fits_text(self)}>"
+
+    def _sections(self) -> Iterator[Section]:
+        yield _headline(self)
+        yield _memory(self)
+        if self.fits is False:
+            rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
+            yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
+        if self.fitting_plan is not None:
+            yield _what_fits(self, self.fitting_plan)
+        yield _time(self)
+        if (section := self._forecast()) is not None:
+            yield section
+        if self.attention:
+            yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
+        yield _collectives(self)
+        yield _variables(self)
+        if self.notes:
+            yield "Notes", [Lines(self.notes)]
+
+    def _forecast(self) -> Section | None:
+        forecast, utilization = self.roofline.forecast, self.forecast_model_flops_utilization
+        return None if forecast is None else forecast_section(forecast, utilization, self.collectives, self.depth)
+
+
+def fits_text(plan: Plan) -> str:
+    return {True: "fits", False: "does not fit", None: "capacity unknown"}[plan.fits]
+
+
+def subject_text(plan: Plan) -> str:
+    """Returns what a plan is of: model, step and number of parameters."""
+    return f"{plan.model}, {plan.step} step, {counted(count_text(plan.parameters), 'parameter')}"
+
+
+def distribution_name(plan: Plan) -> str:
+    found = re.match(r"<?(\w+)", plan.distribution)
+    options = f", {plan.step_options.text}" if plan.step_options.text else ""
+    return (found[1] if found else plan.distribution) + options
+
+
+def bound_text(plan: Plan) -> str:
+    bound = plan.roofline.bound
+    return "unknown" if bound is None else _LABELS.get(bound, bound)
+
+
+def _headline(plan: Plan) -> Section:
+    depth = f", {counted(plan.depth, 'block')}" if plan.depth is not None else ""
+    lines = _devices_text(plan), f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
+    if plan.compiler_options:
+        lines = *lines[:2], f"compiler options {options_text(plan.compiler_options)}", lines[2]
+    return subject_text(plan) + depth, [Lines(lines)]
+
+
+def _devices_text(plan: Plan) -> str:
+    devices = f"{plan.mesh.devices.size} x {plan.target}, mesh {spell_axes(plan.mesh.axis_sizes)}"
+    return f"{devices}, {distribution_name(plan)}"
+
+
+def _batch_text(batch: Any) -> str:
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    named = zip(("x", "y", "sample_weight"), parts, strict=False)
+    return ", ".join(f"{name} {part}".replace("'", "") for name, part in named if part is not None)
+
+
+def _capacity_text(plan: Plan) -> str:
+    total, capacity = plan.memory.total, plan.memory.capacity
+    needed = bytes_text(total)
+    if capacity is not None:
+        needed += f" of {bytes_text(capacity)} per device ({percent_text(total / capacity)})"
+    if plan.fits is None or capacity is None:
+        return f"Needs {needed} per device, whose capacity is unknown."
+    if plan.fits:
+        return f"Fits: {needed}, {bytes_text(capacity - total)} free."
+    excess = (
+        f"{bytes_text(total - capacity)} over capacity" if total > capacity else "but the compiler cannot allocate it"
+    )
+    return f"DOES NOT FIT: {needed}, {excess}."
+
+
+def _what_fits(plan: Plan, fitting: Plan) -> Section:
+    """Returns the price and the gain of step options with which a plan fits."""
+    rows = [
+        (
+            each.step_options.text or "as planned",
+            bytes_text(each.memory.total),
+            bytes_text(each.wire_bytes),
+            bytes_text(each.host_traffic),
+            "unknown" if each.roofline.forecast is None else seconds_text(each.roofline.forecast.seconds),
+        )
+        for each in (plan, fitting)
+    ]
+    columns = "step options", ">memory", ">sent", ">to and from host", ">forecast"
+    lines = [f"It fits with step_options=kd.{fitting.step_options}."]
+    lines += ["The forecast does not include transfers to and from the host."] if fitting.host_traffic else []
+    return "What makes it fit", [Lines(tuple(lines)), Table(columns, rows)]
+
+
+def _memory_width(memory: Memory) -> int:
+    """Returns the bytes that the full width of the bars of memory stands for."""
+    return max(memory.total, memory.capacity or 0, 1)
+
+
+def _memory(plan: Plan) -> tuple[str, list[Bars]]:
+    memory = plan.memory
+    scale = _memory_width(memory)
+
+    def figures(size: int) -> tuple[str, ...]:
+        return (bytes_text(size), *(() if memory.capacity is None else (percent_text(size / memory.capacity),)))
+
+    bars, end = [], 0
+    for part in _MEMORY:
+        size = getattr(memory, part)
+        if size:
+            start, end = end, end + size
+            bars.append(Bar(_LABELS.get(part, part), figures(size), start / scale, end / scale))
+    if memory.host:
+        bars.append(Bar("host", (bytes_text(memory.host), *[""] * (memory.capacity is not None)), 0, 0))
+    bars.append(Bar("total", figures(memory.total), 0, memory.total / scale))
+    if memory.capacity is not None:
+        bars.append(Bar("capacity", figures(memory.capacity), 0, memory.capacity / scale, is_limit=True))
+    return "Memory per device", [Bars(tuple(bars))]
+
+
+def _time(plan: Plan) -> Section:
+    roofline = plan.roofline
+    parts = {
+        "compute": (roofline.compute_seconds, flops_text(plan.flops)),
+        "HBM": (roofline.memory_seconds, bytes_text(plan.memory_traffic)),
+        roofline.link: (roofline.ici_seconds, ""),
+        roofline.network: (roofline.dcn_seconds, ""),
+    }
+    devices = plan.mesh.backend_mesh.devices.ravel().tolist()
+    if roofline.dcn_seconds == 0 and len(set(networks_of(devices).tolist())) == 1:
+        del parts[roofline.network]  # there is none
+    longest = roofline.seconds or 1
+    bars = tuple(
+        Bar(label, (amount, seconds_text(seconds)), 0, (seconds or 0) / longest)
+        for label, (seconds, amount) in parts.items()
+    )
+    return "Lower bound on step time", [Bars(bars), Lines((_bound_sentence(plan),))]
+
+
+def _bound_sentence(plan: Plan) -> str:
+    roofline = plan.roofline
+    times = roofline.compute_seconds, roofline.memory_seconds, roofline.ici_seconds, roofline.dcn_seconds
+    has_unknown = None in times
+    if not roofline.seconds:
+        return "Bottleneck unknown." if has_unknown else "The step does no work that is counted."
+    text = f"At least {seconds_text(roofline.seconds)}, bound by {bound_text(plan)}"
+    text += f"; {seconds_text(roofline.serial_seconds)} if nothing overlaps."
+    if plan.model_flops_utilization is not None:
+        text += f" Model FLOP utilization at most {percent_text(plan.model_flops_utilization)}"
+        text += f" ({flops_text(plan.model_flops)} over all devices)."
+    return text + " Unknown times are left out." * has_unknown
+
+
+def _attention_text(attention: Attention) -> str:
+    text = f"{attention.implementation}, {counted(count_text(attention.calls), 'call')}"
+    if attention.logits_bytes:
+        text += f", {bytes_text(attention.logits_bytes)} of logits each (queries x keys)"
+    text += f", {attention.exchange}" if attention.exchange else ""
+    return f"{text}: {attention.reason}." if attention.reason else f"{text}."
+
+
+def _collectives(plan: Plan) -> Section:
+    title = "Collectives per step"
+    if not plan.traffic:
+        return title, [Lines(("None.",))]
+    has_times = plan.roofline.forecast is not None
+    rows = [
+        (
+            each.kind,
+            ("other groups" if each.axes is None else ", ".join(each.axes))
+            + f" ({plan.roofline.network})" * each.crosses_network,
+            count_text(each.count),
+            count_text(each.tensors),
+            bytes_text(each.bytes),
+            bytes_text(each.wire_bytes),
+            *((seconds_text(each.seconds), seconds_text(each.exposed_seconds)) if has_times else ()),
+        )
+        for each in plan.traffic
+    ]
+    counts = count_text(sum(each.count for each in plan.traffic)), count_text(sum(t.tensors for t in plan.traffic))
+    moved = bytes_text(sum(each.bytes for each in plan.traffic)), bytes_text(plan.wire_bytes)
+    columns, footer = ("kind", "over axes", ">count", ">tensors", ">bytes", ">sent per device"), (*counts, *moved)
+    if has_times:
+        columns += (">total time", ">exposed")
+        totals = (sum(getattr(t, name) or 0.0 for t in plan.traffic) for name in ("seconds", "exposed_seconds"))
+        footer += tuple(map(seconds_text, totals))
+    return title, [Table(columns, rows, ("total", "", *footer))]
+
+
+def _variables(plan: Plan) -> Section:
+    rows = variable_rows(plan.variables, _MOST_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
+    weights = [variable for variable in plan.variables if variable.part == "weights"]
+    replicated = [variable for variable in weights if variable.is_replicated]
+    held = bytes_text(sum(variable.bytes for variable in replicated))
+    text = f"Replicated: {len(replicated)} of {counted(len(weights), 'weight')}, {held} per device."
+    return "Variables, bytes per device", [Table(("path, rule", *VARIABLE_COLUMNS), rows), Lines((text,))]

@@ -1,0 +1,174 @@
+"""`Choice`: what `auto` chose, with all candidates and why each lost, as data and as a printed report."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from keras_dist._report.report import Report
+from keras_dist._report.tables import Lines, Section, Table
+from keras_dist._report.units import bytes_text, counted, seconds_text
+from keras_dist.mesh.axes import spell_axes
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.planning.reports.plan_report import Plan, subject_text
+from keras_dist.planning.search.candidates import Candidate
+from keras_dist.strategies.base import Distribution
+
+MOST_ROWS = 10  # candidates in a printed choice
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and what became of it. Figures are those of its plan if it was compiled, else estimates.
+
+    Attributes:
+        candidate: strategy and mesh axes.
+        memory_bytes: memory of a device in bytes.
+        wire_bytes: bytes that a device sends in a step.
+        seconds: time of a step; None if it is not estimated, because memory does not suffice.
+        plan: the plan; None if the candidate was not compiled.
+        outcome: `"chosen"`, or why it lost.
+    """
+
+    candidate: Candidate
+    memory_bytes: float
+    wire_bytes: float
+    seconds: float | None
+    plan: Plan | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Choice(Report):
+    """What `kd.auto` chose. Prints with the ten best candidates; `print(choice.table())` shows all.
+
+    Attributes:
+        distribution: the distribution, to be passed to `kd.set_distribution`.
+        plan: its plan.
+        objective: what was minimized: `"time"`, `"memory"` or `"devices"`.
+        trials: all candidates, the chosen one first, then those that were compiled. With `depth`, they are compared by
+            models of few blocks, and `plan` is from more of them.
+        source: Python code that creates the distribution; see `to_source`.
+        notes: what was not tried, and near ties.
+        is_interrupted: whether Ctrl-C ended the search.
+    """
+
+    distribution: Distribution
+    plan: Plan
+    objective: str
+    trials: tuple[Trial, ...]
+    source: str
+    notes: tuple[str, ...]
+    is_interrupted: bool = False
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the distribution."""
+        return self.plan.mesh
+
+    def to_source(self) -> str:
+        """Returns Python code that creates the same distribution on the devices of the machine it runs on.
+
+        Returns:
+            Statements that assign the distribution to `distribution`.
+        """
+        return self.source
+
+    def table(self) -> "Candidates":
+        """Returns the table of all candidates, and why each lost. Print it."""
+        return Candidates(self.trials)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the choice as numbers, strings, lists and dicts, which JSON can encode."""
+        return {
+            "objective": self.objective,
+            "strategy": self.trials[0].candidate.label,
+            "mesh": self.mesh.axis_sizes,
+            "source": self.source,
+            "plan": self.plan.to_dict(),
+            "candidates": trials_data(self.trials),
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Choice of {self.trials[0].candidate} among {counted(len(self.trials), 'candidate')}>"
+
+    def _sections(
+        self, most: int | None = MOST_ROWS, how_to_see_all: str = "print(choice.table()) shows all."
+    ) -> Iterator[Section]:
+        plan, capacity = self.plan, self.plan.memory.capacity
+        devices = f"{plan.mesh.devices.size} x {plan.target}"
+        limit = "" if capacity is None else f" Each device has {bytes_text(capacity)}."
+        chosen = f"{self.trials[0].candidate}. Chosen of {counted(len(self.trials), 'candidate')} for {devices}.{limit}"
+        yield subject_text(plan), [Lines((chosen,))]
+        yield trials_section(self.trials, most, how_to_see_all)
+        yield "In Python", [Lines(tuple(self.source.splitlines()))]
+        if self.notes:
+            yield "Notes", [Lines(self.notes)]
+
+
+@dataclass(frozen=True)
+class Candidates(Report):
+    """All candidates of a choice. Prints as a table.
+
+    Attributes:
+        trials: the candidates, the chosen one first.
+    """
+
+    trials: tuple[Trial, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the candidates as numbers, strings, lists and dicts, which JSON can encode."""
+        return {"candidates": trials_data(self.trials)}
+
+    def _sections(self) -> Iterator[Section]:
+        yield trials_section(self.trials)
+
+
+class NoCandidateError(ValueError):
+    """The devices, the strategies and the kept axes leave no candidate."""
+
+
+class NothingFitsError(ValueError):
+    """No candidate fits. `trials` has all candidates, the one that comes closest first."""
+
+    def __init__(self, message: str, trials: tuple[Trial, ...]):
+        super().__init__(message)
+        self.trials = trials
+
+
+def trials_data(trials: tuple[Trial, ...]) -> list[dict[str, Any]]:
+    """Returns candidates as data that JSON can encode."""
+    return [
+        {
+            "strategy": trial.candidate.label,
+            "mesh": dict(trial.candidate.axes),
+            "memory_bytes": trial.memory_bytes,
+            "wire_bytes": trial.wire_bytes,
+            "seconds": trial.seconds,
+            "is_compiled": trial.plan is not None,
+            "outcome": trial.outcome,
+        }
+        for trial in trials
+    ]
+
+
+def trials_section(trials: tuple[Trial, ...], most: int | None = None, how_to_see_all: str = "") -> Section:
+    """Returns a table of candidates, of the first `most` if that is not None."""
+    rows = [_row(trial) for trial in trials[:most]]
+    left = len(trials) - len(rows)
+    more = [Lines((f"... and {counted(left, 'more candidate')}. {how_to_see_all}",))] if left else []
+    columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
+    return "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    mark = "" if trial.plan is not None else "~"
+    seconds = "-" if trial.seconds is None else f"{mark}{seconds_text(trial.seconds)}"
+    return (
+        trial.candidate.label,
+        spell_axes(trial.candidate.axes),
+        f"{mark}{bytes_text(trial.memory_bytes)}",
+        f"{mark}{bytes_text(trial.wire_bytes)}",
+        seconds,
+        trial.outcome,
+    )

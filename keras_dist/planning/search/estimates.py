@@ -1,0 +1,221 @@
+"""What `auto` expects of a candidate that is not compiled: from closed forms, and from those that are compiled."""
+
+from collections.abc import Mapping
+
+from keras_dist.planning.hardware.figures import Hardware
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.planning.search.candidates import CONTEXT, DATA, MODEL, Candidate
+from keras_dist.planning.search.closed_forms import ATTENTION, NOMINAL, PURPOSES, SEQUENCE, TENSOR, WEIGHTS, Sizes
+
+# Reads and writes of a training step's update for each byte of weights and optimizer state: Adam reads weight, gradient
+# and two averages (16 bytes of 4-byte numbers) and writes three (12), for 12 bytes of state.
+_UPDATE_TRAFFIC = 28 / 12
+# How often a training step moves weights for matrix multiplications: forward, backward, and their gradients.
+_PASSES = 3
+# How often a step moves weights besides, at most: to convert and copy them and their gradients. The rest has to do with
+# activations.
+_CONVERSIONS = 6
+# The fraction of the activations between sharded layers, which tensor parallelism alone does not shard.
+_UNSHARDED_ACTIVATIONS = 0.5
+# The most of a collective's time that is expected not to overlap, until a compiled candidate shows it.
+_UNKNOWN_EXPOSURE = 1.0
+# The least fraction of the expected exposure that a candidate may have, if one of its kind is compiled, and if not.
+_DOUBT, _DOUBT_OF_UNKNOWN_KIND = 0.8, 0.5
+# Fraction of the gathered weights that a step holds if its blocks gather them again for the backward pass.
+_HELD_WEIGHTS = 0.25
+
+
+class Estimates:
+    """Expected time and memory of candidates, from their sizes and from those that are compiled so far.
+
+    The first compiled candidate gives the time of the computation of a row, and the activations of one. Others have
+    their share of it by what their axes divide. What a compiled candidate shows beyond that (the time that its
+    collectives do not overlap, another time of its computation, other temporaries) is expected of its kind, too.
+    """
+
+    def __init__(self, sizes: Mapping[Candidate, Sizes], hardware: Hardware | None):
+        self._sizes, self._hardware = sizes, hardware
+        self._is_training = any(each.updated for each in sizes.values())
+        self._time_base: tuple[Candidate, Plan] | None = None
+        self._memory_base: tuple[Candidate, Plan] | None = None
+        self._seconds: dict[Candidate, float] = {}
+        self._exposed: dict[tuple, float] = {}
+        self._slower: dict[tuple, float] = {}
+        self._larger: dict[tuple, float] = {}
+
+    def observe(self, candidate: Candidate, plan: Plan) -> None:
+        """Takes what the plan of a compiled candidate shows into account."""
+        kind = _kind(candidate)
+        if self._memory_base is None:
+            self._memory_base = candidate, plan
+        elif expected := self._temporaries(candidate):
+            self._larger[kind] = self._larger.get(kind, 1.0) * plan.memory.temporaries / expected
+        if plan.flops == 0:
+            return  # the compiler stopped when memory did not suffice
+        self._seconds[candidate] = seconds_of(plan)
+        busy, expected = _busy_seconds(plan), self._compute_seconds(candidate)
+        for key, exposed in self._exposed_of(candidate, plan).items():
+            total = self._sizes[candidate].wire_seconds[key[0]]
+            if total > 0:
+                self._exposed[key] = exposed / total
+            else:
+                busy += exposed  # what no closed form foresaw is expected of its kind
+        if self._time_base is None:
+            self._time_base = candidate, plan
+        elif expected:
+            self._slower[kind] = self._slower.get(kind, 1.0) * busy / expected
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Returns the expected time of a step."""
+        simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
+        return max([self._seconds_with(candidate, 1.0), *simpler])
+
+    def simpler(self, candidate: Candidate) -> list[Candidate]:
+        """Returns the candidates that compute as much on a device as this one does, and communicate less."""
+        tokens = self._sizes[candidate].tokens
+        known = [each for each in candidate.communicating_less if each in self._sizes]
+        return [each for each in known if self._sizes[each].tokens <= tokens]
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Returns the time of a step at peak rates, if all communication overlaps with the computation."""
+        if self._time_base is None:
+            return self._sizes[candidate].least_wire_seconds
+        computed = self._least_matmul_seconds(candidate) + self._update_seconds(candidate)
+        return max(computed, self._sizes[candidate].least_wire_seconds)
+
+    def optimistic_seconds(self, candidate: Candidate) -> float:
+        """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
+        is_known = any(_kind(each) == _kind(candidate) for each in self._seconds)
+        return self._seconds_with(candidate, _DOUBT if is_known else _DOUBT_OF_UNKNOWN_KIND)
+
+    def bytes(self, candidate: Candidate) -> float:
+        """Returns the expected memory of a device."""
+        return self.least_bytes(candidate) + self._temporaries(candidate)
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Returns the memory that variables and batch take."""
+        sizes = self._sizes[candidate]
+        return sizes.state + sizes.batch
+
+    def _seconds_with(self, candidate: Candidate, factor: float) -> float:
+        """Returns the time of a step if its collectives are exposed by `factor` times what is expected.
+
+        Those of which none was seen are expected to overlap as well as the best of the others.
+        """
+        wire = self._sizes[candidate].wire_seconds
+        unknown = min((_UNKNOWN_EXPOSURE, *self._exposed.values()))
+        exposures = {purpose: self._exposed.get(_key(purpose, candidate), unknown) for purpose in wire}
+        exposed = sum(seconds * exposures[purpose] for purpose, seconds in wire.items())
+        return max(self._compute_seconds(candidate) + factor * exposed, *wire.values())
+
+    def _compute_seconds(self, candidate: Candidate) -> float:
+        if self._time_base is None:
+            return 0.0
+        base, plan = self._time_base
+        ours, theirs = self._sizes[candidate], self._sizes[base]
+        busy = _busy_seconds(plan)
+        of_matmuls = min(max(_matmul_seconds(plan), self._weights_seconds(base)), busy)
+        of_update = min(self._update_seconds(base), busy - of_matmuls)
+        rest = busy - of_matmuls - of_update
+        of_conversions = min(rest, self._memory_seconds(_CONVERSIONS * theirs.weights))
+        multiplied = max(self._least_matmul_seconds(candidate), self._weights_seconds(candidate))
+        of_activations = (rest - of_conversions) * _activated(candidate) / _activated(base)
+        activated = of_activations * self._tokens_share(candidate)
+        converted = of_conversions * ours.weights / max(theirs.weights, 1.0)
+        seconds = multiplied + activated + converted + self._update_seconds(candidate)
+        return seconds * self._slower.get(_kind(candidate), 1.0)
+
+    def _least_matmul_seconds(self, candidate: Candidate) -> float:
+        """Returns the time of the matrix multiplications at peak rates."""
+        assert self._time_base is not None
+        base, plan = self._time_base
+        part = _multiplied(candidate, self._sizes[candidate]) / _multiplied(base, self._sizes[base])
+        return self._tokens_share(candidate) * part * min(_matmul_seconds(plan), _busy_seconds(plan))
+
+    def _tokens_share(self, candidate: Candidate) -> float:
+        """Returns how many times as many tokens a device has as in the first compiled candidate."""
+        assert self._time_base is not None
+        return self._sizes[candidate].tokens / self._sizes[self._time_base[0]].tokens
+
+    def _weights_seconds(self, candidate: Candidate) -> float:
+        """Returns the time of reading the weights for matrix multiplications: what few tokens take."""
+        return self._memory_seconds((_PASSES if self._is_training else 1) * self._sizes[candidate].weights)
+
+    def _update_seconds(self, candidate: Candidate) -> float:
+        return self._memory_seconds(_UPDATE_TRAFFIC * self._sizes[candidate].updated)
+
+    def _memory_seconds(self, moved: float) -> float:
+        rate = self._hardware.memory_bytes_per_second if self._hardware is not None else None
+        return moved / (rate or NOMINAL["memory"])
+
+    def _temporaries(self, candidate: Candidate) -> float:
+        if self._memory_base is None:
+            return 0.0
+        base, plan = self._memory_base
+        ours, theirs = self._sizes[candidate], self._sizes[base]
+        temporaries = plan.memory.temporaries
+        activations = max(temporaries - _held_weights(base, theirs), 0.1 * temporaries)
+        share = ours.tokens / theirs.tokens * _activated(candidate) / _activated(base)
+        held = activations * share + _held_weights(candidate, ours)
+        return held * self._larger.get(_kind(candidate), 1.0)
+
+    def _exposed_of(self, candidate: Candidate, plan: Plan) -> dict[tuple, float]:
+        """Returns the time that a compiled candidate waits for collectives, by what they are for."""
+        seconds = {_key(purpose, candidate): 0.0 for purpose in PURPOSES}
+        for each in plan.traffic:
+            axes = each.axes or tuple(candidate.axes)
+            if MODEL in axes:
+                purpose = SEQUENCE if candidate.sequence_parallel else TENSOR
+            else:
+                purpose = ATTENTION if set(axes) == {CONTEXT} and candidate.size(DATA) > 1 else WEIGHTS
+            waited = each.exposed_seconds
+            seconds[_key(purpose, candidate)] += each.wire_bytes / NOMINAL["link"] if waited is None else waited
+        return seconds
+
+
+def seconds_of(plan: Plan) -> float:
+    """Returns the forecast of a plan; where the figures of the hardware are unknown, its cost at nominal rates."""
+    forecast = plan.roofline.forecast
+    if forecast is not None:
+        return forecast.seconds
+    return _busy_seconds(plan) + plan.wire_bytes / NOMINAL["link"]
+
+
+def _busy_seconds(plan: Plan) -> float:
+    """Returns the time that a device computes in a step."""
+    forecast = plan.roofline.forecast
+    if forecast is not None:
+        return forecast.seconds - forecast.exposed_seconds
+    return plan.flops / NOMINAL["flops"] + plan.memory_traffic / NOMINAL["memory"]
+
+
+def _matmul_seconds(plan: Plan) -> float:
+    seconds = plan.roofline.compute_seconds
+    return plan.flops / NOMINAL["flops"] if plan.roofline.forecast is None or seconds is None else seconds
+
+
+def _kind(candidate: Candidate) -> tuple:
+    return candidate.strategy, candidate.regathers, candidate.sequence_dim_name
+
+
+def _key(purpose: str, candidate: Candidate) -> tuple:
+    """What one compiled candidate shows of the collectives of others: those of weights differ by strategy."""
+    if purpose != WEIGHTS:
+        return (purpose,)
+    return purpose, candidate.strategy == "zero1", candidate.shards_weights, candidate.regathers
+
+
+def _multiplied(candidate: Candidate, sizes: Sizes) -> float:
+    """Returns the part of the matrix multiplications of its tokens that a device does."""
+    return sizes.sharded_fraction / candidate.size(MODEL) + 1 - sizes.sharded_fraction
+
+
+def _activated(candidate: Candidate) -> float:
+    """Returns the part of the activations of its tokens that a device holds and computes."""
+    unsharded = 0.0 if candidate.sequence_parallel else _UNSHARDED_ACTIVATIONS
+    return unsharded + (1 - unsharded) / candidate.size(MODEL)
+
+
+def _held_weights(candidate: Candidate, sizes: Sizes) -> float:
+    """Returns the bytes of gathered weights, or else of gradients, that a step holds."""
+    return sizes.weights * (_HELD_WEIGHTS if candidate.regathers else 1.0)

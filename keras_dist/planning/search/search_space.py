@@ -1,0 +1,141 @@
+"""The search space of `auto`: the candidates for a model on some devices, and what is known of them in advance."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from keras_dist._report.units import counted
+from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
+from keras_dist.planning.compiling.abstract_step import Step, prepared_step
+from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, DATA, MODEL, Candidate, enumerate_candidates
+from keras_dist.planning.search.choice import NoCandidateError
+from keras_dist.planning.search.closed_forms import Sizes, Workload
+from keras_dist.planning.search.places import Place
+from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.data_parallel import DataParallel
+from keras_dist.strategies.derived.tensor_parallel import Solution, solve
+
+
+class SearchSpace(NamedTuple):
+    """The candidates with their distributions, what is known of each, and notes on what was left out."""
+
+    candidates: dict[Candidate, Distribution]
+    sizes: dict[Candidate, Sizes]
+    notes: list[str]
+
+
+def search_space(build_model: Any, step: str, strategies: Collection[str], place: Place, batch: Any) -> SearchSpace:
+    """Returns the candidates for a model on some devices.
+
+    Args:
+        build_model: the model, or a function without arguments that returns it.
+        step: name of the step.
+        strategies: names of the strategies to choose from.
+        place: the devices.
+        batch: global batch, as `kd.plan` takes it.
+
+    Raises:
+        NoCandidateError: the devices, the strategies and the kept axes leave none.
+        ValueError: the model cannot be built or traced.
+    """
+    devices = list(place.devices)
+    mesh = create_device_mesh({DATA: len(devices)}, devices=devices)
+    with prepared_step(build_model, DataParallel(mesh), batch, step) as prepared:
+        workload = Workload(prepared, batch, place.hardware)
+        solutions, notes = _solutions(strategies, place, prepared)
+        length = _length(prepared) if CONTEXT_PARALLEL in strategies else None
+        found = enumerate_candidates(
+            len(devices),
+            place.per_network,
+            strategies,
+            place.keep,
+            length,
+            solutions.keys(),
+            is_training=step == "train",
+        )
+        if not found:
+            kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
+            raise NoCandidateError(
+                f"No candidate is left for {place}: of the strategies {', '.join(strategies)}, none has a mesh"
+                f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
+            )
+        distributions = _distributions(found, place, solutions, notes)
+        all_reduced = solutions[min(solutions)].all_reduced_bytes if solutions else 0.0
+        sizes = {
+            each: workload.sizes(each, distribution, solutions.get(each.size(MODEL)), all_reduced)
+            for each, distribution in distributions.items()
+        }
+    unsharded = {each.strategy for each in distributions if not each.shards_state}
+    useless = [
+        each
+        for each in distributions
+        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded
+    ]
+    for each in useless:
+        del distributions[each], sizes[each]  # on every mesh the same as the other
+    if useless:
+        notes.append(
+            f"Left out: {counted(len(useless), 'candidate')} of ZeRO-1, FSDP and HSDP that would shard nothing, "
+            "because no weight is large enough, or has a dim that the axis divides."
+        )
+    if len(devices) == 1:
+        notes.append("There is one device, so there is nothing to choose.")
+    return SearchSpace(distributions, sizes, notes)
+
+
+def _distributions(
+    found: Iterable[Candidate], place: Place, solutions: Mapping[int, Solution], notes: list[str]
+) -> dict[Candidate, Distribution]:
+    """Returns the distributions of candidates, without those that cannot be or are the same as a simpler one."""
+    meshes: dict[Mapping[str, int], DeviceMesh] = {}
+    made: dict[Candidate, Distribution] = {}
+    errors: list[str] = []
+    for each in found:
+        if each.axes not in meshes:
+            meshes[each.axes] = place.mesh(each.axes)
+        try:
+            distribution = each.distribution(meshes[each.axes], solutions.get(each.size(MODEL)))
+        except ValueError as error:
+            errors.append(f"{each}: {error}")
+            continue
+        simpler = made.get(replace(each, strategy=each.strategy.removesuffix("_sp")))
+        if each.sequence_parallel and simpler is not None and simpler.layout_rules() == distribution.layout_rules():
+            continue  # the model has no sequences to shard
+        made[each] = distribution
+    if not made:
+        raise NoCandidateError(f"No candidate is left for {place}. {errors[0]}")
+    if errors:
+        notes.append(f"Left out: {counted(len(errors), 'candidate')} that cannot be created. {errors[0]}")
+    return made
+
+
+def _solutions(strategies: Collection[str], place: Place, prepared: Step) -> tuple[dict[int, Solution], list[str]]:
+    """Returns what tensor parallelism shards, by the size of its axis, and notes if it has no rules for the model."""
+    if not any("tp" in name for name in strategies):
+        return {}, []
+    solutions: dict[int, Solution] = {}
+    devices = list(place.devices)
+    sizes = [size for size in range(2, place.per_network + 1) if place.per_network % size == 0]
+    sizes = [size for size in sizes if place.keep.get(MODEL, size) == size]
+    for size in sizes:
+        mesh = create_device_mesh({DATA: len(devices) // size, MODEL: size}, devices=devices)
+        try:
+            solution = solve(prepared.model, mesh, MODEL, prepared.batch)
+        except ValueError as error:
+            return {}, [f"Tensor parallelism was not tried: {error}"]
+        if solution.sharded_fraction > 0:
+            solutions[size] = solution
+    if not solutions and sizes:
+        return {}, ["Tensor parallelism was not tried: no weight of the model can be sharded by it."]
+    return solutions, []
+
+
+def _length(prepared: Step) -> int | None:
+    """Returns the length of the sequences of a batch: dim 1 of tokens, or of vectors (rows, positions, features)."""
+    for spec in jax.tree.leaves(prepared.batch[0]):
+        is_tokens = len(spec.shape) == 2 and jax.numpy.issubdtype(spec.dtype, jax.numpy.integer)
+        if (is_tokens or len(spec.shape) == 3) and spec.shape[1] > 1:
+            return spec.shape[1]
+    return None

@@ -1,0 +1,104 @@
+"""Shards what layers take and return, and any other tensors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.core import Tracer
+
+from keras_dist._keras import internals
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
+from keras_dist.mesh.device_mesh import as_device_mesh
+from keras_dist.sharding.resharding import with_gradient_layout
+from keras_dist.sharding.rows import axes_for_rows
+
+
+def distribute_tensors(
+    tensors: Any,
+    layout: Any,
+    batch_axes: Sequence[str],
+    sequence_axes: Sequence[str] = (),
+    *,
+    role: str = "output",
+    gradient_layout: TensorLayout | None = None,
+) -> Any:
+    """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
+
+    While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
+    any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
+    its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
+    sizes. `role` is "input" or "output", for errors. `gradient_layout` applies while tracing. Raises ValueError if the
+    layout has more entries than every tensor has dims, or an axis does not divide its dim.
+    """
+    if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
+        return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
+    leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_symbolic)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if shapes and max(map(len, shapes)) < len(layout.axes):
+        _require_fit(layout.axes, max(shapes, key=len), layout, role)
+    axes = batch_axes, sequence_axes
+    for index, shape in enumerate(shapes):
+        if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
+            continue
+        fitted = _fit(leaves[index], layout, *axes, role)
+        if isinstance(leaves[index], Tracer):
+            gradient = None if gradient_layout is None else _fit(leaves[index], gradient_layout, *axes, role)
+            leaves[index] = _constrain(leaves[index], fitted, gradient)
+        else:
+            leaves[index] = _distribute(leaves[index], fitted)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], role: str) -> Any:
+    mesh, shape = as_device_mesh(layout.device_mesh), np.shape(leaf)
+    axes, even_axes = list(layout.axes), list(layout.axes)
+    is_in_layer = bool(internals.current_path())
+    for dim, entry in enumerate(axes):
+        names = axis_tuple(entry)
+        shards = math.prod(mesh.axis_sizes[name] for name in names)
+        if not isinstance(shape[dim], int):  # symbolic, while Keras infers the shapes of outputs
+            axes[dim] = even_axes[dim] = None
+            continue
+        if not shape[dim] % shards:
+            continue
+        is_sequence = bool(set(names) & set(sequence_axes))
+        if is_sequence and shape[dim] > shards and isinstance(leaf, Tracer):
+            even_axes[dim] = None  # a compiled step has shards of unequal sizes
+        # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
+        # have sequences: `generate()` calls layers on one token.
+        elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
+            axes[dim] = axes_for_rows(BatchPlacer(mesh, names), shape[dim])
+            even_axes[dim] = None if axes[dim] == names else axes[dim]  # as above, if the step splits rows unequally
+    _require_fit(tuple(even_axes), shape, layout, role)
+    return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)
+
+
+def _constrain(leaf: Tracer, layout: Any, gradient_layout: Any) -> Any:
+    def constrain(tensor):
+        if gradient_layout is None:
+            return internals.distribute_with_keras(tensor, layout)
+        return with_gradient_layout(tensor, layout, gradient_layout)
+
+    sizes = as_device_mesh(layout.device_mesh).axis_sizes
+    # Without a `jit`, the tracers of `fit(run_eagerly=True)` cannot have shards of unequal sizes.
+    return jax.jit(constrain)(leaf) if layout_error(layout.axes, leaf.shape, sizes) else constrain(leaf)
+
+
+def _distribute(leaf: Any, layout: Any) -> Any:
+    return leaf if _is_symbolic(leaf) else internals.distribute_with_keras(leaf, layout)
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    return isinstance(leaf, keras.KerasTensor)
+
+
+def _require_fit(axes: tuple, shape: tuple, layout: Any, role: str) -> None:
+    problem = layout_error(axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
+    if problem:
+        path = internals.current_path()
+        tensor = f"the {role} of {path!r}" if path else "a tensor"
+        raise ValueError(f"Cannot shard {tensor} (shape {shape}) by {axes}: {problem}")

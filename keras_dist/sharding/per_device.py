@@ -1,0 +1,112 @@
+"""Runs a function of shards on each device, with its gradient."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from keras_dist.layout.tensor_layout import axis_names, axis_tuple
+
+
+def call_per_device(
+    function: Callable,
+    mesh: Mesh,
+    arguments: Sequence[Any],
+    specs: Sequence[Any],
+    out_spec: Any,
+    differentiable: int,
+    summed_axes: Sequence[tuple[str, ...]],
+) -> Any:
+    """Calls a function with every device's shards of the arguments.
+
+    The backward pass runs on each device, too. `jax.shard_map` alone would sum gradients over all axes that an argument
+    is replicated over, although devices that repeat each other's work have equal gradients. Here only the axes that
+    `summed_axes` names for an argument are summed over: those whose devices compute with other shards.
+
+    `differentiable` is the number of leading arguments with gradients. Inside of a user's own `jax.shard_map` the
+    arguments are shards already, and the function is called as it is.
+
+    A dim may have shards of unequal sizes: it is padded with zeros (masks with True) to equal ones. Each index along it
+    must be computed alone. As in `jax.shard_map`, `out_spec` is one for all outputs, or a structure that begins as
+    that of the outputs does.
+    """
+    if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
+        return function(*arguments)
+    arguments, sizes = _padded(arguments, specs, mesh)
+    # Devices with the same shards repeat each other's work, and have the same residuals.
+    specified = jax.tree.leaves((specs, out_spec), is_leaf=lambda each: isinstance(each, PartitionSpec))
+    used_axes = {name for spec in specified for name in axis_names(spec)}
+    of_residuals = PartitionSpec(tuple(name for name in mesh.axis_names if name in used_axes))
+
+    def sharded(body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @jax.custom_vjp
+    def call(*arguments):
+        return sharded(function, tuple(specs), out_spec)(*arguments)
+
+    def forward(*arguments):
+        def on_device(*shards):
+            rest = shards[differentiable:]
+            output, gradient = jax.vjp(lambda *first: function(*first, *rest), *shards[:differentiable])
+            # What the backward pass needs stays on its device: one more dim, sharded over all axes in use.
+            return output, jax.tree.map(lambda residual: residual[None], gradient)
+
+        return sharded(on_device, tuple(specs), (out_spec, of_residuals))(*arguments)
+
+    def backward(gradient, cotangent):
+        def on_device(gradient, cotangent):
+            gradients = jax.tree.map(lambda residual: residual[0], gradient)(cotangent)
+            return tuple(
+                jax.lax.psum(each, axes) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)
+            )
+
+        gradients = sharded(on_device, (of_residuals, out_spec), tuple(specs[:differentiable]))(gradient, cotangent)
+        return (*gradients, *[None] * (len(specs) - differentiable))
+
+    call.defvjp(forward, backward)
+    outputs = call(*arguments)
+    return _without_padding(outputs, out_spec, sizes) if sizes else outputs
+
+
+def _padded(arguments: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> tuple[Sequence[Any], dict[Any, int]]:
+    """Returns arguments with equal shards, and the sizes that dims had before, by the axes that shard them."""
+    sizes = {}
+
+    def pad(spec: PartitionSpec | None, argument: Any) -> Any:
+        for dim, axes in enumerate(spec or ()):
+            size, count = argument.shape[dim], math.prod(mesh.shape[name] for name in axis_tuple(axes))
+            if size % count:
+                sizes[axis_tuple(axes)] = size
+                widths = [(0, -size % count if number == dim else 0) for number in range(argument.ndim)]
+                argument = jnp.pad(argument, widths, constant_values=argument.dtype == bool)
+        return argument
+
+    return jax.tree.map(pad, tuple(specs), tuple(arguments), is_leaf=_is_spec), sizes
+
+
+def _without_padding(outputs: Any, specs: Any, sizes: dict[Any, int]) -> Any:
+    def select(spec: PartitionSpec, output: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(spec):
+            output = jax.lax.slice_in_dim(output, 0, sizes.get(axis_tuple(axes), output.shape[dim]), axis=dim)
+        return output
+
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(functools.partial(select, spec), part), specs, outputs, is_leaf=_is_spec
+    )
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def pad_dim(array: jax.Array, dim: int, size: int) -> jax.Array:
+    """Pads a dim with zeros at its end, up to a size."""
+    missing = size - array.shape[dim]
+    if not missing:
+        return array
+    return jnp.pad(array, [(0, missing if number == dim % array.ndim else 0) for number in range(array.ndim)])

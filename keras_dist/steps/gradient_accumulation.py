@@ -1,0 +1,183 @@
+"""Gradients that an optimizer accumulates over several batches, reduced once for each update of the weights.
+
+With `optimizer.gradient_accumulation_steps=k`, Keras adds the gradient of each batch to variables of the optimizer, the
+accumulators, and updates the weights after every k batches. To be added to a variable, the gradient of each batch must
+be reduced. So here, while steps run, an accumulator is an array (shards of the batch, ...): each device adds its own
+summands, and the step that updates the weights reduces their sum. Whatever reads the variables between steps, such as a
+checkpoint, finds the sum that Keras has.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_dist._keras import internals
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._keras.train_step import TrainState, apply_gradients
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.sharding.resharding import as_summands, layout_of_summands, reduce_summands
+from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.steps.step_gradients import StepGradients
+from keras_dist.steps.unreduced_gradients import Summands
+from keras_dist.variables import global_reads
+
+is_updating: ThreadValue[bool] = ThreadValue(False)
+"""Whether the update that is being traced in this thread is unconditional."""
+
+
+class GradientAccumulation:
+    """How the train steps of a model accumulate gradients.
+
+    Args:
+        optimizer: the optimizer.
+        accumulators: its accumulator of each weight.
+        weights: the weights that are trained.
+        layouts: their layouts.
+        placer: how batches are sharded.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        accumulators: Sequence[keras.Variable],
+        weights: Sequence[keras.Variable],
+        layouts: Sequence[WeightLayouts],
+        placer: BatchPlacer,
+    ):
+        self._optimizer, self._weights, self._layouts, self._placer = optimizer, weights, layouts, placer
+        self._mesh, self._axes = placer.device_mesh.backend_mesh, placer.batch_axes
+        places = {id(variable): index for index, variable in enumerate(optimizer.variables)}
+        self._places = [places[id(variable)] for variable in accumulators]  # in the state of the optimizer
+        self._place_of_iterations = places[id(internals.iterations(optimizer))]
+
+    # ------------------------------------------------------------------------------------------ between steps
+
+    def specs(self, specs: Sequence[Any]) -> list[Any]:
+        """Returns shapes, dtypes and shardings of an optimizer's state while steps run, given those of variables."""
+
+        def of_summands(spec: Any, layouts: WeightLayouts) -> jax.ShapeDtypeStruct:
+            shape = (self._placer.num_batch_shards, *spec.shape)
+            return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._sharding(layouts))
+
+        return self._replaced(specs, list(map(of_summands, self._accumulators_in(specs), self._layouts)))
+
+    def shardings(self, shardings: Sequence[Any]) -> list[Any]:
+        """Returns the shardings of an optimizer's state while steps run, given those of its variables."""
+        return self._replaced(shardings, list(map(self._sharding, self._layouts)))
+
+    def from_variables(self, values: Sequence[Any]) -> list[Any]:
+        """Returns an optimizer's state for steps, given the values of its variables."""
+        return self._replaced(values, self._split(self._accumulators_in(values)))
+
+    def to_variables(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values of an optimizer's variables, given its state after a step. All processes must call it."""
+        summands = self._accumulators_in(values)
+        if any(value.is_deleted() for value in summands):  # a step that failed
+            return list(values)
+        if jax.process_count() > 1:
+            with global_reads.agreed("accumulated gradients"):
+                return self._replaced(values, self._join(summands))
+        return self._replaced(values, self._join(summands))
+
+    @functools.cached_property
+    def _split(self) -> Callable[[list], list]:
+        return self._compiled(as_summands)
+
+    @functools.cached_property
+    def _join(self) -> Callable[[list], list]:
+        return self._compiled(reduce_summands)
+
+    def _compiled(self, convert: Callable) -> Callable[[list], list]:
+        def converted(values: list) -> list:
+            each = zip(values, self._layouts, strict=True)
+            return [convert(value, self._axes, layouts.compute, layouts.update) for value, layouts in each]
+
+        return jax.jit(converted)
+
+    # ------------------------------------------------------------------------------------------------ in a step
+
+    def is_in(self, values: Sequence[Any]) -> bool:
+        """Returns whether an optimizer's state is that of steps."""
+        each = zip(self._accumulators_in(values), self._weights, strict=True)
+        return any(value.ndim > len(weight.shape) for value, weight in each)
+
+    def without(self, values: Sequence[Any]) -> list[Any]:
+        """Returns an optimizer's state, as Keras takes it, with zeros in its accumulators."""
+        return self._replaced(values, [jnp.zeros(weight.shape, weight.dtype) for weight in self._weights])
+
+    def apply(self, model: keras.Model, state: TrainState, gradients: StepGradients, dtype: Any) -> tuple[list, list]:
+        """Adds the gradients of a step to the accumulators, and updates the weights if it is time.
+
+        Args:
+            model: the model.
+            state: its state before the step.
+            gradients: the gradients.
+            dtype: the dtype in which they are sent, if it is not the one that they were computed in.
+
+        Returns:
+            The new values of the weights and of the optimizer's variables.
+        """
+        steps, iterations = self._optimizer.gradient_accumulation_steps, state.optimizer[self._place_of_iterations]
+        sums = self._added(self._accumulators_in(state.optimizer), gradients)
+        state = state._replace(optimizer=self.without(state.optimizer))
+
+        def update() -> tuple[list, list, list]:
+            summands = [Summands(value, None) for value in sums]
+            total = gradients._replace(summands=summands, axes=self._axes).reduced(self._layouts, dtype)
+            with is_updating.set_to(True):
+                weights, optimizer = apply_gradients(model, state, total)  # which divides by the number of batches
+            each = zip(weights, self._layouts, strict=True)
+            # Otherwise, ZeRO-1 would gather the weights after this branch, in every step.
+            weights = [with_sharding_constraint(weight, layouts.stored.backend_layout) for weight, layouts in each]
+            return weights, self.without(optimizer), [jnp.zeros_like(value) for value in sums]
+
+        def skip() -> tuple[list, list, list]:
+            if self._changes_without_update():
+                nothing = [jnp.zeros_like(weight) for weight in state.weights]
+                weights, optimizer = apply_gradients(model, state, nothing)
+                return list(weights), self.without(optimizer), sums
+            counted = list(state.optimizer)
+            counted[self._place_of_iterations] = iterations + 1
+            return list(state.weights), counted, sums
+
+        weights, optimizer, sums = jax.lax.cond((iterations + 1) % steps == 0, update, skip)
+        return weights, self._replaced(optimizer, sums)
+
+    def _added(self, accumulated: list, gradients: StepGradients) -> list:
+        """Returns what is accumulated after a step."""
+        if gradients.axes != self._axes:  # a batch with too few rows, or with a number that the axes do not divide
+            reduced = gradients.reduced(self._layouts)
+            gradients = gradients._replace(summands=[Summands(None, gradient) for gradient in reduced])
+
+        def added(value: Any, summands: Summands, layouts: WeightLayouts) -> Any:
+            own = summands.unreduced
+            if summands.reduced is not None:
+                rest = as_summands(summands.reduced, self._axes, layouts.compute, layouts.update)
+                own = rest if own is None else own + rest
+            return with_sharding_constraint(value + own.astype(value.dtype), self._sharding(layouts))
+
+        return list(map(added, accumulated, gradients.summands, self._layouts))
+
+    def _changes_without_update(self) -> bool:
+        """Returns whether Keras changes weights or averages of them in steps that do not update the weights."""
+        constrained = any(weight.constraint is not None for weight in self._weights)
+        return self._optimizer.use_ema or constrained
+
+    def _accumulators_in(self, values: Sequence[Any]) -> list[Any]:
+        return [values[place] for place in self._places]
+
+    def _replaced(self, values: Sequence[Any], accumulators: Sequence[Any]) -> list[Any]:
+        replaced = list(values)
+        for place, value in zip(self._places, accumulators, strict=True):
+            replaced[place] = value
+        return replaced
+
+    def _sharding(self, layouts: WeightLayouts) -> NamedSharding:
+        spec = layout_of_summands(layouts.compute, self._axes).backend_layout.spec
+        return NamedSharding(self._mesh, PartitionSpec(self._axes, *spec))

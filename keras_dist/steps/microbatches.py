@@ -1,0 +1,287 @@
+"""The gradients of a train step over microbatches: of one part of a batch after the other.
+
+Losses and gradients are those of the undivided batch, to rounding: Keras's means over rows, over unmasked elements and
+over sample weights are put together as means over the whole batch. Layers see the rows of one part at a time, so a
+batch normalization has the statistics of each part, and random generators are used once for each.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_dist._keras.internals import is_read_in_compute_dtype
+from keras_dist._keras.model_structure import compute_dtypes
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist._keras.train_step import TrainState, compute_gradients, compute_loss
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.sharding.resharding import layout_of_summands, to_compute_layout
+from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.steps.options import StepOptions
+from keras_dist.steps.step_gradients import StepGradients, reduced_later
+from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients
+from keras_dist.tracing.jaxpr_evaluation import as_function
+
+weights_are_gathered: ThreadValue[bool] = ThreadValue(False)
+"""Whether the microbatch that is being traced in this thread reads weights that were gathered for all of them."""
+
+
+def gradients_of_microbatches(
+    model: Any,
+    state: TrainState,
+    batch: Any,
+    options: StepOptions,
+    placer: BatchPlacer,
+    layouts: Sequence[WeightLayouts],
+) -> StepGradients:
+    """Computes what a train step does before the update, one part of a batch after the other.
+
+    Args:
+        model: the model.
+        state: the traced state.
+        batch: the traced arrays of x, y and sample weights. Arrays without dims are not split.
+        options: how the step is computed.
+        placer: how batches are sharded.
+        layouts: those of each weight that is trained.
+    """
+    return _Step(model, state, batch, options, placer, layouts).run()
+
+
+class _Step:
+    """A train step while it is traced."""
+
+    def __init__(self, model, state, batch, options, placer, layouts):
+        self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
+        self._leaves, self._structure = jax.tree.flatten(batch)
+        self._rows = _rows(self._leaves, options.microbatches)
+        self._mesh, self._placer, self._axes = placer.device_mesh.backend_mesh, placer, placer.axes_for(self._rows)
+        self._shards = math.prod(self._mesh.shape[name] for name in self._axes)
+        self._totals: list = []  # see `LossParts`
+        self._sum_dtypes: list = [None] * len(layouts)  # see `UnreducedGradients`
+
+    def run(self) -> StepGradients:
+        rows = self._rows // self._shards  # of each device
+        size = -(-rows // self._options.microbatches)
+        count, rest = divmod(rows, size)
+        weights = self._state.weights
+        gathered = self._gathered(weights) if self._options.gather_weights == "update" else weights
+        state, sums, logs = self._accumulate(self._state._replace(weights=gathered), None, 0, size, count)
+        if rest:
+            state, sums, logs = self._accumulate(state, sums, count * size, rest, 1)
+        return StepGradients(sums, self._sum_dtypes, self._axes, logs, state._replace(weights=weights))
+
+    def _gathered(self, weights: Sequence[Any]) -> list[Any]:
+        """Returns weights in the layout and dtype in which layers compute with them."""
+        dtypes = compute_dtypes(self._model)
+
+        def gathered(variable: Any, weight: Any, layouts: WeightLayouts) -> Any:
+            if layouts.stored.axes == layouts.compute.axes:
+                return weight
+            if is_read_in_compute_dtype(variable):
+                weight = weight.astype(dtypes.get(id(variable), weight.dtype))
+            return to_compute_layout(weight, layouts.stored, layouts.compute, None, ())
+
+        return list(map(gathered, self._model.trainable_variables, weights, self._layouts))
+
+    def _accumulate(
+        self, state: TrainState, sums: list[Summands] | None, start: int, size: int, count: int
+    ) -> tuple[TrainState, list[Summands], dict]:
+        """Adds the gradients of `count` parts to `sums`; each has `size` rows of each device, the first from `start`.
+
+        Returns the state with new values of all but weights and optimizer, the sums, and the logs of the last part.
+        """
+        parts = [self._split(leaf, start, size, count) for leaf in self._leaves]
+        compute = self._gradients_of_part(state, parts, size * self._shards / self._rows)
+        if sums is None:
+            shapes, _ = jax.eval_shape(compute, state, [part[0] for part in parts])
+            sums = [self._zeros(*each) for each in zip(shapes, self._layouts, strict=True)]
+
+        def add_part(carry, part):
+            others, metrics, sums = carry
+            gradients, (logs, others, metrics) = compute(state._replace(others=others, metrics=metrics), part)
+            parts = zip(sums, gradients, self._layouts, strict=True)
+            sums = [self._constrained(mine.plus(self._apart(its, layouts)), layouts) for mine, its, layouts in parts]
+            return (others, metrics, sums), logs
+
+        carry = state.others, state.metrics, sums
+        if count == 1:
+            carry, logs = add_part(carry, [part[0] for part in parts])
+        else:
+            carry, logs = jax.lax.scan(add_part, carry, parts)
+            logs = jax.tree.map(lambda log: log[-1], logs)
+        others, metrics, sums = carry
+        return state._replace(others=others, metrics=metrics), sums, logs
+
+    def _gradients_of_part(self, state: TrainState, parts: list, fraction: float) -> Callable:
+        """Returns a function of state and arrays of one part, to gradients as `Summands` and the other outputs."""
+        is_reduced_later = self._options.reduce_gradients == "update" and self._shards > 1
+        kept = {id(variable) for variable in self._model.trainable_variables} if is_reduced_later else ()
+        is_gathered = self._options.gather_weights == "update"
+
+        def compute(state, totals, arrays):
+            losses = LossParts.scope(LossParts(fraction, totals))
+            with losses, reduced_later.set_to(kept), weights_are_gathered.set_to(is_gathered):
+                batch = jax.tree.unflatten(self._structure, arrays)
+                return compute_gradients(self._model, state, batch, fraction)
+
+        def compute_reduced(state, totals, arrays):
+            gradients, others = compute(state, totals, arrays)
+            return [Summands(None, gradient) for gradient in gradients], others
+
+        def rewritten() -> Callable:
+            if not is_reduced_later:
+                jax.eval_shape(compute_reduced, state, self._totals, first)  # may need totals
+                return compute_reduced
+            others = [False] * len(jax.tree.leaves((state, self._totals)))
+            has_rows = [*others, *(bool(array.ndim) for array in first)]
+            unreduced = UnreducedGradients(compute, (state, self._totals, first), has_rows, self._mesh, self._axes)
+            self._sum_dtypes = unreduced.sum_dtypes
+            return unreduced
+
+        first = [part[0] for part in parts]
+        try:
+            function = rewritten()
+        except TotalsNeededError:
+            self._totals = _totals(self._model, self._state, self._batch)
+            function = rewritten()
+        return lambda state, arrays: function(state, self._totals, arrays)
+
+    def _split(self, leaf: Any, start: int, size: int, count: int) -> Any:
+        """Returns an array (parts, rows of a part, ...): of each shard of the batch, rows from `start` on."""
+        if not leaf.ndim:
+            return jnp.broadcast_to(leaf, (count,))
+        shape = leaf.shape[1:]
+        rows = leaf.reshape(self._shards, -1, *shape)[:, start : start + count * size]
+        parts = jnp.swapaxes(rows.reshape(self._shards, count, size, *shape), 0, 1).reshape(count, -1, *shape)
+        spec = self._placer.sharding(parts.shape[1:]).spec
+        return with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec(None, *spec)))
+
+    def _zeros(self, summands: Summands, layouts: WeightLayouts) -> Summands:
+        return self._constrained(
+            Summands(*(None if each is None else jnp.zeros(each.shape, _sum_dtype(each)) for each in summands)), layouts
+        )
+
+    def _apart(self, gradient: Summands, layouts: WeightLayouts) -> Summands:
+        """Returns a gradient of which the compiler reduces what is to be reduced before it is added to the sum.
+
+        Otherwise XLA adds rows of a table's gradient directly to the sum: on one device, and on the others to zeros.
+        libtpu before 0.0.50 then moves the reduction out of the loop, where each iteration but the last loses what the
+        other devices have added (https://github.com/openxla/xla/issues/49143). It leaves a reduce-scatter where it is.
+        """
+        is_scattered = set(self._axes).intersection(axis_names(layouts.update.axes))
+        if gradient.reduced is None or gradient.reduced.ndim < 2 or is_scattered:
+            return gradient
+        reduced = with_sharding_constraint(gradient.reduced, layouts.update.backend_layout)
+        return gradient._replace(reduced=jax.lax.optimization_barrier(reduced))
+
+    def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
+        unreduced, reduced = sums
+        if unreduced is not None:
+            spec = PartitionSpec(self._axes, *layout_of_summands(layouts.compute, self._axes).backend_layout.spec)
+            unreduced = with_sharding_constraint(unreduced, NamedSharding(self._mesh, spec))
+        if reduced is not None:
+            reduced = with_sharding_constraint(reduced, layouts.update.backend_layout)
+        return Summands(unreduced, reduced)
+
+
+def _sum_dtype(value: Any) -> Any:
+    """Returns the dtype in which gradients are added up."""
+    return jnp.promote_types(value.dtype, jnp.float32)
+
+
+def _rows(leaves: Sequence[Any], microbatches: int) -> int:
+    """Returns the number of rows of a batch. Raises ValueError if its arrays do not have the same number."""
+    shapes = [tuple(leaf.shape) for leaf in leaves if leaf.ndim]
+    if len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(
+            f"microbatches={microbatches} splits every array of a batch along dim 0, the rows, so all must have the "
+            f"same number of rows. Got the shapes {shapes}. Pass arrays with one entry per row, or 0-d arrays, which "
+            "are not split."
+        )
+    return shapes[0][0]
+
+
+# ---------------------------------------------------------------------------------------------- means over all rows
+
+
+class TotalsNeededError(Exception):
+    """A loss is a mean whose divisor depends on all rows of the batch, and that is not known yet."""
+
+
+class LossParts:
+    """The losses of one trace of a model, which computes a part of a batch.
+
+    A gradient is the sum of those of its parts, each times the fraction of the rows that it has. That is right for
+    means over rows. A mean over unmasked elements is divided by their number in the part instead of the batch, a mean
+    over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
+
+    Args:
+        fraction: the fraction of the rows that the part has.
+        totals: the divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
+            Empty if they are not known.
+    """
+
+    _current: "ThreadValue[LossParts | None]" = ThreadValue(None)
+
+    def __init__(self, fraction: float, totals: Sequence[Any]):
+        self._fraction, self._totals, self._number_of_losses = fraction, totals, 0
+
+    @classmethod
+    def current(cls) -> "LossParts | None":
+        """Returns the losses of the trace that runs in this thread, None outside of a step over microbatches."""
+        return cls._current.value
+
+    @classmethod
+    def scope(cls, parts: "LossParts") -> Any:
+        """Makes losses those of the current trace for a block of code."""
+        return cls._current.set_to(parts)
+
+    def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
+        """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
+
+        Args:
+            loss: the loss of the part.
+            reduction: Keras's name of its reduction.
+            divisor: what it was divided by, if that is not known while tracing; else None.
+        """
+        number, self._number_of_losses = self._number_of_losses, self._number_of_losses + 1
+        if reduction == "sum":
+            return loss / self._fraction
+        if divisor is None:
+            return loss
+        if not self._totals:
+            raise TotalsNeededError
+        return loss * jnp.nan_to_num(divisor / self._totals[number]) / self._fraction
+
+
+class _LossTotals(LossParts):
+    """Collects the divisors of the losses of an undivided batch."""
+
+    def __init__(self):
+        super().__init__(1.0, ())
+        self.divisors: list = []
+
+    def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
+        self.divisors.append(divisor)
+        return loss
+
+
+def _totals(model: Any, state: TrainState, batch: Any) -> list:
+    """Returns the divisors of the losses of a batch. Of the model, only what its masks depend on is computed."""
+
+    def divisors(state, batch):
+        losses = _LossTotals()
+        with LossParts.scope(losses):
+            compute_loss(model, state, batch)
+        return losses.divisors
+
+    traced, shapes = jax.make_jaxpr(divisors, return_shape=True)(state, batch)
+    jaxpr, is_used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    arguments = [leaf for leaf, used in zip(jax.tree.leaves((state, batch)), is_used, strict=True) if used]
+    return jax.tree.unflatten(jax.tree.structure(shapes), as_function(jaxpr, traced.consts)(*arguments))

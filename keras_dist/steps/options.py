@@ -1,0 +1,150 @@
+"""`StepOptions`: how a training step is computed, apart from where its tensors are placed."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import keras
+
+Mode = Literal["full", "dots", "attention"]
+
+AUTO = "auto"
+"""In place of a mode: the cheapest one that fits, which `planning.fitting_options` finds by compiling."""
+
+_OFTEN = Literal["update", "microbatch"]
+_REMATS = (*get_args(Mode), AUTO)
+_OFFLOADED = Literal["optimizer", "activations"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options that trade the memory, the traffic and the time of a training step against each other. All are off.
+
+    Every distribution takes them as `step_options`. They change nothing in the model, its optimizer or its checkpoints,
+    which can be resumed with other options.
+
+    Args:
+        microbatches: number of parts that each batch is split into. The compiled step computes the gradients of one
+            part after the other and updates the weights once, so it stores the activations of only one part. Each
+            device splits its own rows. If their number is not divisible, all parts except the last have the same size.
+        reduce_gradients: how often devices add up their gradients. "update": once, after the last microbatch; until
+            then each device stores an unsharded sum in float32. "microbatch": after each one, in the layout of the
+            optimizer state; this sends `microbatches` times as many bytes, and with `FullyShardedDataParallel` or
+            `shard_optimizer_state` a device stores only its shard.
+        gather_weights: how often `FullyShardedDataParallel` gathers weights. "microbatch": as layers use them, for each
+            microbatch anew. "update": once, before the first microbatch, in the dtype that layers compute in; each
+            device then stores all weights until the last microbatch.
+        reduce_dtype: dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
+            that they are computed in: the compute dtype of the layer. Requires `reduce_gradients="update"`.
+        optimizer_state_dtype: dtype of optimizer state, such as "bfloat16", which halves it. Updates are still computed
+            in the dtype of the weight. State that a step changes by less than the precision of the dtype keeps the
+            dtype of its weight: the velocity of Adam with `beta_2=0.999`, but not its momentum.
+        remat: what the backward pass computes again instead of storing it, without changing any result. "full": each
+            repeated block of the model, such as the layers of a transformer; the memory of activations becomes that of
+            one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products with weights and
+            outputs of fused attention kernels are kept, which costs few FLOP. "attention": attention only, if XLA
+            computes it, because XLA stores the logits of queries x keys. "auto": nothing if a step fits into the memory
+            of the devices, else the first of "attention", "dots" and "full" with which it fits; when a step is traced,
+            programs are compiled to find out. A `keras.RematScope`: as if all layers had been created in it.
+        offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
+            "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
+            is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
+            what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
+
+    Raises:
+        TypeError: `remat` is something else.
+        ValueError: an option with a value that it does not take.
+
+    Example:
+
+    >>> from keras_dist import DataParallel
+    >>> DataParallel(step_options=StepOptions(microbatches=4))
+    <DataParallel device_mesh=<DeviceMesh batch:8 on 8 cpu devices> step_options=StepOptions(microbatches=4)>
+    """
+
+    microbatches: int = 1
+    reduce_gradients: _OFTEN = "update"
+    gather_weights: _OFTEN = "microbatch"
+    reduce_dtype: str | None = None
+    optimizer_state_dtype: str | None = None
+    remat: Mode | Literal["auto"] | keras.RematScope | None = None
+    offload: str | tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ValueError(
+                f"microbatches={self.microbatches!r} must be a positive integer: the number of parts that each batch "
+                "is split into. 1 does not split batches."
+            )
+        for name in ("reduce_gradients", "gather_weights"):
+            if getattr(self, name) not in get_args(_OFTEN):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
+        if not isinstance(self.remat, keras.RematScope | None) and self.remat not in _REMATS:
+            kind = ValueError if isinstance(self.remat, str) else TypeError
+            raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
+        self._check_offload()
+        for name in ("reduce_dtype", "optimizer_state_dtype"):
+            _require_float(name, getattr(self, name))
+        if self.reduce_dtype is not None and self.reduce_gradients != "update":
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
+                "each microbatch are sent in the dtype that they are computed in."
+            )
+
+    def _check_offload(self):
+        names = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
+        unknown = [name for name in names if name not in get_args(_OFFLOADED)]
+        if unknown:
+            raise ValueError(f"offload={self.offload!r} must name some of {list(get_args(_OFFLOADED))}.")
+        if "activations" in names and self.remat != "dots":
+            raise ValueError(
+                f"offload={self.offload!r} needs remat='dots', but got remat={self.remat!r}: activations that are "
+                "offloaded are the products with weights that remat='dots' keeps for the backward pass."
+            )
+        object.__setattr__(self, "offload", names)
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether `train_step` computes gradients otherwise than Keras does."""
+        return self.microbatches > 1 or self.reduce_dtype is not None
+
+    @property
+    def of_placement(self) -> "StepOptions":
+        """The options that say where state is, without those that change how a step is computed."""
+        return StepOptions(offload=tuple(name for name in self.offload if name == "optimizer"))
+
+    @property
+    def text(self) -> str:
+        """The options that are not at their defaults, as arguments in Python, such as "microbatches=4"."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name}={_text(value)}" for name, value in changed.items())
+
+    def __repr__(self) -> str:
+        return f"StepOptions({self.text})"
+
+
+def _require_float(name: str, dtype: Any) -> None:
+    if dtype is None:
+        return
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+
+
+def _text(value: Any) -> str:
+    return f"RematScope({value.mode!r})" if isinstance(value, keras.RematScope) else repr(value)
+
+
+class OptionWithoutEffectError(ValueError):
+    """An option of train steps would have no effect on a model.
+
+    Attributes:
+        option: the name of the option.
+    """
+
+    def __init__(self, option: str, message: str):
+        super().__init__(message)
+        self.option = option

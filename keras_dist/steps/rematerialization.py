@@ -1,0 +1,130 @@
+"""Rematerialization: what a train step computes again for its backward pass instead of holding it in memory."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from keras_dist._keras import internals, model_structure
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.steps.activation_offload import checkpoint_on_host
+from keras_dist.steps.options import AUTO, OptionWithoutEffectError
+from keras_dist.steps.repeated_blocks import RepeatedBlocks
+from keras_dist.steps.step_order import BackwardOrder
+
+# Fused kernels of attention hold no logits, so computing them again would save little.
+_KERNELS = ("custom_vjp_call", "pallas_call", "shard_map")
+
+
+def _keep_kernels(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in _KERNELS or "dot_product_attention" in primitive.name
+
+
+_POLICIES: dict[str, Callable | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _keep_kernels
+    ),
+    "attention": _keep_kernels,
+}
+
+
+class Rematerialization:
+    """What one train step of a model computes again, while it is traced.
+
+    Args:
+        model: the model.
+        mode: what to compute again.
+        placer: how rows are sharded.
+        is_offloaded: whether products that are kept are kept in the memory of the hosts.
+
+    Attributes:
+        is_of_attention: whether attention is computed again, instead of blocks.
+        blocks: the repeated blocks of the model.
+        count: how many blocks, or attentions, have been traced so far.
+        is_in_block: whether a block is being traced.
+    """
+
+    def __init__(self, model: keras.Model, mode: str, placer: BatchPlacer, is_offloaded: bool):
+        self._policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
+        self._placer, self._is_offloaded = placer, is_offloaded
+        self.blocks = RepeatedBlocks(model)
+        self.count, self.is_in_block = 0, False
+        # Others than XLA:GPU compute gradients in the order of the blocks, unless activations are copied to hosts.
+        is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "gpu"
+        self._order = BackwardOrder() if is_offloaded or (is_gpu and not self.is_of_attention) else None
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Notes that a block is traced."""
+        self.count += 1
+        self.is_in_block = True
+        if self._order is not None:
+            self._order.begin_block()
+        try:
+            yield
+        finally:
+            self.is_in_block = False
+
+    def checkpoint(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns the function of a block, of which the backward pass computes again what the mode does not keep."""
+
+        def block() -> Any:
+            if self._is_offloaded:
+                outputs = checkpoint_on_host(function, self._policy, self._placer)
+            else:
+                outputs = jax.checkpoint(function, policy=self._policy)()
+            return outputs if self._order is None else self._order.end_block(outputs)
+
+        return block
+
+    def weight(self, value: Any, gradient_layout: TensorLayout) -> Any:
+        """Returns the traced value of a weight that a layer reads; see `BackwardOrder`."""
+        return value if self._order is None or not self.is_in_block else self._order.weight(value, gradient_layout)
+
+
+current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(None)
+"""That of the train step which is being traced in this thread; None without one."""
+
+
+@contextlib.contextmanager
+def rematerializing(
+    model: keras.Model, mode: str | keras.RematScope | None, placer: BatchPlacer, is_offloaded: bool = False
+) -> Iterator[None]:
+    """Traces a train step of a model in a block, with the rematerialization of a mode.
+
+    `placer` says how rows are sharded. With `is_offloaded`, what "dots" keeps is kept in the memory of the hosts.
+    Raises ValueError at the end of the block if nothing in the model is computed again. "auto" must be resolved before.
+    """
+    assert mode != AUTO
+    if mode is None:
+        yield
+        return
+    if isinstance(mode, keras.RematScope):
+        _require_layers(model, mode)
+        with internals.remat_scope_applied(model, mode):
+            yield
+        return
+    rematerialization = Rematerialization(model, mode, placer, is_offloaded)
+    with current_rematerialization.set_to(rematerialization):
+        yield
+    if not rematerialization.count:
+        missing = "layer that computes attention" if mode == "attention" else "repeated blocks"
+        raise OptionWithoutEffectError(
+            "remat",
+            f"remat={mode!r} has no effect: {model.name!r} has no {missing}. Name the layers to compute again with "
+            'remat=keras.RematScope("list_of_layers", layer_names=[...]), or leave remat out.',
+        )
+
+
+def _require_layers(model: keras.Model, scope: keras.RematScope) -> None:
+    names = {layer.name for layer in model_structure.layers_by_path(model).values()}
+    missing = [name for name in scope.layer_names if name not in names]
+    if missing:
+        raise ValueError(
+            f"remat names layers that {model.name!r} does not have: {missing}. Its layers are {sorted(names)}."
+        )

@@ -1,0 +1,140 @@
+"""The repeated blocks of a model: equal layers of one parent, and equal parts of a functional graph in a row."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_dist._keras.model_structure import child_layers, functional_graph, graph_nodes, layers_with_weights
+
+
+class Part(NamedTuple):
+    """Operations of a functional graph that run one after the other.
+
+    `outputs` are the ids of the symbolic tensors that they compute for operations of other parts, or for the model.
+    """
+
+    nodes: list
+    outputs: list[int]
+    is_block: bool
+
+
+class RepeatedBlocks:
+    """Finds the repeated blocks of a model.
+
+    A block contains at least two layers with weights. In a functional graph, a block begins and ends where one tensor
+    is all that later operations need, apart from inputs of the model and what is computed from them without weights,
+    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. Elsewhere, a
+    block is a layer whose parent has others of the same class with weights of equal shapes.
+
+    Example: in a stack of `x = x + Dense(64)(Dense(256)(x))`, each sum begins a block.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.layers: set[int] = set()  # ids of layers that are blocks wherever they are called
+        self._parts: dict[int, list[Part]] = {}  # by the id of a functional graph
+        self._visit(model, set())
+
+    def parts_of(self, graph: Any) -> list[Part] | None:
+        """Returns the parts of a functional graph, in order, None if none of them is a block."""
+        parts = self._parts.get(id(graph), [])
+        return parts if any(part.is_block for part in parts) else None
+
+    def _visit(self, layer: Any, seen: set[int]) -> None:
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
+        graph = functional_graph(layer)
+        children, nodes = child_layers(graph), graph_nodes(graph)
+        if nodes is not None:
+            self._parts[id(graph)] = list(_parts(graph, nodes))
+            in_blocks = {id(node.operation) for part in self._parts[id(graph)] if part.is_block for node in part.nodes}
+            children = [child for child in children if id(child) not in in_blocks]
+        else:
+            signatures = {id(child): _signature(child) for child in children if _num_weighted(child) > 1}
+            counts = Counter(signatures.values())
+            self.layers |= {key for key, signature in signatures.items() if counts[signature] > 1}
+        for child in children:
+            if id(child) not in self.layers:
+                self._visit(child, seen)
+
+
+def _parts(graph: Any, nodes: Sequence[Any]) -> Iterator[Part]:
+    """Yields the parts of a functional graph: blocks, and what is between them."""
+    last_use = {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
+    last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
+    segments = _segments(nodes, last_use)
+    first = 0
+    for is_block, group in _in_blocks(segments):
+        part = [node for segment in group for node in segment]
+        first += len(part)
+        outputs = [id(tensor) for node in part for tensor in node.outputs if last_use.get(id(tensor), -1) >= first]
+        yield Part(part, outputs, is_block)
+
+
+def _segments(nodes: Sequence[Any], last_use: dict[int, int]) -> list[list]:
+    """Splits operations where later ones need one tensor only of those that depend on weights."""
+    weighted: set[int] = set()  # ids of tensors that depend on weights
+    live: set[int] = set()
+    segments: list[list] = [[]]
+    for number, node in enumerate(nodes):
+        segments[-1].append(node)
+        if _has_weights(node.operation) or any(id(tensor) in weighted for tensor in node.input_tensors):
+            weighted |= {id(tensor) for tensor in node.outputs}
+            live |= {id(tensor) for tensor in node.outputs}
+        live = {tensor for tensor in live if last_use.get(tensor, -1) > number}
+        if len(live) == 1:
+            segments.append([])
+    return [segment for segment in segments if segment]
+
+
+def _in_blocks(segments: Sequence[list]) -> Iterator[tuple[bool, list]]:
+    """Yields segments in groups, each with whether it is a block: one period of the longest repetition."""
+    start, period, count = _longest_repetition(segments)
+    if not count:
+        yield from ((False, [segment]) for segment in segments)
+        return
+    end = start + period * count
+    yield from _in_blocks(segments[:start])
+    yield from ((True, list(segments[at : at + period])) for at in range(start, end, period))
+    yield from _in_blocks(segments[end:])
+
+
+def _longest_repetition(segments: Sequence[list]) -> tuple[int, int, int]:
+    """Returns start, period and number of the blocks that cover most layers with weights; the shortest if several do.
+
+    The number is 0 if nothing repeats.
+
+    Example: in the segments A B C B C D, the blocks B C start at 1 with period 2, and there are 2.
+    """
+    signatures = [tuple(_signature(node.operation) for node in segment) for segment in segments]
+    weights = [sum(_num_weighted(node.operation) for node in segment) for segment in segments]
+    best, best_cover = (0, 0, 0), 0
+    for period in range(1, len(segments) // 2 + 1):
+        equal = [signatures[at] == signatures[at + period] for at in range(len(segments) - period)]
+        start = 0
+        for is_equal, run in itertools.groupby(equal):
+            length = len(list(run))
+            count = length // period + 1
+            cover = sum(weights[start : start + period * count])
+            if is_equal and count > 1 and sum(weights[start : start + period]) > 1 and cover > best_cover:
+                best, best_cover = (start, period, count), cover
+            start += length
+    return best
+
+
+def _signature(operation: Any) -> tuple:
+    """Returns what is equal for operations of one class with weights of equal shapes."""
+    shapes = tuple((tuple(v.shape), str(v.dtype)) for v in getattr(operation, "variables", ()) if "seed" not in v.name)
+    return type(operation), shapes
+
+
+def _has_weights(operation: Any) -> bool:
+    return isinstance(operation, keras.Layer) and bool(operation.weights)
+
+
+def _num_weighted(operation: Any) -> int:
+    """Returns how many layers an operation consists of that have weights of their own."""
+    return len(layers_with_weights(operation)) if isinstance(operation, keras.Layer) else 0

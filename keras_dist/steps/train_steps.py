@@ -1,0 +1,135 @@
+"""`TrainSteps`: how the train steps of a distribution are computed, as its step options say."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from keras_dist._keras import internals, model_structure
+from keras_dist._keras.distribution_hooks import TrainStepHooks
+from keras_dist._keras.train_step import TrainState, apply_gradients
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
+from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
+from keras_dist.steps.gradient_accumulation import GradientAccumulation
+from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
+from keras_dist.steps.microbatches import gradients_of_microbatches
+from keras_dist.steps.model_steps import note_computed
+from keras_dist.steps.optimizer_state import require_state_dtype, state_dtype
+from keras_dist.steps.options import StepOptions
+from keras_dist.steps.rematerialization import rematerializing
+from keras_dist.steps.step_gradients import gradients_of_batch, row_axes
+from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
+
+
+class TrainSteps(TrainStepHooks):
+    """How the train steps of a distribution are computed.
+
+    Args:
+        distribution: the distribution.
+        options: its step options.
+        placer: how it places batches.
+    """
+
+    def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
+        self._distribution, self._options, self._placer = distribution, options, placer
+
+    # Methods of `TrainStepHooks`, which has their docstrings.
+
+    @property
+    def are_changed(self) -> bool:
+        return self._options != StepOptions()
+
+    @property
+    def required_options(self) -> StepOptions | None:
+        return self._options if self._options.splits_gradients else None
+
+    def state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        return state_dtype(optimizer, name, dtype, self._options.optimizer_state_dtype)
+
+    def state_layout(self, variable: Any, layout: Any) -> Any:
+        is_small = math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize <= MIN_OFFLOAD_BYTES
+        if is_small or not isinstance(layout, TensorLayout) or "optimizer" not in self._options.offload:
+            return layout
+        require_host_memory(self._distribution.device_mesh)
+        return in_host_memory(layout)
+
+    def scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
+        require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
+        return rematerializing(model, self._options.remat, self._placer, "activations" in self._options.offload)
+
+    def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
+        if accumulation is not None and not accumulation.is_in(state.optimizer):
+            accumulation = None  # called in a loop of the user's own, with the values of the variables
+        if self.required_options is None and accumulation is None and not tables:
+            return keras_train_step(model, state, batch)
+        layouts = self._layouts(model)
+        for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
+        arguments = model, for_keras, batch
+        if self.required_options is not None:
+            note_computed()
+            gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts)
+        elif accumulation is not None:
+            is_split = row_axes(batch, self._placer) == self._placer.batch_axes
+            kept = {id(variable) for variable in model.trainable_variables} if is_split else ()
+            gradients = gradients_of_batch(*arguments, self._placer, kept)
+        else:
+            gradients = gradients_of_batch(*arguments, self._placer, tables)
+        new_state, dtype = gradients.state._replace(optimizer=state.optimizer), self._options.reduce_dtype
+        if accumulation is not None:
+            weights, optimizer = accumulation.apply(model, new_state, gradients, dtype)
+        else:
+            weights, optimizer = apply_gradients(model, new_state, gradients.reduced(layouts, dtype))
+        return gradients.logs, tuple(new_state._replace(weights=weights, optimizer=optimizer))
+
+    def accumulation(self, model: keras.Model) -> GradientAccumulation | None:
+        is_possible = self._options.reduce_gradients == "update" and "optimizer" not in self._options.offload
+        if not is_possible or self._placer.num_batch_shards == 1 or not internals.computes_train_step_as_keras(model):
+            return None
+        weights = model.trainable_variables
+        accumulators = internals.gradient_accumulators(model.optimizer, weights)
+        if accumulators is None:
+            return None
+        return GradientAccumulation(model.optimizer, accumulators, weights, self._layouts(model), self._placer)
+
+    def _layouts(self, model: keras.Model) -> list[WeightLayouts]:
+        return [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
+
+    def _tied_tables(self, model: keras.Model, batch: Any) -> set[int]:
+        """Returns the ids of the embedding tables that are trained and that layers also multiply with.
+
+        XLA reduces the gradients of both uses. Not under context parallelism, where XLA ends the process when it
+        partitions sums over the batch axes alone.
+        """
+        if self._placer.sequence_axes or not row_axes(batch, self._placer):
+            return set()
+        return model_structure.tied_tables(model) & {id(variable) for variable in model.trainable_variables}
+
+    def apply_gradients(
+        self,
+        apply: Callable,
+        optimizer: keras.optimizers.Optimizer,
+        state: Sequence[Any],
+        gradients: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> tuple[list, list]:
+        if "optimizer" not in self._options.offload:
+            return apply(state, gradients, weights)
+        # The optimizer in a `LossScaleOptimizer` gets its variables, in a scope that has their values.
+        state = [value.value if isinstance(value, keras.Variable) else value for value in state]
+        owners = optimizer_state_owners(optimizer, internals.weights_of_optimizer(optimizer))
+
+        def layout_on_host(variable: keras.Variable) -> TensorLayout | None:
+            owner = owners.get(id(variable))
+            if owner is None:
+                return None
+            layout = optimizer_state_layout(owner, layout_under(owner, self._distribution), self._distribution)
+            return layout if is_in_host_memory(layout) else None
+
+        return apply_with_state_on_host(
+            apply, state, gradients, weights, list(map(layout_on_host, optimizer.variables))
+        )

@@ -1,0 +1,109 @@
+"""Traces a model's call without values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import keras
+from jax.ad_checkpoint import checkpoint_name
+
+from keras_dist._keras import internals, model_structure, tracing_errors
+from keras_dist.attention.kernels import xla_attention
+from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.strategies.base import Distribution
+from keras_dist.strategies.derived.input_shapes import LONG_LENGTHS, advice_on_batch, batch_specs, candidate_shapes
+
+
+def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, batch: Any = None) -> Any:
+    """Returns the closed jaxpr of a model's call: a function of trainable variables, other variables and inputs.
+
+    Each input and output of a layer is named by the layer's path, with `/input` or `/output` appended. `axis_size`
+    divides the number of rows and, where possible, the sizes of unknown dims; `batch` gives these sizes. Raises
+    ValueError if no size works, or if the inputs are not known.
+    """
+    inputs, _ = model_structure.inputs_and_outputs(model)
+    if batch is not None:
+        candidates = iter([batch_specs(inputs, batch, axis_size)])
+    elif inputs is not None:
+        candidates = _candidates(inputs, axis_size)
+    else:
+        raise ValueError(
+            f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
+            f"{type(model).__name__}. {advice_on_batch(None)}"
+        )
+    first_error: Exception | None = None
+    specs = None
+    for specs in candidates:
+        try:
+            with _LayerNames(device_mesh).scope():
+                return _trace_call(model, specs)
+        except Exception as error:  # whatever a layer raises for a size that it does not take
+            first_error = first_error or error
+    assert first_error is not None  # there is at least one candidate
+    raise _untraceable(model, inputs, batch and specs, first_error) from first_error
+
+
+def _trace_call(model: keras.Model, specs: Any) -> Any:
+    def of_all(variables: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(each.shape, internals.stored_dtype(each)) for each in variables]
+
+    while True:
+        count = len(model.variables)
+        weights, others = of_all(model.trainable_variables), of_all(model.non_trainable_variables)
+        program = jax.make_jaxpr(model.stateless_call)(weights, others, specs)
+        if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
+            return program
+
+
+def _candidates(inputs: Any, axis_size: int) -> Iterator[Any]:
+    tensors, structure = jax.tree.flatten(inputs)
+    dtypes = [jax.dtypes.canonicalize_dtype(tensor.dtype) for tensor in tensors]
+    for shapes in candidate_shapes([tuple(tensor.shape) for tensor in tensors], axis_size):
+        yield jax.tree.unflatten(structure, list(map(jax.ShapeDtypeStruct, shapes, dtypes)))
+
+
+def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) -> ValueError:
+    """Returns the error for a model that takes none of the shapes that were tried."""
+    if batch is not None:
+        shapes = jax.tree.map(lambda spec: spec.shape, batch)
+        tried, advice = f"on a batch of the shapes {shapes}", advice_on_batch(inputs)
+    elif any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs)):
+        tried = f"with sizes from 0 to {LONG_LENGTHS[-1]} for the unknown dims of its inputs"
+        advice = advice_on_batch(inputs)
+    else:
+        tried, advice = "on its inputs", "Check that it can be trained."
+    if dependence := tracing_errors.describe_dependence_on_values(error):
+        return ValueError(f"Cannot trace {model.name!r}: {dependence}")
+    return ValueError(
+        f"Cannot trace {model.name!r}: calling it {tried} raises {tracing_errors.describe(error)}. {advice}"
+    )
+
+
+class _LayerNames(Distribution):
+    """Names what layers take and return in the traced program, and leaves all layouts alone.
+
+    Vectors and matrices beside tensors of more dims are not named: a layout for the latter leaves them alone.
+    """
+
+    def get_tensor_layout(self, path: str) -> Any:
+        return path
+
+    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+        ranks = [leaf.ndim for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        least = min(max(ranks, default=0), 3)
+
+        def named(leaf: Any) -> Any:
+            return checkpoint_name(leaf, layout) if isinstance(leaf, jax.Array) and leaf.ndim >= least else leaf
+
+        return jax.tree.map(named, outputs)
+
+    def distribute_inputs(self, path: str, inputs: Any) -> Any:
+        return self.distribute_outputs(inputs, path)
+
+    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
+        return value
+
+    def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
+        # By matrix multiplications, whose dims can be read; those of a kernel cannot.
+        del options["flash_attention"]
+        return xla_attention(query, key, value, bias, mask, **options)

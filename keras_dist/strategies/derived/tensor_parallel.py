@@ -1,0 +1,406 @@
+"""`tensor_parallel_layout_map`: rules that shard weights over one axis, derived from what a model computes."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import keras
+
+from keras_dist._keras import internals, model_structure
+from keras_dist._keras.quantized_weights import record_variables
+from keras_dist._report.units import bytes_text, counted
+from keras_dist._report.user_warnings import warn
+from keras_dist.layout.derived_weights import BaseWeight, axes_for_rule, base_weight_of, derived_axes
+from keras_dist.layout.layout_map import LayoutMap
+from keras_dist.layout.rule_matching import strip_model_names
+from keras_dist.layout.tensor_layout import Axes, axis_tuple
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
+from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, best_dim
+from keras_dist.strategies.derived.model_trace import trace_model
+from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
+from keras_dist.tracing.jaxpr_dims import read_dims
+from keras_dist.variables.model_or_builder import built
+
+_MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
+
+Rules = dict[str, Axes | None]  # axes by path; None for a path that no rule may match
+
+
+def tensor_parallel_layout_map(
+    model_or_builder: keras.Layer | Callable[[], keras.Layer],
+    device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh,
+    axis: str = "model",
+    sequence_parallel: bool = False,
+    batch: Any = None,
+    sequence_dim_name: str | Sequence[str] | None = None,
+) -> LayoutMap:
+    """Returns rules that shard the weights of any model over one mesh axis (tensor parallelism).
+
+    The model is traced, and the dims of its weights are followed through the program to the sums that contract them:
+    the columns of one kernel and the rows of the next, the heads of an attention, the experts of a mixture, the
+    vocabulary of an embedding. Dims that flow into each other are sharded together. If several choices exclude each
+    other, the one that all-reduces the fewest bytes is taken. Names of layers do not matter. Some weights have no dim
+    that can be sharded this way, such as a kernel with fewer key and value heads than the axis has devices. They stay
+    replicated, and a warning names the large ones.
+
+    Args:
+        model_or_builder: a built model, deferred or not, or a function without arguments that returns one. A model that
+            is neither functional nor sequential needs `batch`.
+        device_mesh: the mesh. Batches are assumed to be sharded over the axes that the other arguments do not name.
+        axis: the axis to shard weights over.
+        sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
+            all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
+        batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight), of
+            arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
+            names. Targets and values are not used, and the number of rows does not matter. By default, sizes are tried
+            in turn for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of
+            them.
+        sequence_dim_name: the mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
+            it is passed to `ModelParallel`. No rule shards a weight over it, and rules for activations shard dim 1 over
+            it, with sequence parallelism over both.
+
+    Returns:
+        A map that can be printed, edited and merged: `print(layout_map.to_source())`.
+
+    Raises:
+        ValueError: the mesh has no such axis, or one axis is named twice, or the model is not built, does not know its
+            inputs, or cannot be traced, or the batch does not fit its inputs.
+        TypeError: neither a model nor a function that returns one.
+
+    Example:
+
+    >>> from keras_dist import create_device_mesh
+    >>> model = keras.Sequential(
+    ...     [keras.Input((64,)), keras.layers.Dense(256, name="up"), keras.layers.Dense(64, name="down")]
+    ... )
+    >>> layout_map = tensor_parallel_layout_map(model, create_device_mesh("data:2,model:4"))
+    >>> for pattern, layout in layout_map.items():
+    ...     print(pattern, layout.axes)
+    up/kernel (None, 'model')
+    up/bias ('model',)
+    down/kernel ('model', None)
+
+    A model whose inputs must have certain sizes, here half as many pairs as tokens:
+
+    >>> tokens = keras.Input((None, 64), name="tokens")
+    >>> pairs = keras.Input((None, 64), name="pairs")
+    >>> hidden = keras.layers.Dense(256, name="wide")(tokens[:, ::2] + pairs)
+    >>> model = keras.Model([tokens, pairs], keras.layers.Dense(64, name="narrow")(hidden))
+    >>> shapes = {"tokens": (8, 32, 64), "pairs": (8, 16, 64)}
+    >>> layout_map = tensor_parallel_layout_map(model, create_device_mesh("data:2,model:4"), batch=shapes)
+    >>> layout_map["narrow/kernel"].axes
+    ('model', None)
+
+    With context parallelism:
+
+    >>> mesh = create_device_mesh("data:2,context:2,model:2")
+    >>> inputs = keras.Input((32, 64))
+    >>> hidden = keras.layers.Dense(256, name="wide")(keras.layers.LayerNormalization(name="norm")(inputs))
+    >>> model = keras.Model(inputs, keras.layers.Dense(64, name="narrow")(hidden))
+    >>> layout_map = tensor_parallel_layout_map(model, mesh, sequence_parallel=True, sequence_dim_name="context")
+    >>> layout_map["wide/kernel"].axes, layout_map["wide/output"].axes
+    ((None, 'model'), ('data', 'context', 'model'))
+    >>> layout_map["norm/output"].axes
+    ('data', ('context', 'model'), None)
+    >>> distribution = ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name="context")
+
+    Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022 (sequence parallelism).
+    """
+    mesh = as_auto_mesh(device_mesh)
+    if axis not in mesh.axis_sizes:
+        raise ValueError(
+            f"Cannot shard weights over axis {axis!r}: the mesh has the axes {list(mesh.axis_sizes)}. Pass one of them."
+        )
+    sequence_axes = axis_tuple(sequence_dim_name)
+    for name in sequence_axes:
+        if name not in mesh.axis_sizes or (*sequence_axes, axis).count(name) > 1:
+            raise ValueError(
+                f"Cannot shard sequences over sequence_dim_name={sequence_dim_name!r} and weights over axis {axis!r}: "
+                f"they must be different axes of the mesh, which has {list(mesh.axis_sizes)}."
+            )
+    with built(model_or_builder) as model:
+        solution = solve(model, mesh, axis, batch)
+    rules = solution.rules(mesh, sequence_parallel, sequence_axes)
+    _warn_of_large_replicas(solution, rules)
+    return merged_layout_map(rules, mesh)
+
+
+class _Weight(NamedTuple):
+    """A variable of the model; `is_head`: an embedding that may be called as the output head, too."""
+
+    path: str
+    shape: tuple[int, ...]
+    bytes: int
+    dims: Dims
+    is_matmul_operand: bool
+    is_head: bool
+    base: BaseWeight | None
+
+
+class Solution(NamedTuple):
+    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1.
+
+    It holds for every mesh on which the axis has the same size. `rows` is the number of rows that were traced, `layers`
+    are the paths of the model's layers, without those that a call creates.
+    """
+
+    graph: DimGraph
+    weights: list[_Weight]
+    sharded: set[int]
+    axis: str
+    batch: int | None
+    lengths: set[tuple[int | None, int]]
+    rows: int
+    layers: Set[str]
+    batch_axes: tuple[str, ...] = ()
+    sequence_axes: tuple[str, ...] = ()
+
+    def rules(self, mesh: DeviceMesh, sequence_parallel: bool, sequence_axes: tuple[str, ...] = ()) -> Rules:
+        """Returns the axes of each weight, and of what layers take and return, by path; None where there is no rule."""
+        batch_axes = tuple(name for name in mesh.axis_names if name != self.axis and name not in sequence_axes)
+        solution = self._replace(batch_axes=batch_axes, sequence_axes=sequence_axes)
+        tables = solution.table_rules(sequence_parallel)
+        axes = {weight.path: solution.axes_of(weight.dims) for weight in self.weights} | tables
+        derived = [(weight.path, weight.shape, weight.base) for weight in self.weights if weight.base is not None]
+        for path, _, base in derived:
+            if base.path == path:
+                axes[path] = axes_for_rule(axes[path], base.dims)
+        # A weight that is derived from another has its layout, also if the model is quantized, or given LoRA factors,
+        # only after these rules are in use.
+        follows = {
+            path: None
+            for path, shape, base in derived
+            if base.path != path
+            and base.path in axes
+            and axes[path] == derived_axes(axes[base.path], base.dims, shape, mesh.axis_sizes)
+        }
+        return axes | follows | solution.activation_rules(tables, sequence_parallel)
+
+    @property
+    def all_reduced_bytes(self) -> float:
+        """Bytes that are all-reduced over the axis for each row of a batch, forward and backward."""
+        sizes = self.graph.all_reduce_bytes()
+        return sum(sizes.get(node, 0.0) for node in self.sharded) / self.rows
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Fraction of the bytes of the weights that are multiplied as matrices whose multiplications are sharded."""
+        operands = [weight for weight in self.weights if weight.is_matmul_operand]
+        sharded = sum(weight.bytes for weight in operands if any(self.axes_of(weight.dims)))
+        return sharded / max(1, sum(weight.bytes for weight in operands))
+
+    def axes_of(self, dims: Dims) -> Axes:
+        """Returns the axes of a tensor.
+
+        Where two dims have one node, only the last is sharded: the recurrent kernel of a `SimpleRNN` maps a state onto
+        the next one, so its rows and columns are sharded together, but an axis can shard only one of them.
+        """
+        sharded = [dim for dim, node in enumerate(self.graph.find(dims)) if node in self.sharded]
+        return self._only(sharded[-1:], len(dims))
+
+    def _only(self, sharded_dims: Sequence[int], rank: int) -> Axes:
+        return tuple(self.axis if dim in sharded_dims else None for dim in range(rank))
+
+    def table_rules(self, sequence_parallel: bool) -> dict[str, Axes]:
+        """Returns axes for large weights that are looked up or added, such as embeddings, by path.
+
+        With sequence parallelism they are sharded along the sequence if they have it, but not if each device has a part
+        of it only. Otherwise the last dim is best: the lookup is local, and gathering its result is the cheapest
+        collective.
+        """
+        sequence_parallel = sequence_parallel and not self.sequence_axes
+        lengths = {self.graph.find(t.dims)[1] for t in self.graph.named_tensors if len(t.dims) == 3}
+        rules: dict[str, Axes] = {}
+        for weight in self.weights:
+            if weight.is_matmul_operand or weight.bytes <= MIN_SHARD_BYTES or any(self.axes_of(weight.dims)):
+                continue
+            rank, nodes = len(weight.shape), self.graph.find(weight.dims)
+            dims = [dim for dim, node in enumerate(nodes) if sequence_parallel and node in lengths - {None}]
+            dims += [rank - 1] if weight.shape[-1] % self.graph.axis_size == 0 else []
+            dim = dims[0] if dims else best_dim(weight.shape, [False] * rank, self.graph.axis_size)
+            if dim is not None:
+                rules[weight.path] = self._only([dim], rank)
+        return rules
+
+    def activation_rules(self, table_rules: Mapping[str, Axes], sequence_parallel: bool) -> dict[str, Axes | None]:
+        """Returns axes for what layers take and return, by the layer's path with `/input` or `/output` appended.
+
+        None is for paths without a rule. All tensors of a path with a rule have the same axes. Paths leave out names
+        that Keras gave to nested models, so layers of several models may share a path. What such a model itself returns
+        has no rule.
+        """
+        sharded = {_layer(weight.path) for weight in self.weights if any(self.axes_of(weight.dims))}
+        tables = {_layer(path) for path in table_rules}
+        # An embedding that is also called as the head returns two different things under one path.
+        heads = {_layer(weight.path) for weight in self.weights if weight.is_head}
+        # The output of one table that is the input of another stays sharded until all of them are added up.
+        passed_on = {t.origin for t in self.graph.named_tensors if t.name.removesuffix("/input") in tables}
+        # XLA computes wrong numbers for convolutions over a sharded dim, if the batch is not sharded, too (JAX 0.10
+        # to 0.12).
+        window_dims = {(node, rank) for dim, rank in self.graph.window_dims for node in self.graph.find((dim,))}
+
+        def axes_of_tensor(tensor: NamedTensor) -> Axes | None:
+            name, dims, shape, origin = tensor
+            layer, is_output = _layer(name), name.endswith("/output")
+            if layer in tables and is_output and origin in passed_on:
+                return None
+            if layer not in self.layers or layer in heads:
+                return None
+            if self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
+                return None
+            axes = list(self.axes_of(dims))
+            is_replicated = not any(axes)
+            axes[0] = _entry(self.batch_axes)
+            has_window = (self.graph.find(dims)[1], len(shape)) in window_dims
+            is_sequence = len(shape) > 2 and _length(self.graph, dims, shape) in self.lengths and not has_window
+            axes[1] = _entry(self.sequence_axes) if is_sequence and axes[1] is None else axes[1]
+            if not sequence_parallel:
+                return tuple(axes) if layer in tables and is_output and is_replicated else None
+            if len(shape) < 3 or (not is_output and layer not in sharded):
+                return None
+            length = self.graph.find(dims)[1]
+            if is_replicated and is_output and length is not None and not has_window:
+                axes[1] = _entry((*self.sequence_axes, self.axis) if is_sequence else (self.axis,))
+            return tuple(axes)
+
+        found: defaultdict[str, set[Axes | None]] = defaultdict(set)
+        for tensor in self.graph.named_tensors:
+            found[strip_model_names(tensor.name)].add(axes_of_tensor(tensor))
+        return {path: next(iter(axes)) if len(axes) == 1 and "/" in path else None for path, axes in found.items()}
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Returns axes as the entry of a layout."""
+    return axes if len(axes) > 1 else next(iter(axes), None)
+
+
+def _length(graph: DimGraph, dims: Dims, shape: Sequence[int]) -> tuple[int | None, int]:
+    """Identifies dim 1 of a tensor: by its node, or by its size where it has none, as the axis does not divide it."""
+    node = graph.find(dims)[1]
+    return node, shape[1] if node is None else 0
+
+
+def _layer(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Solution:
+    """Traces a built model, and chooses which dims of its weights to shard over an axis of a mesh."""
+    axis_size = mesh.axis_sizes[axis]
+    jaxpr, heads = trace_model(model, mesh, axis_size, batch), model_structure.reversible_embeddings(model)
+    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
+    record_variables(model)
+    variables = [*model.trainable_variables, *model.non_trainable_variables]
+    weights = []
+    for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
+        is_head = id(v) in heads
+        is_operand = is_head or invar in graph.matmul_operands
+        size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v)))
+    inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
+    rows = graph.find(inputs[0])[0] if inputs else None
+    shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
+    tokens = zip(graph.inputs[len(variables) :], shapes, strict=True)
+    lengths = {_length(graph, dims, shape) for dims, shape in tokens if len(shape) > 1}
+    num_rows = max((shape[0] for shape in shapes if shape), default=axis_size)
+    layers = model_structure.layers_by_path(model).keys()
+    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows, layers)
+
+
+def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
+    """Returns the nodes to shard: every weight votes for its cheapest node with its bytes, and most votes win.
+
+    A node that is gathered on its way to a sum is no candidate, unless little is gathered. A node that shares a tensor
+    with a chosen one is passed over.
+    """
+    all_reduced, gathered, conflicts = graph.all_reduce_bytes(), graph.gather_bytes(), graph.conflicts()
+    votes: defaultdict[int, int] = defaultdict(int)
+    for weight in weights:
+        nodes = [node for node in graph.find(weight.dims) if node is not None and weight.is_matmul_operand]
+        nodes = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
+        if nodes:
+            votes[min(nodes, key=lambda node: all_reduced.get(node, 0))] += weight.bytes
+    chosen: set[int] = set()
+    for node in sorted(votes, key=lambda node: (-votes[node], node)):
+        if not conflicts.get(node, set()) & chosen:
+            chosen.add(node)
+    return chosen
+
+
+def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
+    """Returns a layout map with few rules, of which each applies to paths that are alike."""
+    layout_map = LayoutMap(mesh)
+    for pattern, axes in _merged(rules):
+        layout_map[pattern] = axes
+    return layout_map
+
+
+def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
+    weights = [w for w in solution.weights if w.base is None or w.base.path == w.path]
+    replicas = [w for w in weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
+    if replicas:
+        largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
+        count = counted(len(replicas), "weight")
+        warn(
+            f"{count} ({bytes_text(sum(weight.bytes for weight in replicas))}) will be replicated over axis "
+            f"{solution.axis!r} (size {solution.graph.axis_size}): no dim can be sharded together with the layers "
+            f"around it. Largest: {', '.join(f'{weight.path} {weight.shape}' for weight in largest)}. Add your own "
+            "rules for them, or shard them over another axis with FullyShardedDataParallel.",
+        )
+
+
+def _merged(rules: Rules) -> Iterator[tuple[str, Axes]]:
+    """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes.
+
+    Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
+    """
+    axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
+    for path, axes in rules.items():
+        axes_by_name[strip_model_names(path)].add(axes)
+
+    def regex(path: str) -> str:
+        name = strip_model_names(path)
+        # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
+        is_one_rule = len(axes_by_name[name]) == 1
+        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
+
+    patterns = {regex(path): axes for path, axes in rules.items()}
+    patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
+    patterns = _merge_alike(patterns, _without_numbers)
+    for pattern, axes in patterns.items():
+        if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
+            yield pattern, axes
+
+
+def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:
+    """Joins the patterns that have one form and the same axes."""
+    groups: defaultdict[str, Rules] = defaultdict(dict)
+    for pattern, axes in patterns.items():
+        groups[form(pattern)][pattern] = axes
+    merged: Rules = {}
+    for members in groups.values():
+        is_one_rule = len(set(members.values())) == 1
+        merged |= {_joined(members): next(iter(members.values()))} if is_one_rule else members
+    return merged
+
+
+def _joined(patterns: Iterable[str]) -> str:
+    """Returns a regex for patterns that differ in numbers alone."""
+    return "/".join(_joined_names(names) for names in zip(*(pattern.split("/") for pattern in patterns), strict=True))
+
+
+def _joined_names(names: Sequence[str]) -> str:
+    if len(set(names)) == 1:
+        return names[0]
+    stem = _without_numbers(names[0])
+    if all(_without_numbers(name) == stem for name in names):
+        return f"{stem}(_[0-9]+)?" if stem in names else f"{stem}_[0-9]+"
+    return re.sub(r"\d+", "[0-9]+", names[0])
+
+
+def _without_numbers(pattern: str) -> str:
+    return re.sub(r"_(\d+|\[0-9\]\+)(?=/|$)", "", pattern)

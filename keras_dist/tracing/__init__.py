@@ -1,0 +1,9 @@
+"""What a traced program says: its operations, its dims, and where its values come from.
+
+* `jaxpr_evaluation.py`: evaluates programs, in whole, in parts, or with other operations in them.
+* `traced_values.py`: which operations made the values of a function, while JAX traces it.
+* `traced_weights.py`: which of these values are weights, and their layouts.
+* `dim_axes.py`: over which axes of the mesh a dim of a value is sharded.
+* `jaxpr_dims.py`: which dims of a program are sharded together; start reading here, with its worked example.
+* `dim_graph.py`: those dims as nodes of a graph, and the bytes that each communicates.
+"""

@@ -1,0 +1,166 @@
+"""Over which mesh axes a dim of a traced value is sharded, and whether its elements are repeated along a dim.
+
+Nothing in JAX tells how XLA will shard a value inside a jitted function. But its dims come from somewhere: dim 2 of a
+query (batch, sequence, heads, features) is dim 1 of the kernel that computed it, and that has a layout.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.tracing.jaxpr_dims import GATHERED_DIMS, regrouped
+from keras_dist.tracing.traced_values import Node, node_of
+
+Axes = Sequence[str | Sequence[str] | None]
+
+_UNCHANGED = ("copy", "copy_p", "convert_element_type", "name", "sharding_constraint", "reshard")
+_RESIZED = ("slice", "dynamic_slice", "pad", "dynamic_update_slice", "split", "top_k", "rev")
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+
+
+def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | None]) -> tuple[str, ...] | None:
+    """Returns the mesh axes over which a dim of a traced value is sharded, or None if that cannot be known.
+
+    The dim is followed backwards, through whatever keeps it, to a sharding constraint or a value whose layout is
+    known. Of several operands that have the dim, the first that leads to an answer is taken.
+
+    Args:
+        value: a tracer or an array.
+        dim: one of its dims.
+        axes_of_weight: returns the axes of each dim of a value if it is a weight, otherwise None.
+
+    Example:
+
+    ```python
+    axes_of_dim(x @ kernel, 1, lambda value: (None, "model") if value is kernel else None)  # ("model",)
+    ```
+    """
+    pending, seen = [(node_of(value), dim)], set()
+    while pending:
+        node, dim = pending.pop()
+        if (node, dim) in seen:
+            continue
+        seen.add((node, dim))
+        if (axes := _constrained_axes(node, dim)) is not None:
+            return axes
+        if node.root is not None and (layout := axes_of_weight(node.root)) is not None:
+            return axis_tuple(layout[dim])
+        pending += reversed(_sources(node, dim))
+    return None
+
+
+def without_repeats(value: Any, dim: int) -> tuple[Any, int]:
+    """Returns a value without the repeats of its elements along a dim, and how often each is there.
+
+    KerasHub repeats keys and values for each group of queries, which a kernel need not be given.
+
+    Args:
+        value: a tracer or an array.
+        dim: the dim of size `n * repeats`.
+
+    Returns:
+        The value with size `n` at `dim`, and `repeats`; the value itself and 1 if it was not made by `repeat`.
+
+    Example:
+
+    ```python
+    without_repeats(jnp.repeat(key, 4, axis=2), 2)  # `key`, and 4, while they are traced
+    ```
+    """
+    repeats = _repeats(node_of(value), dim)
+    if repeats == 1:
+        return value, 1
+    # Not the value before `repeat` itself: its tracer would have no gradient while the value is differentiated. XLA
+    # computes neither the repeats nor this slice of them, and fuses the gradients of both.
+    shape = (*value.shape[:dim], value.shape[dim] // repeats, repeats, *value.shape[dim + 1 :])
+    return jax.lax.index_in_dim(jnp.reshape(value, shape), 0, dim + 1, keepdims=False), repeats
+
+
+def _constrained_axes(node: Node, dim: int) -> tuple[str, ...] | None:
+    """Returns the axes that a sharding constraint or `shard_map` asks for; None if the dim is left to the compiler."""
+    spec = None
+    if node.primitive == "shard_map":
+        spec = node.params["out_specs"][node.output]
+    elif node.primitive == "sharding_constraint" and isinstance(node.params["sharding"], NamedSharding):
+        spec = node.params["sharding"].spec
+    if spec is None or dim in node.params.get("unconstrained_dims", ()):
+        return None
+    entry = spec[dim] if dim < len(spec) else None
+    return None if entry is PartitionSpec.UNCONSTRAINED else axis_tuple(entry)
+
+
+def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
+    """Returns the operands that a dim may come from, and its place there."""
+    name, params, inputs = node.primitive, node.params, node.inputs
+    if name == "transpose":
+        return [(inputs[0], params["permutation"][dim])]
+    if name == "broadcast_in_dim":
+        pairs = enumerate(params["broadcast_dimensions"])
+        return [(inputs[0], before) for before, after in pairs if after == dim and _has(inputs[0], before, node, dim)]
+    if name in ("reshape", "squeeze"):  # of dims that are merged or split, the outermost stays
+        groups = regrouped(inputs[0].shape, node.shape)
+        return [(inputs[0], before[0]) for before, after in groups if before and after[:1] == [dim]]
+    if name in _REDUCTIONS:
+        return [(inputs[0], [kept for kept in range(len(inputs[0].shape)) if kept not in params["axes"]][dim])]
+    if name == "dot_general":
+        return _dot_sources(node, dim)
+    if name == "gather":  # a lookup, of rows by indices for example
+        index_dims = [place for place in range(len(node.shape)) if place not in params["dimension_numbers"].offset_dims]
+        return [(inputs[1], index_dims.index(dim))] if dim in index_dims else []
+    if name == "stack":
+        return [(operand, dim - (dim > params["axis"])) for operand in inputs if dim != params["axis"]]
+    if name == "concatenate":
+        return [] if dim == params["dimension"] else [(operand, dim) for operand in inputs]
+    if name in _UNCHANGED or name in _RESIZED:
+        return [(inputs[0], dim)] if _has(inputs[0], dim, node, dim) else []
+    if name in GATHERED_DIMS and dim in GATHERED_DIMS[name](params, len(node.shape)):
+        return []
+    has_body = any("jaxpr" in key or key == "branches" for key in params)  # a loop, for example
+    same_rank = [operand for operand in inputs if operand.shape and not has_body]
+    if all(len(operand.shape) == len(node.shape) for operand in same_rank):  # elementwise, sizes of 1 are broadcast
+        return [(operand, dim) for operand in same_rank if _has(operand, dim, node, dim)]
+    return []
+
+
+def _has(operand: Node, operand_dim: int, node: Node, dim: int) -> bool:
+    return operand.shape[operand_dim] == node.shape[dim]
+
+
+def _dot_sources(node: Node, dim: int) -> list[tuple[Node, int]]:
+    (left_contracted, right_contracted), (left_batch, right_batch) = node.params["dimension_numbers"]
+    left, right = node.inputs
+    if dim < len(left_batch):
+        return [(left, left_batch[dim]), (right, right_batch[dim])]
+    kept = [
+        (operand, place)
+        for operand, removed in ((left, (*left_contracted, *left_batch)), (right, (*right_contracted, *right_batch)))
+        for place in range(len(operand.shape))
+        if place not in removed
+    ]
+    return [kept[dim - len(left_batch)]]
+
+
+def _repeats(node: Node, dim: int) -> int:
+    """Returns how often each element of a value follows itself along a dim, as far as the operations show it."""
+    while True:
+        if node.primitive == "reshape":
+            groups = regrouped(node.inputs[0].shape, node.shape)
+            places = next((before for before, after in groups if after == [dim]), [])
+            node, dim = node.inputs[0], places[-1] if places else -1
+            if not places or (len(places) > 1 and not _is_broadcast(node, dim)):
+                return 1
+        elif _is_broadcast(node, dim):
+            return node.shape[dim]
+        elif node.primitive in (*_UNCHANGED, "transpose"):
+            ((node, dim),) = _sources(node, dim)
+        else:
+            return 1
+
+
+def _is_broadcast(node: Node, dim: int) -> bool:
+    """Whether all elements along a dim are the same because the dim was added or enlarged."""
+    return node.primitive == "broadcast_in_dim" and not _sources(node, dim)
