@@ -1,6 +1,6 @@
 """What patches ask of a distribution."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -95,20 +95,6 @@ class DistributionHooks(Protocol):
         """Returns what `keras.ops.dot_product_attention` does, for operands of one dtype and a boolean mask."""
         ...
 
-    def compute_convolution(
-        self,
-        convolve: Callable,
-        inputs: Any,
-        kernel: Any,
-        *,
-        strides: int | Sequence[int],
-        groups: int,
-        channels_dim: int,
-        filters_dim: int,
-    ) -> Any:
-        """Returns `convolve(inputs, kernel)`; the dims are those of channels of inputs and of filters of the kernel."""
-        ...
-
     @property
     def train_steps(self) -> "TrainStepHooks":
         """How train steps are computed."""
@@ -119,14 +105,28 @@ class DistributionHooks(Protocol):
         """Options of XLA, by name, with which steps are compiled."""
         ...
 
-    def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+    def compute_step(
+        self, step: str, model: keras.Model, function: Callable, state: Any, batch: Any
+    ) -> tuple[Any, Any]:
         """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
 
         Args:
             step: `"train"`, `"test"` or `"predict"`.
+            model: the model.
             function: the step.
             state: what it takes of the model, nested lists of arrays.
             batch: nested arrays, of any number of rows.
+        """
+        ...
+
+    def compute_call(self, layer: keras.Layer, function: Callable, state: Any, inputs: Any) -> Any:
+        """Returns `function(state, inputs)`, a call of a layer outside of steps that may be traced.
+
+        Args:
+            layer: the layer.
+            function: the call.
+            state: the values of its trainable and of its other variables, in lists.
+            inputs: its arguments, in a tuple, and its keyword arguments, in a dict.
         """
         ...
 
@@ -140,29 +140,6 @@ class DistributionHooks(Protocol):
 
     def shard_sequences(self, tensors: Any) -> Any:
         """Returns what was computed from gathered sequences, with dim 1 sharded over the sequence axes again."""
-        ...
-
-    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
-        """Returns `function(tensors)`, with those dims of operands and results unsharded that it computes along."""
-        ...
-
-    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
-        """Returns `function(tensors)`, computed by each device for its rows; `has_rows` is whether dim 0 has some."""
-        ...
-
-    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        """Returns an array whose gradient is gathered along those of its dims that may have unequal shards.
-
-        `is_flat` is whether one dim may have rows and positions in one.
-        """
-        ...
-
-    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        """Returns an array that is gathered, and whose gradient is, along those dims."""
-        ...
-
-    def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
-        """Returns `function(tensor)`, which sorts along some dims, and may keep rows in dim 0."""
         ...
 
     @property

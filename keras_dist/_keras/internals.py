@@ -133,6 +133,9 @@ def has_mask(tensor) -> bool:
     return get_keras_mask(tensor) is not None
 
 
+get_mask, set_mask = get_keras_mask, set_keras_mask
+
+
 def variable_layout(variable):
     """Returns the layout of a variable: a TensorLayout, a JAX layout, or None."""
     return getattr(variable, "_layout", None)

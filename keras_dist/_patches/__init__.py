@@ -4,10 +4,6 @@
 * `training.py`: steps, and optimizer state.
 * `layer_call.py`: calls of models and layers, and the variables that they read.
 * `recurrent.py`: recurrent layers, over sequences that are sharded, and computed by cuDNN.
-* `convolution.py`: convolutions and max pooling that XLA would partition with wrong numbers.
-* `indexing.py`: lookups and sums by index.
-* `sorting.py`: sorts of sequences that are sharded.
-* `fourier.py`: Fourier transforms of each device's rows.
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
@@ -27,8 +23,7 @@ from keras_dist._keras.active_distribution import ALWAYS
 from keras_dist._keras.internals import missing_names_are_errors
 
 _TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "attention", "recurrent", "convolution"),
-    *("indexing", "sorting", "fourier"),
+    *("distribution_lookup", "training", "layer_call", "attention", "recurrent"),
     *("deferred_creation", "epoch_iterator", "resumable_iterator", "weight_loading", "variable_access"),
     *("file_saving", "orbax_loading"),
 )

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -112,11 +113,16 @@ def _stateless_call(original, self, trainable_variables, non_trainable_variables
     distribution = active_distribution()
     if distribution is not None and _current_call.value is None and isinstance(self, keras.Model):
         args, kwargs = distribution.distribute_step_inputs(self, (args, kwargs))
-    values = {id(value) for value in (*trainable_variables, *non_trainable_variables)}
-    with _current_call.set_to(_StatelessCall(self, _current_trace(), values, {})):
-        return original(
-            self, trainable_variables, non_trainable_variables, *args, return_losses=return_losses, **kwargs
-        )
+
+    def call(state, inputs):
+        (args, kwargs), values = inputs, {id(value) for value in itertools.chain(*state)}
+        with _current_call.set_to(_StatelessCall(self, _current_trace(), values, {})):
+            return original(self, *state, *args, return_losses=return_losses, **kwargs)
+
+    state = trainable_variables, non_trainable_variables
+    if distribution is None or _current_call.value is not None:
+        return call(state, (args, kwargs))
+    return distribution.compute_call(self, call, state, (args, kwargs))
 
 
 @INSTALLED.patch(

@@ -96,7 +96,7 @@ def _get_state_sharding_spec(original, distribution, self):
     reason="every device computes all rows of a batch that the batch axes do not divide",
 )
 def _predict_step(original, distribution, self, state, data):
-    return distribution.compute_step("predict", functools.partial(original, self), state, data)
+    return distribution.compute_step("predict", self, functools.partial(original, self), state, data)
 
 
 @INSTALLED.patch(

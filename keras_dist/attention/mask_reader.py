@@ -12,15 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_dist.tracing.jaxpr_dims import regrouped
+from keras_dist.tracing.primitives import ELEMENTWISE, REARRANGEMENTS, UNCHANGED
 from keras_dist.tracing.traced_values import Node
 
 BATCH, HEAD, QUERY, KEY = range(4)  # dims of a mask
-
-REARRANGEMENTS = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice")
-UNCHANGED = ("copy", "copy_p", "name", "sharding_constraint", "reshard")
-_COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
-_ARITHMETIC = ("abs", "add", "clamp", "convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub")
-_ELEMENTWISE = {"and", "not", "or", "select_n", "xor", *_COMPARISONS, *_ARITHMETIC}
 
 
 class Read(NamedTuple):
@@ -159,7 +154,7 @@ class MaskReader:
             return dims
         if (source := read.source()) is not None:
             return self.varying_dims(source)
-        if read.node.primitive in _ELEMENTWISE:
+        if read.node.primitive in ELEMENTWISE:
             return frozenset[int]().union(*map(self.varying_dims, read.operands()))
         return dims
 

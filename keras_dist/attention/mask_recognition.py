@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_dist.attention.mask import AttentionMask
-from keras_dist.attention.mask_reader import BATCH, HEAD, KEY, QUERY, REARRANGEMENTS, UNCHANGED, MaskReader, Read
+from keras_dist.attention.mask_reader import BATCH, HEAD, KEY, QUERY, MaskReader, Read
+from keras_dist.tracing.primitives import REARRANGEMENTS, UNCHANGED
 from keras_dist.tracing.traced_values import Node, node_of
 
 _OPPOSITES = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge", "eq": "ne", "ne": "eq"}

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 import keras
-
-from keras_dist.sharding.sequences import is_pointwise
+import numpy as np
 
 _CONVOLUTIONS = (
     *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
@@ -29,7 +28,8 @@ def layers_that_gather_sequences(layers: Mapping[str, keras.Layer]) -> dict[str,
 def _reason(layer: keras.Layer) -> str | None:
     if isinstance(layer, keras.layers.RNN):
         return "recurrent: computes one position after another"
-    if isinstance(layer, _CONVOLUTIONS) and not is_pointwise(layer.kernel_size, layer.strides):
+    is_pointwise = isinstance(layer, _CONVOLUTIONS) and {*layer.kernel_size, *np.atleast_1d(layer.strides)} == {1}
+    if isinstance(layer, _CONVOLUTIONS) and not is_pointwise:
         return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
     if isinstance(layer, _MAX_POOLING):
         return f"max pooling: reads neighboring positions (window {layer.pool_size}, strides {layer.strides})"

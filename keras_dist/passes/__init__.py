@@ -1,4 +1,10 @@
 """Passes: rewritings of the program of a step.
 
-* `xla_workarounds.py`: operations in a form that XLA can compile.
+* `rewriting.py`: how a pass changes a program; start reading here.
+* `step_program.py`: the program, and which axes of the mesh shard the dims of its values.
+* `registry.py`: the passes, in order.
+* `windows.py`: convolutions, and gradients of maxima over windows.
+* `scatters.py`: sums and assignments by index, such as the gradients of lookups.
+* `fourier.py`: Fourier transforms.
+* `compiler_options.py`: options of XLA with which it computes right numbers.
 """

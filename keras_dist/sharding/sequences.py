@@ -1,7 +1,7 @@
 """Shards dim 1 of what a step computes with over the sequence axes, and gathers it where it cannot be split."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.sharding.per_device import call_per_device
-from keras_dist.sharding.resharding import apply_to_gradient, unsharded_along
-from keras_dist.sharding.rows import axes_for_rows
+from keras_dist.sharding.resharding import unsharded_along
 from keras_dist.variables.variable_layouts import is_on_mesh
 
 _ANY = PartitionSpec.UNCONSTRAINED
@@ -57,78 +55,6 @@ class SequenceSharding:
         """Gathers dim 1 of arrays, and of their gradients."""
         return self._map(lambda tensor: self._unshard(tensor, {1}), tensors)
 
-    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
-        """Returns `function(tensors)`, which the partitioner cannot split along some dims of operands and results.
-
-        They are gathered before, over whatever axes of the mesh, with or without sequence axes.
-        """
-        mesh = self.placer.device_mesh.backend_mesh
-        if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
-            return function(tensors)
-        unshard = functools.partial(self._unshard, dims=dims)
-        # The results, too: otherwise the partitioner may split the function where they are needed in shards.
-        outputs = self._map_on_devices(unshard, function(self._map_on_devices(unshard, tensors)))
-        return self.shard(outputs)
-
-    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        """Returns a traced array whose gradient is gathered along those of its dims that may have unequal shards.
-
-        `is_flat` is whether one dim may have rows and positions in one. XLA may split it over any axes.
-        """
-        unshard = self._unshard_unequal(tensor, dims, is_flat)
-        return tensor if unshard is None else apply_to_gradient(unshard, tensor)
-
-    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        """Returns an array that is gathered, and whose gradient is, along such dims."""
-        unshard = self._unshard_unequal(tensor, dims, is_flat)
-        return tensor if unshard is None else unshard(tensor)
-
-    def _unshard_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Callable | None:
-        shards = self.placer.device_mesh.backend_mesh.size if is_flat else self.placer.num_sequence_shards
-        unequal = self._unequal_dims(tensor, dims, shards)
-        return functools.partial(self._unshard, dims=unequal) if unequal else None
-
-    def sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
-        """Returns `function(tensor)`, which sorts along some dims; its partitioned gradient would end the process.
-
-        Each device computes its rows if the function keeps them in dim 0, and otherwise everything. That is only done
-        for traced arrays that are sorted along the sequence, or that would have unequal shards.
-        """
-        if self._is_inactive() or not isinstance(tensor, Tracer):
-            return function(tensor)
-        if 1 not in dims and not self._unequal_dims(tensor, range(tensor.ndim), self.placer.num_sequence_shards):
-            return function(tensor)
-        outputs = self._compute_rows(function, tensor, keeps_rows and 0 not in dims)
-        return self.shard(outputs) if outputs.shape == tensor.shape else outputs
-
-    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
-        """Returns `function(tensors)`, which each device computes for its rows, with all other dims gathered.
-
-        `has_rows` is whether dim 0 of operands and results has rows that are computed alike. If not, each device
-        computes everything.
-        """
-        if not any(map(self._is_on_devices, jax.tree.leaves(tensors))):
-            return function(tensors)
-        return self.shard(self._compute_rows(function, tensors, has_rows))
-
-    def _compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
-        operands, structure = jax.tree.flatten(tensors)
-        rows = PartitionSpec(axes_for_rows(self.placer, operands[0].shape[0]) if has_rows else None)
-        return call_per_device(
-            lambda *operands: function(structure.unflatten(operands)),
-            self.placer.device_mesh.backend_mesh,
-            operands,
-            (rows,) * len(operands),
-            rows,
-            len(operands),
-            ((),) * len(operands),
-        )
-
-    def _unequal_dims(self, tensor: Any, dims: Iterable[int], shards: int) -> set[int]:
-        if not isinstance(tensor, Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
-            return set()
-        return {dim for dim in dims if isinstance(tensor.shape[dim], int) and tensor.shape[dim] % shards}
-
     def _is_inactive(self) -> bool:
         return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -163,11 +89,6 @@ class SequenceSharding:
         """Constrains the first dims of an array. The compiler chooses the layout of the others, and of `_ANY`."""
         spec = PartitionSpec(*axes_of_dims, *[_ANY] * (tensor.ndim - len(axes_of_dims)))
         return _constrain_to(NamedSharding(self.placer.device_mesh.backend_mesh, spec))(tensor)
-
-
-def is_pointwise(kernel_size: Sequence[int], strides: int | Sequence[int]) -> bool:
-    """Returns whether each output of a convolution is computed from the input at one position, its own."""
-    return set(kernel_size) <= {1} and set(np.atleast_1d(strides)) <= {1}
 
 
 @functools.lru_cache

@@ -75,7 +75,7 @@ def step_of_distribution(model: Any, step: str, resolve: Callable[[Any, Any, Any
 
     @functools.wraps(function)
     def computed(state, batch):
-        return distribution.compute_step(step, function, state, batch)
+        return distribution.compute_step(step, model, function, state, batch)
 
     return computed
 

@@ -1,10 +1,13 @@
 """`StepOptions`: how a training step is computed, apart from where its tensors are placed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import keras
+
+from keras_dist.passes.registry import PASSES
 
 Mode = Literal["full", "dots", "attention"]
 
@@ -50,6 +53,10 @@ class StepOptions:
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
             what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
+        without_passes: what is left as the model computes it, one name or a tuple of names: "windows",
+            "grouped_convolutions", "scatters", "fourier". By default steps of training, evaluation and prediction
+            change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would partition
+            them with wrong numbers, fail, or gather all rows. Leave one out if it fails, and report it.
 
     Raises:
         TypeError: `remat` is something else.
@@ -69,6 +76,7 @@ class StepOptions:
     optimizer_state_dtype: str | None = None
     remat: Mode | Literal["auto"] | keras.RematScope | None = None
     offload: str | tuple[str, ...] = ()
+    without_passes: str | tuple[str, ...] = ()
 
     def __post_init__(self):
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
@@ -83,6 +91,7 @@ class StepOptions:
             kind = ValueError if isinstance(self.remat, str) else TypeError
             raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         self._check_offload()
+        object.__setattr__(self, "without_passes", _names("without_passes", self.without_passes, PASSES))
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
         if self.reduce_dtype is not None and self.reduce_gradients != "update":
@@ -92,10 +101,7 @@ class StepOptions:
             )
 
     def _check_offload(self):
-        names = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
-        unknown = [name for name in names if name not in get_args(_OFFLOADED)]
-        if unknown:
-            raise ValueError(f"offload={self.offload!r} must name some of {list(get_args(_OFFLOADED))}.")
+        names = _names("offload", self.offload, get_args(_OFFLOADED))
         if "activations" in names and self.remat != "dots":
             raise ValueError(
                 f"offload={self.offload!r} needs remat='dots', but got remat={self.remat!r}: activations that are "
@@ -121,6 +127,13 @@ class StepOptions:
 
     def __repr__(self) -> str:
         return f"StepOptions({self.text})"
+
+
+def _names(option: str, value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if not set(names) <= set(known):
+        raise ValueError(f"{option}={value!r} must name some of {list(known)}.")
+    return names
 
 
 def _require_float(name: str, dtype: Any) -> None:

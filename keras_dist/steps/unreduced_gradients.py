@@ -31,7 +31,8 @@ from keras_dist.sharding.resharding import reduce_summands
 from keras_dist.sharding.weight_layouts import WeightLayouts
 from keras_dist.tracing.dim_graph import DimGraph
 from keras_dist.tracing.jaxpr_dims import read_dims
-from keras_dist.tracing.jaxpr_evaluation import REMATERIALIZATIONS, Values, evaluate_inlined, with_body
+from keras_dist.tracing.jaxpr_evaluation import Values, evaluate_inlined, with_body
+from keras_dist.tracing.primitives import LINEAR, REMATERIALIZATIONS, SUMS
 
 
 class Summands(NamedTuple):
@@ -239,13 +240,6 @@ def _sum_on_each_device(
     return Summands(call(*operands), None)
 
 
-_LINEAR = (
-    *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "neg", "reduce_sum", "reshape", "rev"),
-    *("sharding_constraint", "slice", "squeeze", "transpose"),
-)
-_SUMS = ("add", "add_any", "sub")
-
-
 def _is_linear(equation: Any, summed: Sequence[bool]) -> bool:
     """Whether an operation is linear in the operands that are sums over rows, of which there is at least one."""
     name = equation.primitive.name
@@ -257,7 +251,7 @@ def _is_linear(equation: Any, summed: Sequence[bool]) -> bool:
         return not summed[1]
     if name == "pad":
         return not summed[1] and _is_zero(equation.invars[1])
-    return name in _LINEAR or name in _SUMS
+    return name in LINEAR or name in SUMS
 
 
 def _has_number(equation: Any) -> bool:
@@ -281,7 +275,7 @@ def _apply_linear(equation: Any, operands: Sequence[Any]) -> Summands:
         return equation.primitive.bind(*values, **equation.params)
 
     name, shape = equation.primitive.name, equation.outvars[0].aval.shape
-    if name in _SUMS:
+    if name in SUMS:
         first, second = (
             each if isinstance(each, Summands) else Summands(None, jnp.broadcast_to(each, shape)) for each in operands
         )

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -26,9 +26,8 @@ from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_err
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
-from keras_dist.passes import xla_workarounds
+from keras_dist.passes.compiler_options import compiler_options
 from keras_dist.sharding.activations import distribute_tensors
-from keras_dist.sharding.convolution import convolution
 from keras_dist.sharding.lookups import Lookup
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.sharding.rows import axes_for_rows
@@ -371,20 +370,6 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             axes_of_weight=self._traced_weights.axes_of,
         )
 
-    def compute_convolution(self, convolve: Callable, inputs: Any, kernel: Any, **kind) -> Any:
-        inputs, kernel = keras.ops.convert_to_tensor(inputs), keras.ops.convert_to_tensor(kernel)
-        outputs = convolution(
-            convolve,
-            inputs,
-            kernel,
-            **kind,
-            mesh=self._device_mesh.backend_mesh,
-            row_axes=axes_for_rows(self._placer, inputs.shape[0]),
-            sequence_axes=self._placer.sequence_axes,
-            kernel_axes=self._traced_weights.axes_of(kernel),
-        )
-        return self._sequences.shard(outputs)
-
     @property
     def train_steps(self) -> TrainSteps:
         return TrainSteps(self, self._step_options, self._placer)
@@ -392,14 +377,19 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
     @property
     def step_rows(self) -> RowSharding:
         """How the steps of this distribution split rows over devices."""
-        return RowSharding(self._placer, self._step_options)
+        return RowSharding(self._placer, self._step_options, lambda variable: weight_layouts(variable, self).compute)
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        return xla_workarounds.compiler_options(self._device_mesh.backend_mesh)
+        return compiler_options(self._device_mesh.backend_mesh)
 
-    def compute_step(self, step: str, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
-        return self.step_rows.compute(step, function, state, batch)
+    def compute_step(
+        self, step: str, model: keras.Model, function: Callable, state: Any, batch: Any
+    ) -> tuple[Any, Any]:
+        return self.step_rows.compute(step, model, function, state, batch)
+
+    def compute_call(self, layer: keras.Layer, function: Callable, state: Any, inputs: Any) -> Any:
+        return self.step_rows.compute_call(layer, function, state, inputs)
 
     def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
         return self._sequences.shard_inputs(model.name, inputs)
@@ -409,21 +399,6 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
 
     def shard_sequences(self, tensors: Any) -> Any:
         return self._sequences.shard(tensors)
-
-    def compute_unsharded(self, function: Callable, tensors: Any, dims: Collection[int]) -> Any:
-        return self._sequences.compute_unsharded(function, tensors, dims)
-
-    def compute_rows(self, function: Callable, tensors: Any, has_rows: bool) -> Any:
-        return self._sequences.compute_rows(function, tensors, has_rows)
-
-    def gather_gradient(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        return self._sequences.gather_gradient(tensor, dims, is_flat)
-
-    def gather_unequal(self, tensor: Any, dims: Collection[int], is_flat: bool) -> Any:
-        return self._sequences.gather_unequal(tensor, dims, is_flat)
-
-    def compute_sort(self, function: Callable, tensor: Any, dims: Iterable[int], keeps_rows: bool) -> Any:
-        return self._sequences.sort(function, tensor, dims, keeps_rows)
 
     @property
     def regathers(self) -> bool:

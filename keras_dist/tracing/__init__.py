@@ -1,5 +1,6 @@
 """What a traced program says: its operations, its dims, and where its values come from.
 
+* `primitives.py`: the names of operations, by what they do.
 * `jaxpr_evaluation.py`: evaluates programs, in whole, in parts, or with other operations in them.
 * `traced_values.py`: which operations made the values of a function, while JAX traces it.
 * `traced_weights.py`: which of these values are weights, and their layouts.

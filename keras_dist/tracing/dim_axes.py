@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_tuple
-from keras_dist.tracing.jaxpr_dims import GATHERED_DIMS, regrouped
+from keras_dist.tracing.jaxpr_dims import regrouped
+from keras_dist.tracing.primitives import GATHERED_DIMS, REDUCTIONS, RESIZED, UNCHANGED
 from keras_dist.tracing.traced_values import Node, node_of
 
 Axes = Sequence[str | Sequence[str] | None]
 
-_UNCHANGED = ("copy", "copy_p", "convert_element_type", "name", "sharding_constraint", "reshard")
-_RESIZED = ("slice", "dynamic_slice", "pad", "dynamic_update_slice", "split", "top_k", "rev")
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+_SAME_DIMS = (*UNCHANGED, "convert_element_type")
 
 
 def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | None]) -> tuple[str, ...] | None:
@@ -104,7 +103,7 @@ def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
     if name in ("reshape", "squeeze"):  # of dims that are merged or split, the outermost stays
         groups = regrouped(inputs[0].shape, node.shape)
         return [(inputs[0], before[0]) for before, after in groups if before and after[:1] == [dim]]
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return [(inputs[0], [kept for kept in range(len(inputs[0].shape)) if kept not in params["axes"]][dim])]
     if name == "dot_general":
         return _dot_sources(node, dim)
@@ -115,7 +114,7 @@ def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
         return [(operand, dim - (dim > params["axis"])) for operand in inputs if dim != params["axis"]]
     if name == "concatenate":
         return [] if dim == params["dimension"] else [(operand, dim) for operand in inputs]
-    if name in _UNCHANGED or name in _RESIZED:
+    if name in _SAME_DIMS or name in RESIZED:
         return [(inputs[0], dim)] if _has(inputs[0], dim, node, dim) else []
     if name in GATHERED_DIMS and dim in GATHERED_DIMS[name](params, len(node.shape)):
         return []
@@ -155,7 +154,7 @@ def _repeats(node: Node, dim: int) -> int:
                 return 1
         elif _is_broadcast(node, dim):
             return node.shape[dim]
-        elif node.primitive in (*_UNCHANGED, "transpose"):
+        elif node.primitive in (*_SAME_DIMS, "transpose"):
             ((node, dim),) = _sources(node, dim)
         else:
             return 1

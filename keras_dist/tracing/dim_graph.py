@@ -26,6 +26,7 @@ class DimGraph:
     divides, unites the nodes of dims that must be sharded alike, and records for each node the bytes that are
     communicated if it is sharded. The module `jaxpr_dims` has a worked example. `dims` are by jaxpr variable, and
     `matmul_operands` has such variables.
+    `successors` has pairs of nodes: a dim, and one that is computed along it, by windows or a slice for example.
     `window_dims` has the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
     """
 
@@ -36,6 +37,7 @@ class DimGraph:
         self.named_tensors: list[NamedTensor] = []
         self.matmul_operands: set[Any] = set()
         self.window_dims: set[tuple[int | None, int]] = set()
+        self.successors: list[tuple[int | None, int | None]] = []
         self.tensors: set[Dims] = set()
         self._parents: list[int] = []
         self._all_reduces: dict[tuple[int, Any], float] = {}

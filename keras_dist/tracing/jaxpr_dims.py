@@ -46,13 +46,14 @@ share a tensor with `hidden`:
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
+from keras_dist.tracing.primitives import GATHERED_DIMS
 
 
 def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
@@ -98,15 +99,6 @@ def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats:
             graph.tensors.add(output.dims)
     graph.dims.update((variable, tensor.dims) for variable, tensor in tensors.items())
     return [tensor_of(variable) for variable in jaxpr.outvars]
-
-
-# Elementwise primitives that need all of some dims: functions of parameters and rank.
-GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
-    **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
-    **dict.fromkeys(("concatenate", "sort"), lambda params, _: [params["dimension"]]),
-    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
-}
 
 
 class _Equation:
@@ -181,6 +173,7 @@ class _Equation:
                 for dim, node in enumerate(dims):
                     if dim in gathered:
                         self._gather(node, number)
+                        self.graph.successors.append((node, output[dim]))
                     elif self.shapes[number][dim] == shape[dim]:
                         self.graph.unite(node, output[dim])
                     else:
@@ -289,7 +282,9 @@ class _Equation:
         image, kernel = self.dims
         self.graph.matmul_operands.update(tensor.origin for tensor in self.inputs)
         output = list(self.graph.new_dims(self.out_shapes[0]))
-        output[numbers.out_spec[0]], output[numbers.out_spec[1]] = image[rows], kernel[filters]
+        output[numbers.out_spec[1]] = kernel[filters]
+        if self.params["batch_group_count"] == 1:  # else the gradient of a kernel of several groups
+            output[numbers.out_spec[0]] = image[rows]
         self._all_reduce_gradient(image[rows], 1)
         if self.params["feature_group_count"] == 1:
             self.graph.unite(image[features], kernel[channels])
@@ -299,6 +294,7 @@ class _Equation:
             self.graph.unite(image[features], kernel[filters])
         for dim, out_dim, window_dim in zip(space, numbers.out_spec[2:], window, strict=True):
             self._gather(image[dim])
+            self.graph.successors.append((image[dim], output[out_dim]))
             self._gather(kernel[window_dim], 1)
             if self.shapes[1][window_dim] > 1:
                 self.graph.window_dims |= {(image[dim], len(image)), (output[out_dim], len(image))}

@@ -9,9 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-REMATERIALIZATIONS = ("remat2", "checkpoint")
-"""Names of what `jax.checkpoint` leaves in a program."""
+from keras_dist.tracing.primitives import CALLS, REMATERIALIZATIONS
 
 
 def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list[Any]]:
@@ -25,7 +23,7 @@ def evaluate_inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[A
     pending: list[Any] = []
     for equation in jaxpr.eqns:
         is_rematerialized = equation.primitive.name in REMATERIALIZATIONS
-        if not is_rematerialized and equation.primitive.name not in _CALLS:
+        if not is_rematerialized and equation.primitive.name not in CALLS:
             pending.append(equation)
             continue
         values.evaluate(pending)

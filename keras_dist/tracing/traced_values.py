@@ -18,12 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-_CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
-# Operations that are computed while tracing if all operands are numbers, such as the index of a slice.
-_FOLDED = {
-    *("add", "and", "broadcast_in_dim", "convert_element_type", "eq", "ge", "gt", "iota", "le", "lt", "max", "min"),
-    *("mul", "ne", "neg", "not", "or", "rem", "reshape", "select_n", "squeeze", "sub"),
-}
+from keras_dist.tracing.primitives import ALL_CALLS, FOLDED
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +56,7 @@ class Node:
         """The value, if it is known while tracing: an array, or a single number computed from such."""
         if self.root is not None and not isinstance(self.root, Tracer):
             return self.root
-        if self.primitive not in _FOLDED or np.prod(self.shape) != 1:
+        if self.primitive not in FOLDED or np.prod(self.shape) != 1:
             return None
         constants = [node.constant for node in self.inputs]
         if any(constant is None for constant in constants):
@@ -136,7 +131,7 @@ def _output_node(equation: Any, number: int, inputs: Sequence[Callable[[], Node]
     """Returns the node of one output; of a call, the node inside the called function."""
     name, params = equation.primitive.name, equation.params
     jaxpr = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
-    if name in _CALLS and jaxpr is not None and (body := _Body(jaxpr, inputs)).is_complete:
+    if name in ALL_CALLS and jaxpr is not None and (body := _Body(jaxpr, inputs)).is_complete:
         return body.node(body.jaxpr.outvars[number])
     variable = equation.outvars[number]
     shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)

@@ -146,15 +146,15 @@ def test_lists_of_numbers_are_sorted_and_looked_up():
 
 
 def test_adaptive_max_pool(mesh):
+    """In a function that users compile, and differentiate themselves."""
     x = np.random.default_rng(0).normal(size=(4, 9, WIDTH)).astype("float32")
-    distribution = DISTRIBUTIONS["data parallel"](mesh)
+    pool = keras.Sequential([keras.Input((9, WIDTH)), layers.AdaptiveMaxPooling1D(3)])
 
     def loss(x):
-        (x,) = jax.tree.leaves(distribution.distribute_step_inputs(keras.Model(), x))
-        return ops.sum(ops.sin(ops.adaptive_max_pool(x, 3, "channels_last")))
+        return ops.sum(ops.sin(pool.stateless_call([], [], x)[0]))
 
-    expected = jax.grad(lambda x: ops.sum(ops.sin(ops.adaptive_max_pool(x, 3, "channels_last"))))(x)
-    with distribution.scope():
+    expected = jax.grad(loss)(x)
+    with DISTRIBUTIONS["data parallel"](mesh).scope():
         assert_same_numbers(jax.jit(jax.grad(loss))(x), expected, 1e-5)
 
 
@@ -205,7 +205,7 @@ def test_activations_are_sharded_along_sequences_of_any_length(length, mesh):
     batch = tuple(jax.ShapeDtypeStruct((rows, length), "int32") for _ in range(2))
     planned = kd.plan(tagger, DISTRIBUTIONS["data parallel"](mesh), batch)
     activations = rows * length * (2 * WIDTH + 2 * VOCABULARY) * 4  # on one device
-    assert planned.memory.temporaries < 1.5 * activations / 8
+    assert planned.memory.temporaries < 1.6 * activations / 8
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 3, 32)])

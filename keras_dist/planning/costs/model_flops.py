@@ -14,8 +14,7 @@ from keras_dist.attention.sharded import KERNEL_SCOPE
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
-
-_INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+from keras_dist.tracing.primitives import ALL_CALLS
 
 
 def count_model_flops(jaxpr: Jaxpr) -> float | None:
@@ -104,7 +103,7 @@ class _Counter:
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
-        if name in _INLINED and inner:
+        if name in ALL_CALLS and inner:
             return self.count(inner[0], operands)
         if name in ("rnn_fwd", "rnn_bwd"):  # cuDNN's LSTM
             arguments = equation.invars[3:5] if name == "rnn_bwd" else equation.invars[:2]

@@ -1,0 +1,105 @@
+"""How a pass changes the program of a step: it replaces operations by functions of the same operands.
+
+A pass is a function with a name. It is passed an operation of the program, an equation of its jaxpr, and the program,
+and returns what computes the operation's outputs in its place, or None to leave it as it is. Example: a pass that
+computes sines in float32.
+
+    def sines_in_float32(equation, program):
+        if equation.primitive.name != "sin" or equation.outvars[0].aval.dtype != "bfloat16":
+            return None
+        return lambda sine, operand: sine(operand.astype("float32")).astype("bfloat16")
+
+`rewritten` asks all passes about each operation, also about those in loops, branches and functions that are called. If
+no pass replaces anything, the program stays the same object.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+
+from keras_dist.passes.step_program import StepProgram
+from keras_dist.tracing.jaxpr_evaluation import with_equations
+
+Pass = Callable[[Any, StepProgram], Callable | None]
+
+
+class PassError(ValueError):
+    """A pass could not replace an operation of a step."""
+
+
+def rewritten(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
+    """Returns a program with the operations that passes replace; of several passes, the first one that does."""
+
+    def replaced(equation: Any) -> Any:
+        for each in passes:
+            if (function := each(equation, program)) is not None:
+                return _calling(equation, function, each)
+        return equation
+
+    return with_equations(program.jaxpr, replaced)
+
+
+_WITH_GRADIENTS_OF_THEIR_OWN = ("gather", "sort", "reduce_window_max", "reduce_window_min")
+"""Operations whose gradients are computed by others, about which passes are to be asked."""
+
+
+def rewritten_with_gradients(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
+    """Returns a program that is differentiated later, as `rewritten` does, with the gradients of its operations."""
+
+    def gradients(equation: Any, program: StepProgram) -> Callable | None:
+        """Rewrites the gradient of an operation."""
+        if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:
+            return None
+        operation = functools.partial(equation.primitive.bind, **equation.params)
+        operands = [variable.aval for variable in equation.invars]
+
+        def pull_back(cotangents: Any, *operands: Any) -> Any:
+            gradients = jax.vjp(operation, *operands)[1](cotangents)
+            return [each for each in gradients if each.dtype != jax.dtypes.float0]
+
+        cotangents = jax.tree.map(_cotangent, jax.eval_shape(operation, *operands))
+        traced = jax.make_jaxpr(pull_back)(cotangents, *operands)
+        unknown = [()] * len(traced.in_avals)
+        changed = rewritten(StepProgram(traced, program.placer, program.row_axes, unknown), passes)
+        if changed is traced:
+            return None
+
+        @jax.custom_vjp
+        def computed(*operands: Any) -> Any:
+            return operation(*operands)
+
+        def backward(operands: Any, cotangents: Any) -> Any:
+            gradients = iter(jaxpr_as_fun(changed)(*jax.tree.leaves((cotangents, operands))))
+            return tuple(next(gradients) if jnp.issubdtype(each.dtype, jnp.inexact) else None for each in operands)
+
+        computed.defvjp(lambda *operands: (computed(*operands), operands), backward)
+        return lambda _, *operands: computed(*operands)
+
+    return rewritten(program, [*passes, gradients])
+
+
+def _cotangent(output: Any) -> Any:
+    dtype = output.dtype if jnp.issubdtype(output.dtype, jnp.inexact) else jax.dtypes.float0
+    return jax.ShapeDtypeStruct(output.shape, dtype)
+
+
+def _calling(equation: Any, function: Callable, by: Pass) -> Any:
+    """Returns an equation that calls a function of another one's operation and operands, in place of that one."""
+
+    def operation(*operands: Any) -> Any:
+        return equation.primitive.bind(*operands, **equation.params)
+
+    shapes = [variable.aval for variable in equation.invars]
+    try:
+        (called,) = jax.make_jaxpr(jax.jit(lambda *operands: function(operation, *operands)))(*shapes).eqns
+    except Exception as error:
+        name, layer = by.__name__, str(equation.source_info.name_stack) or "the step"
+        raise PassError(
+            f"The pass {name!r} cannot replace {equation.primitive.name} of {', '.join(map(str, shapes))} in {layer}: "
+            f"{type(error).__name__}: {error}. StepOptions(without_passes={name!r}) leaves it out."
+        ) from error
+    return called.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)

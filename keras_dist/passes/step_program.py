@@ -1,0 +1,104 @@
+"""The program of a step, and what passes want to know of it: which axes of the mesh shard the dims of its values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.lax import with_sharding_constraint
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.tracing.jaxpr_dims import read_dims
+
+Axes = Sequence[tuple[str, ...]]
+"""The axes of the mesh over which each dim of a value is sharded; `()` for an unsharded dim."""
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A traced function of a model, or what a whole step computes with its gradients.
+
+    Attributes:
+        jaxpr: the program.
+        placer: how batches are placed on the mesh.
+        row_axes: the axes over which the rows of the batch are split.
+        input_axes: of each input, the axes of its dims.
+    """
+
+    jaxpr: ClosedJaxpr
+    placer: BatchPlacer
+    row_axes: tuple[str, ...]
+    input_axes: Sequence[Axes]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.placer.device_mesh.backend_mesh
+
+    @property
+    def platform(self) -> str:
+        """The platform that the program is compiled for: "cpu", "gpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    def axes_of(self, variable: Any) -> Axes:
+        """Returns the axes of each dim of a value, as they follow from those of the inputs.
+
+        A dim of which nothing is known has none, so a value may be sharded over more axes than these. A dim that an
+        operation computes along another one, such as the positions after a convolution, has the axes of that one.
+        """
+        shape: Any = getattr(variable.aval, "shape", ())
+        nodes = () if isinstance(variable, Literal) else self._graph.find(self._graph.dims.get(variable, ()))
+        nodes = nodes or (None,) * len(shape)
+        return [() if node is None else self._axes_of_nodes.get(node, ()) for node in nodes]
+
+    def sequences_sharded(self, equation: Any, result: Any) -> Any:
+        """Shards the positions of an operation's result over the sequence axes, after they were gathered for it."""
+        axes = self.placer.sequence_axes
+        if not axes or self.partitioned_mesh(equation) is not self.mesh:
+            return result
+        sharded = [
+            axes if names == axes and size >= self.placer.num_sequence_shards else PartitionSpec.UNCONSTRAINED
+            for names, size in zip(self.axes_of(equation.outvars[0]), result.shape, strict=True)
+        ]
+        return with_sharding_constraint(result, NamedSharding(self.mesh, PartitionSpec(*sharded)))
+
+    @cached_property
+    def _graph(self) -> Any:
+        return read_dims(self.jaxpr, 1, num_trained=0)
+
+    @cached_property
+    def _axes_of_nodes(self) -> dict[int, tuple[str, ...]]:
+        axes: dict[int, tuple[str, ...]] = {}
+        for dims, of_input in zip(self._graph.inputs, self.input_axes, strict=True):
+            for node, names in zip(self._graph.find(dims), of_input, strict=False):
+                if node is not None and names:
+                    axes.setdefault(node, names)
+        for pair in self._graph.successors:
+            before, after = self._graph.find(pair)
+            if before in axes and after is not None:
+                axes.setdefault(after, axes[before])
+        return axes
+
+    def partitioned_mesh(self, equation: Any) -> Mesh | AbstractMesh | None:
+        """Returns the mesh over which XLA partitions an operation; None in a `jax.shard_map` of all axes."""
+        if not equation.invars:
+            return self.mesh
+        inner = equation.invars[0].aval.sharding.mesh
+        if not inner.manual_axes:
+            return self.mesh
+        return None if {*inner.manual_axes} == {*inner.axis_names} else inner
+
+
+def batch_axes(leaf: Any, rows: int, row_axes: tuple[str, ...], placer: BatchPlacer) -> Axes:
+    """Returns the axes of the dims of an array of a batch.
+
+    Args:
+        leaf: the array.
+        rows: the number of rows of the batch.
+        row_axes: the axes over which they are split.
+        placer: how batches are placed.
+    """
+    positions = placer.sequence_axes if placer.is_sequence(leaf.shape) else ()
+    axes = [row_axes if leaf.shape and leaf.shape[0] == rows else (), positions, *[()] * leaf.ndim]
+    return axes[: leaf.ndim]

@@ -1,0 +1,63 @@
+"""JAX's primitives by what they do: the names of operations in a traced program."""
+
+from collections.abc import Callable, Collection
+
+REMATERIALIZATIONS = ("remat2", "checkpoint")
+"""What `jax.checkpoint` leaves in a program."""
+
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Calls of functions, with a program of their own and nothing else."""
+
+CALLS_WITH_GRADIENTS = ("custom_jvp_call", "custom_vjp_call")
+"""Calls of functions that have gradients of their own."""
+
+ALL_CALLS = (*CALLS, *REMATERIALIZATIONS, *CALLS_WITH_GRADIENTS)
+
+UNCHANGED = ("copy", "copy_p", "name", "sharding_constraint", "reshard")
+"""The result has the elements of the operand, at the same indices and with the same values."""
+
+REARRANGEMENTS = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice")
+"""The elements of the result are elements of the operand, at other indices."""
+
+RESIZED = ("slice", "dynamic_slice", "pad", "dynamic_update_slice", "split", "top_k", "rev")
+"""Each dim of the result is computed along the same dim of the operand, which may have another size."""
+
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+"""The dims `params["axes"]` are removed."""
+
+COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+_ARITHMETIC = ("abs", "add", "clamp", "convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub")
+ELEMENTWISE = {"and", "not", "or", "select_n", "xor", *COMPARISONS, *_ARITHMETIC}
+"""Elementwise operations of which masks and positions consist. There are others."""
+
+SUMS = ("add", "add_any", "sub")
+
+LINEAR = (
+    *UNCHANGED,
+    *(
+        "broadcast_in_dim",
+        "convert_element_type",
+        "neg",
+        "reduce_sum",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    ),
+)
+"""Linear in their only operand."""
+
+FOLDED = {
+    *("add", "and", "broadcast_in_dim", "convert_element_type", *COMPARISONS, "iota", "max", "min", "mul", "neg"),
+    *("not", "or", "rem", "reshape", "select_n", "squeeze", "sub"),
+}
+"""Computed while tracing where all operands are known numbers, such as the index of a slice."""
+
+GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
+    **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
+    **dict.fromkeys(("concatenate", "sort"), lambda params, _: [params["dimension"]]),
+    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
+}
+"""Elementwise operations that need all of some dims: functions of parameters and rank."""

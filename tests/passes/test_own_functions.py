@@ -1,0 +1,104 @@
+"""Passes over calls of a model in functions that users compile and differentiate themselves."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support.applied_functions import WIDTH, Applied, distribution_of
+from support.keras_scenarios import start_anew
+from support.strategy_models import assert_same_numbers, scope
+
+import keras_dist as kd
+
+ROWS, LENGTH = 8, 9
+TABLE = np.random.default_rng(1).normal(size=(5, WIDTH)).astype("float32")
+KERNEL = TABLE[:3, :, None] * TABLE[0]
+
+
+def looked_up(x):
+    """Sums of rows of a table that is computed from all rows, for an odd number of tokens."""
+    tokens = ops.reshape(x, (-1, WIDTH))[: ROWS * LENGTH - 3]
+    rows = ops.take(TABLE * ops.mean(x), ops.cast(2 * ops.abs(tokens[:, 0]), "int32") % 5, axis=0)
+    return x + ops.mean(rows * tokens, 0)
+
+
+FUNCTIONS = {
+    "sort": lambda x: jnp.sort(x, axis=1),
+    "look-up": looked_up,
+    "maximum": lambda x: ops.max_pool(x, 3, 1, padding="same"),
+    "strided convolution": lambda x: ops.repeat(ops.conv(x, TABLE[:3, :, None] * TABLE[0], 2, "same"), 2, 1)[
+        :, :LENGTH
+    ],
+    "groups of channels": lambda x: ops.depthwise_conv(x, TABLE[:3, :, None], padding="same"),
+    "transform": lambda x: jnp.real(jnp.fft.fft2(x)),
+}
+DISTRIBUTIONS = {name: lambda name=name: distribution_of(name) for name in ("tensor parallel", "context parallel")}
+
+
+def loss_and_gradients(function, distribution):
+    start_anew()
+    x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, 4)).astype("float32")
+    with scope(distribution):
+        inputs = keras.Input((LENGTH, 4), batch_size=ROWS)
+        model = keras.Model(inputs, layers.Dense(3)(Applied(function)(inputs)))
+
+        def loss(weights, x):
+            outputs, _ = model.stateless_call(weights, [], x)
+            return jnp.sum(jnp.sin(outputs))
+
+        weights = [variable.value for variable in model.trainable_variables]
+        x = x if distribution is None else distribution.distribute_batch(x)
+        return jax.jit(jax.value_and_grad(loss))(weights, x)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_those_of_one_device(name, distribution):
+    actual = loss_and_gradients(FUNCTIONS[name], DISTRIBUTIONS[distribution]())
+    assert_same_numbers(actual, loss_and_gradients(FUNCTIONS[name], None), 1e-5)
+
+
+class Counted(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.dense = 0, layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, mask=None):
+        self.calls += 1
+        return self.dense(x)
+
+
+def test_masks_pass_through_a_rewritten_call():
+    """They are attributes of tensors, so they have to be computed by the program too."""
+    with scope(distribution_of("context parallel")):
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        embedded = layers.Embedding(7, WIDTH, mask_zero=True)(tokens)
+        model = keras.Model(tokens, layers.Activation("relu")(embedded))
+        values = [[v.value for v in model.trainable_variables], []]
+        masks = []
+
+        @jax.jit
+        def masked(values, x):
+            outputs, _ = model.stateless_call(*values, x)
+            masks.append(keras.src.backend.get_keras_mask(outputs))
+            return masks[0].astype("float32")
+
+        x = np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 3
+        np.testing.assert_array_equal(masked(values, x), x != 0)
+
+
+def test_a_function_is_called_itself_where_no_pass_finds_anything():
+    layer = Counted()
+    with scope(kd.DataParallel()):
+        x = np.ones((8, 4), "float32")
+        layer.build(x.shape)
+        layer.calls = 0
+        values = [v.value for v in layer.trainable_variables]
+        program = jax.make_jaxpr(lambda values, x: layer.stateless_call(values, [], x)[0])(values, x)
+    assert layer.calls == 2  # to look for something, and for the program
+    assert not {"jit", "pjit"} & {equation.primitive.name for equation in program.eqns}
