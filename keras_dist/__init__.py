@@ -1,21 +1,6 @@
 """keras_dist: the distribution layer for Keras 3 on JAX. A drop-in superset of `keras.distribution`.
 
-Each subpackage is called a room, and lists its files in its `__init__.py`. Imports only go down this list:
-
-* `cli.py`: `keras-dist` in a shell.
-* `_patches/`: what replaces functions of Keras while a distribution of this package is installed.
-* `monitoring/`: how fast training is while it runs, and how machines are set up.
-* `planning/`: compiles the real step for hardware that need not be attached, and reads the result.
-* `diagnostics/`: which rule shards which variable, likely mistakes, and pictures of shards.
-* `strategies/`: distributions, and layout maps that are derived from a model.
-* `checkpoint/`: saving and restoring training.
-* `variables/`: values of variables: created, moved, gathered, loaded.
-* `data/`: host batches become global arrays.
-* `layout/`: tensor layouts, and layout maps with their rules.
-* `multihost/`: joining processes, messages between them, launching them.
-* `mesh/`: devices, their topology, and meshes.
-* `_keras/`: private names of Keras, the registry of patches, and which distribution is active.
-* `_report/`: tables, units and progress.
+Each subpackage is called a room, and lists its files in its `__init__.py`. docs/architecture.md has a picture of them.
 """
 
 from keras_dist._keras import internals as _internals  # noqa: F401  (first: it selects Keras's backend
@@ -56,12 +41,14 @@ from keras_dist.multihost.initialize import initialize
 from keras_dist.planning.hardware.figures import GpuCompilerTarget, Hardware
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.plan import plan
+from keras_dist.planning.plan import with_remat_chosen as _with_remat_chosen
 from keras_dist.planning.reports.compare import Comparison, compare
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.search.auto import auto
 from keras_dist.planning.search.choice import Choice
 from keras_dist.planning.targets.target import Target, target
 from keras_dist.steps.options import StepOptions
+from keras_dist.steps.steps import choose_remat_by as _choose_remat_by
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.current import distribute_tensor, distribution, set_distribution
 from keras_dist.strategies.data_parallel import DataParallel
@@ -125,6 +112,7 @@ __all__ = [
 ]
 
 _patches.register()
+_choose_remat_by(_with_remat_chosen)
 
 for _name in __all__:  # documentation, pickles and error messages show the public name
     globals()[_name].__module__ = __name__

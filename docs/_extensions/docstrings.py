@@ -2,10 +2,10 @@
 
 import re
 
-from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras.active_distribution import PackageDistribution
 
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
-CALLED_BY_USERS = {"distribute_batch"}
+SKIPPED = {*PackageDistribution.asked_by_patches, "asked_by_patches", "regathers", "regathers_weights"} - {"strict"}
 
 
 def mark_code(app, what, name, obj, options, lines: list[str]) -> None:
@@ -22,8 +22,7 @@ def _doubled(code: re.Match) -> str:
 
 def skip(app, what, name, member, skipped, options) -> bool | None:
     """Skips what patches ask of distributions, and the methods by which Keras calls callbacks."""
-    is_hook = hasattr(DistributionHooks, name) and name not in CALLED_BY_USERS
-    return True if is_hook or name.startswith("on_") else None
+    return True if name in SKIPPED or name.startswith("on_") else None
 
 
 def setup(app):

@@ -12,45 +12,61 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
 import keras
 
-from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import GLOBAL_NAME, current_distribution, global_state
 from keras_dist._keras.patch_registry import PatchGroup
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 
 
+class PackageDistribution:
+    """A distribution of this package; Keras's own ones are not. `strategies.base.Distribution` is the only subclass.
+
+    Attributes:
+        asked_by_patches: the attributes that patches use. Most are objects that the distribution hands out.
+    """
+
+    asked_by_patches = (
+        *("attention", "batches", "layer_calls", "sequences", "steps", "train_steps"),
+        *("check_processes_agree", "check_values_agree", "is_multi_process", "layout_rules", "strict"),
+    )
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 class _Scope(NamedTuple):
     """A scope that is open in a thread, and the threads that existed when it began."""
 
     thread: threading.Thread
-    distribution: DistributionHooks
+    distribution: PackageDistribution
     older_threads: "weakref.WeakSet[threading.Thread]"
 
 
 _UNSET = object()
 _lock = threading.RLock()
-_for_all_threads: DistributionHooks | None = None  # in threads that have set none of their own
-_by_thread: "weakref.WeakKeyDictionary[threading.Thread, DistributionHooks]" = weakref.WeakKeyDictionary()
+_for_all_threads: PackageDistribution | None = None  # in threads that have set none of their own
+_by_thread: "weakref.WeakKeyDictionary[threading.Thread, PackageDistribution]" = weakref.WeakKeyDictionary()
 # What a distribution of Keras has replaced in a thread since, and whether it was active in all threads. It becomes
 # active again when the scope of Keras's distribution ends.
-_shadowed: "weakref.WeakKeyDictionary[threading.Thread, tuple[DistributionHooks, bool]]" = weakref.WeakKeyDictionary()
+_shadowed: "weakref.WeakKeyDictionary[threading.Thread, tuple[PackageDistribution, bool]]" = weakref.WeakKeyDictionary()
 _scopes: tuple[_Scope, ...] = ()  # inner scopes after outer ones
 _intent: str | None = ""  # what shows that several devices are meant to be used; None once anything was set
 _warned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # about scopes of other threads
-_distributions: dict[int, tuple[weakref.ref, DistributionHooks]] = {}  # by the id of a living variable
+_distributions: dict[int, tuple[weakref.ref, PackageDistribution]] = {}  # by the id of a living variable
 
 
-def is_of_this_package(value: Any) -> TypeGuard[DistributionHooks]:
+def is_of_this_package(value: Any) -> TypeGuard[PackageDistribution]:
     """Returns whether a value is a distribution of this package; Keras's own ones are not."""
-    return DistributionHooks in type(value).__mro__
+    return isinstance(value, PackageDistribution)
 
 
-def active_distribution() -> DistributionHooks | None:
+def active_distribution() -> PackageDistribution | None:
     """Returns the distribution of this package that is active in this thread, if one is."""
     active = current_distribution()
     return active if is_of_this_package(active) else None
@@ -86,7 +102,7 @@ def install(distribution: Any) -> None:
 
 
 @contextlib.contextmanager
-def installed_in_this_thread(distribution: DistributionHooks) -> Iterator[None]:
+def installed_in_this_thread(distribution: PackageDistribution) -> Iterator[None]:
     """Makes a distribution active in this thread, and in those that start meanwhile, for a block of code."""
     global _scopes
     thread = threading.current_thread()
@@ -136,7 +152,7 @@ def set_by_keras(distribution: Any) -> None:
         _set_in_this_thread(distribution)
 
 
-def fallback() -> DistributionHooks | None:
+def fallback() -> PackageDistribution | None:
     """Returns what is active in this thread where Keras's global is unset, in a new thread or after it was cleared."""
     thread = threading.current_thread()
     if thread in _by_thread or not _scopes:
@@ -239,7 +255,7 @@ def remove_unused_patches() -> None:
 # --------------------------------------------------------------------------------------- the distribution of a variable
 
 
-def record_distribution(variable: keras.Variable, distribution: DistributionHooks | None) -> None:
+def record_distribution(variable: keras.Variable, distribution: PackageDistribution | None) -> None:
     """Records which distribution of this package chose the layout of a variable; None where none did."""
     key = id(variable)
     if distribution is None:
@@ -248,13 +264,13 @@ def record_distribution(variable: keras.Variable, distribution: DistributionHook
         _distributions[key] = (weakref.ref(variable, lambda _: _distributions.pop(key, None)), distribution)
 
 
-def distribution_of(variable: keras.Variable) -> DistributionHooks | None:
+def distribution_of(variable: keras.Variable) -> PackageDistribution | None:
     """Returns the distribution of this package that chose the layout of a variable, if one did."""
     entry = _distributions.get(id(variable))
     return entry[1] if entry is not None and entry[0]() is variable else None
 
 
-def distribution_of_model(model: keras.Model) -> DistributionHooks | None:
+def distribution_of_model(model: keras.Model) -> PackageDistribution | None:
     """Returns the distribution of this package that chose the layout of a model's variables, if one did."""
     return next(filter(None, map(distribution_of, model.variables)), None)
 

@@ -234,6 +234,22 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
     return outputs
 
 
+def has_attention(layer) -> bool:
+    """Returns whether a layer computes attention in the method in which layers of Keras and KerasHub do."""
+    return hasattr(layer, "_compute_attention")
+
+
+@contextlib.contextmanager
+def attention_replaced(layer, compute: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Computes the attention of a layer by `compute`, which is passed a function that does, for a block."""
+    original = layer._compute_attention
+    vars(layer)["_compute_attention"] = lambda *args, **kwargs: compute(lambda: original(*args, **kwargs))
+    try:
+        yield
+    finally:
+        del vars(layer)["_compute_attention"]
+
+
 @contextlib.contextmanager
 def remat_scope_applied(model, scope) -> Iterator[None]:
     """Makes a `keras.RematScope` that of all layers of a model for a block, as if they had been created in it."""

@@ -72,6 +72,11 @@ def automatic_names(model) -> set[str]:
     return {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()}
 
 
+def pack_outputs(graph, outputs: list) -> Any:
+    """Returns the outputs of a functional model in their structure."""
+    return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+
+
 def last_layers(model) -> list:
     """Returns the layers that compute the outputs of a functional or sequential model; none for other models."""
     _, outputs = inputs_and_outputs(model)

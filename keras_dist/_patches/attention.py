@@ -32,7 +32,7 @@ def _dot_product_attention(
     if any(len(tensor.shape) != 4 for tensor in operands):
         return original(*operands)  # raises Keras's error
     dtype = keras.backend.result_type(*(tensor.dtype for tensor in operands))
-    return distribution.compute_attention(
+    return distribution.attention(
         *(keras.ops.cast(tensor, dtype) for tensor in operands),
         None if bias is None else keras.ops.convert_to_tensor(bias, dtype=dtype),
         None if mask is None else keras.ops.cast(mask, "bool"),

@@ -79,7 +79,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         if self._distribution is None:
             return super()._get_iterator()
         adapter, must_have_batches, self._has_begun = self.data_adapter, not self._has_begun, True
-        return self._distribution.make_input_pipeline(
+        return self._distribution.batches.pipeline(
             lambda: ResumableIterator(adapter, start, data_position, must_have_batches),
             self._step,
             self.steps_per_epoch,

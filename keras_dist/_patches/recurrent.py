@@ -17,13 +17,13 @@ from keras_dist.sharding.per_device import call_per_device
     reason="a loop over a sequence that is sharded over devices sends data between them at every position",
 )
 def _call_recurrent(original, distribution, self, sequences, initial_state=None, mask=None, training=False):
-    sequences, mask = distribution.gather_sequences((sequences, mask))
+    sequences, mask = distribution.sequences.gather((sequences, mask))
     outputs = original(self, sequences, initial_state=initial_state, mask=mask, training=training)
     if not self.return_sequences:
         return outputs
     if not self.return_state:
-        return distribution.shard_sequences(outputs)
-    return distribution.shard_sequences(outputs[0]), *outputs[1:]
+        return distribution.sequences.shard(outputs)
+    return distribution.sequences.shard(outputs[0]), *outputs[1:]
 
 
 @INSTALLED.patch(
@@ -66,4 +66,4 @@ def _lstm(
         differentiable=len(arrays),
         summed_axes=((), (), (), tuple(axis_names(rows))),  # the gradient of the weights
     )
-    return distribution.shard_sequences(outputs), *last_states
+    return distribution.sequences.shard(outputs), *last_states

@@ -18,10 +18,8 @@ from keras_dist._keras.active_distribution import (
     remove_unused_patches,
     warn_of_idle_devices,
 )
-from keras_dist._keras.distribution_hooks import DistributionHooks
 from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
 from keras_dist._keras.running_fit import running_fit
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
 from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
@@ -30,10 +28,7 @@ from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs
-from keras_dist.planning.plan import with_remat_chosen
-from keras_dist.steps.gradient_accumulation import is_updating
-from keras_dist.steps.microbatches import LossParts
-from keras_dist.steps.model_steps import step_replaced
+from keras_dist.steps.step_state import changed, step_state
 from keras_dist.variables.redistribute import place_new_seed_generators
 from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
 
@@ -96,7 +91,7 @@ def _get_state_sharding_spec(original, distribution, self):
     reason="every device computes all rows of a batch that the batch axes do not divide",
 )
 def _predict_step(original, distribution, self, state, data):
-    return distribution.compute_step("predict", self, functools.partial(original, self), state, data)
+    return distribution.steps.compute("predict", self, functools.partial(original, self), state, data)
 
 
 @INSTALLED.patch(
@@ -115,7 +110,7 @@ def _stateless_apply(original, distribution, self, optimizer_variables, grads, t
     reason="an update with accumulated gradients holds the old state in memory too, for batches without an update",
 )
 def _backend_apply_gradients(original, distribution, self, grads, trainable_variables):
-    if not is_updating.value or self.use_ema:
+    if not step_state().is_update_unconditional or self.use_ema:
         return original(self, grads, trainable_variables)
     grads = self._clip_gradients([gradient / self.gradient_accumulation_steps for gradient in grads])
     self._apply_weight_decay(trainable_variables)
@@ -131,7 +126,7 @@ def _reduce_weighted_values(
     original, distribution, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
 ):
     loss = original(values, sample_weight, mask, reduction, dtype)
-    parts = LossParts.current()
+    parts = step_state().losses
     return loss if parts is None else parts.corrected(loss, reduction, _divisor(values, sample_weight, mask, reduction))
 
 
@@ -147,7 +142,7 @@ def _divisor(values, sample_weight, mask, reduction):
 
 @INSTALLED.patch(JaxTrainer, "predict_on_batch", reason="`predict_on_batch` replicates its input over all devices")
 def _predict_on_batch(original, distribution, self, x):
-    x, rows = distribution.place_single_batch(x)
+    x, rows = distribution.batches.place(x)
     outputs = original(self, x)
     return outputs if None in rows else select_local_rows(outputs, rows)
 
@@ -168,7 +163,7 @@ def _compile(original, distribution, self, *args, **kwargs):
 _checked: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[keras.Model, tuple]]" = weakref.WeakKeyDictionary()
 
 
-def _check_layout_map(distribution: DistributionHooks, model: keras.Model) -> None:
+def _check_layout_map(distribution: Any, model: keras.Model) -> None:
     rules = distribution.layout_rules()
     if rules is None:
         return
@@ -196,9 +191,6 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
     return original(self, reference_variable, name, initializer)
 
 
-_compared_model: ThreadValue[str | None] = ThreadValue(None)  # the name of a model whose step Keras compiles
-
-
 @INSTALLED.patch(
     trainer,
     "jit",
@@ -209,8 +201,8 @@ def _jit(original, distribution, *args, **kwargs):
     if "donate_argnums" not in kwargs:  # how outputs are concatenated
         return original(*args, **kwargs)
     if not keras.config.is_nnx_enabled():  # then it is `nnx.jit`, which has no options
-        kwargs["compiler_options"] = distribution.compiler_options
-    function, name = original(*args, **kwargs), _compared_model.value
+        kwargs["compiler_options"] = distribution.steps.compiler_options
+    function, name = original(*args, **kwargs), step_state().compared_model
     return function if name is None else compare_programs(function, name)
 
 
@@ -250,7 +242,7 @@ def _patch_make_function(step: str) -> None:
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
             compared = self.name if distribution.is_multi_process else None
-            with step_replaced(self, step, with_remat_chosen), _compared_model.set_to(compared):
+            with distribution.steps.replaced(self, step), changed(compared_model=compared):
                 original(self, force=True)
             finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
             accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
@@ -283,7 +275,7 @@ def _outputs_of_process(outputs, iterator):
     distribution = active_distribution()
     assert distribution is not None
     rows = iterator.take_local_rows() if isinstance(iterator, InputPipeline) else [None]
-    return distribution.outputs_of_process(outputs, rows)
+    return distribution.batches.outputs_of_process(outputs, rows)
 
 
 def _warn_if_not_active(model: keras.Model) -> bool:

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from keras_dist._keras import internals
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._report.user_warnings import warn
 from keras_dist.attention.exchange import Exchange
 from keras_dist.attention.kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
@@ -47,23 +46,6 @@ class AttentionCall:
     exchange: str | None = None
 
 
-_recorded: ThreadValue[list[AttentionCall] | None] = ThreadValue(None)
-
-
-@contextlib.contextmanager
-def recorded_attention() -> Iterator[list[AttentionCall]]:
-    """Records the calls of attention that this thread traces in a block."""
-    calls: list[AttentionCall] = []
-    with _recorded.set_to(calls):
-        yield calls
-
-
-def record_attention(calls: Sequence[AttentionCall]) -> None:
-    """Records calls of attention that were traced in an inner `recorded_attention`."""
-    if _recorded.value is not None:
-        _recorded.value.extend(calls)
-
-
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -80,13 +62,15 @@ def attention(
     sequence_axes: Sequence[str],
     sequence_exchange: str | None,
     axes_of_weight: Callable[[Any], Any],
+    calls: list[AttentionCall] | None = None,
 ) -> jax.Array:
     """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
 
     The kernel runs on the rows and heads of each device. `batch_axes` shard the rows, also in shards of unequal sizes.
     Which axes shard the heads follows from the weights that the queries are computed with: `axes_of_weight` returns the
     axes of each dim of a traced weight, None for other values. `sequence_axes` shard the positions;
-    `sequence_exchange` names how devices exchange them, None for what sends the fewest bytes.
+    `sequence_exchange` names how devices exchange them, None for what sends the fewest bytes. How it is computed is
+    added to `calls`.
 
     Raises a ValueError if `flash_attention` is True and no kernel can compute it.
     """
@@ -116,7 +100,8 @@ def attention(
             kernel = XLA_IN_BLOCKS
         if kernel is not None and (reason is None or kernel is XLA_IN_BLOCKS):
             call = ShardedCall(kernel, structure, scale, soft_cap, shards, exchange)
-            _record(kernel.name, reason, 0, call.flops(query, key, value), exchange)
+            if calls is not None:
+                calls.append(_recorded(kernel.name, reason, 0, call.flops(query, key, value), exchange))
             return call(query, key_heads, value_heads, numeric_bias)
     if flash_attention:
         raise ValueError(
@@ -124,19 +109,19 @@ def attention(
             f"Received: query {query.dtype}{list(query.shape)}, key {list(key.shape)}. With flash_attention=None, XLA "
             "computes it."
         )
-    if _recorded.value is not None:
+    if calls is not None:
         shards = shards_of(query, mesh, batch_axes, (), axes_of_weight)
         rows = -(-query.shape[0] // shards.count(shards.batch))
         logits = 4 * rows * math.prod(query.shape[1:3]) * key.shape[1]
-        _record("XLA", reason, logits // shards.count(shards.heads), 0.0)
+        calls.append(_recorded("XLA", reason, logits // shards.count(shards.heads), 0.0))
     return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
 
 
-def _record(
+def _recorded(
     implementation: str, reason: str | None, logits_bytes: int, flops: float, exchange: Exchange | None = None
-) -> None:
+) -> AttentionCall:
     name, path = None if exchange is None else str(exchange), internals.current_path() or ""
-    record_attention([AttentionCall(path, implementation, reason, logits_bytes, flops, name)])
+    return AttentionCall(path, implementation, reason, logits_bytes, flops, name)
 
 
 def _caller() -> str:

@@ -1,5 +1,6 @@
 """How host batches become global arrays.
 
+* `batches.py`: how a distribution gets batches onto the mesh.
 * `batch_placement.py`: places one batch, of any number of rows, on the mesh.
 * `consistency.py`: compares data and models among processes before devices wait for one another.
 * `input_pipeline.py`: reads, compares and places batches while earlier steps run.

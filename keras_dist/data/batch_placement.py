@@ -50,6 +50,10 @@ class BatchPlacer:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
         return next(axes for size, axes in self._subsets if rows % size == 0)
 
+    def axes_in_step(self, rows: int, splits_unequally: bool) -> tuple[str, ...]:
+        """Returns the batch axes over which a compiled step shards a number of rows, which may do so unequally."""
+        return self.batch_axes if splits_unequally and self.can_split_unequally(rows) else self.axes_for(rows)
+
     def can_split_unequally(self, rows: int) -> bool:
         """Returns whether a compiled step can shard a number of rows over axes that do not divide it.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import xla_bridge  # public JAX has no way to ask whether backends exist without creating them
+from jax.core import Tracer
 from jax.extend.backend import get_backend
 
 from keras_dist._keras import internals
@@ -260,6 +261,16 @@ def require_attached(sharding: jax.sharding.Sharding) -> None:
             "attached, so they store no variables and no batches. Pass the distribution to keras_dist.plan, or create "
             "the mesh without devices=... to train on the devices of this machine."
         )
+
+
+def is_on_mesh(value: Any, mesh: jax.sharding.Mesh) -> bool:
+    """Returns whether a value is a concrete array on a mesh's devices, in the same order if its sharding has one."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return False
+    sharding = value.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
+        return sharding.mesh is mesh or list(sharding.mesh.devices.flat) == list(mesh.devices.flat)
+    return sharding.device_set == set(mesh.devices.flat)
 
 
 def platform_devices(platform: str) -> list[Device]:

@@ -9,14 +9,15 @@ import keras
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.tracing_errors import describe
 from keras_dist._report.user_warnings import warn
-from keras_dist.attention.attention import recorded_attention
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.planning.costs.compute_time import compute_seconds
 from keras_dist.planning.costs.model_flops import count_step_flops, main_dtype
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.reports.plan_report import Plan
-from keras_dist.steps.model_steps import stateless_step
+from keras_dist.steps.options import StepOptions
+from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
 
 _ELEMENT_TYPES = {"bfloat16": "bf16", "float16": "f16", "int8": "s8"}
@@ -37,7 +38,7 @@ def trace_flops(model: keras.Model, state: Any, batch: Any, device: Device) -> S
     """
     distribution = active_distribution()
     scope = contextlib.nullcontext()
-    if isinstance(distribution, Distribution) and distribution.train_steps.are_changed:
+    if isinstance(distribution, Distribution) and distribution.step_options != StepOptions():
         scope = distribution.with_step_options(distribution.step_options.of_placement).scope()
     with scope, recorded_attention() as calls:
         jaxpr = jax.jit(stateless_step(model, "train")).trace(state, batch).jaxpr.jaxpr

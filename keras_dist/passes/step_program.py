@@ -44,13 +44,17 @@ class StepProgram:
     def axes_of(self, variable: Any) -> Axes:
         """Returns the axes of each dim of a value, as they follow from those of the inputs.
 
-        A dim of which nothing is known has none, so a value may be sharded over more axes than these. A dim that an
-        operation computes along another one, such as the positions after a convolution, has the axes of that one.
+        A dim of which nothing is known has none, so a value may be sharded over more axes than these. Positions
+        that an operation computes along others, such as those after a convolution, are positions too.
         """
         shape: Any = getattr(variable.aval, "shape", ())
         nodes = () if isinstance(variable, Literal) else self._graph.find(self._graph.dims.get(variable, ()))
         nodes = nodes or (None,) * len(shape)
-        return [() if node is None else self._axes_of_nodes.get(node, ()) for node in nodes]
+        found: list[tuple[str, ...]] = []
+        for node in nodes:
+            names = () if node is None else self._axes_of_nodes.get(node, ())
+            found.append(() if any(set(names).intersection(other) for other in found) else names)
+        return found
 
     def sequences_sharded(self, equation: Any, result: Any) -> Any:
         """Shards the positions of an operation's result over the sequence axes, after they were gathered for it."""
@@ -76,7 +80,7 @@ class StepProgram:
                     axes.setdefault(node, names)
         for pair in self._graph.successors:
             before, after = self._graph.find(pair)
-            if before in axes and after is not None:
+            if axes.get(before) == self.placer.sequence_axes and after is not None:
                 axes.setdefault(after, axes[before])
         return axes
 

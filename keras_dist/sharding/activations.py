@@ -14,7 +14,6 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.sharding.resharding import with_gradient_layout
-from keras_dist.sharding.rows import axes_for_rows
 
 
 def distribute_tensors(
@@ -24,23 +23,26 @@ def distribute_tensors(
     sequence_axes: Sequence[str] = (),
     *,
     role: str = "output",
-    gradient_layout: TensorLayout | None = None,
+    splits_rows: bool = False,
+    inputs_layout: Any = None,
 ) -> Any:
     """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
 
     While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
     any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
     its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
-    sizes. `role` is "input" or "output", for errors. `gradient_layout` applies while tracing. Raises ValueError if the
-    layout has more entries than every tensor has dims, or an axis does not divide its dim.
+    sizes, and rows, if `splits_rows`. `role` is "input" or "output", for errors. `inputs_layout` is that of the layer
+    whose outputs these are. Raises ValueError if the layout has more entries than every tensor has dims, or an axis
+    does not divide its dim.
     """
+    gradient_layout = _gradient_layout(inputs_layout, layout)
     if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
         return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
     leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_symbolic)
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes and max(map(len, shapes)) < len(layout.axes):
         _require_fit(layout.axes, max(shapes, key=len), layout, role)
-    axes = batch_axes, sequence_axes
+    axes = batch_axes, sequence_axes, splits_rows
     for index, shape in enumerate(shapes):
         if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
             continue
@@ -53,7 +55,22 @@ def distribute_tensors(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], role: str) -> Any:
+def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
+    """Returns the layout in which a layer computes its outputs, None if it is `outputs`, that of their rule.
+
+    An axis that shards one dim of the inputs and another dim of the outputs is one that the layer sums over.
+    """
+    if not isinstance(inputs, TensorLayout) or not isinstance(outputs, TensorLayout):
+        return None
+    dims = {name: dim for dim, entry in enumerate(inputs.axes) for name in axis_tuple(entry)}
+    entries = [tuple(n for n in axis_tuple(e) if dims.get(n, dim) == dim) for dim, e in enumerate(outputs.axes)]
+    computed = TensorLayout(entries, outputs.device_mesh)
+    return None if computed.axes == outputs.axes else computed
+
+
+def _fit(
+    leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], splits_rows: bool, role: str
+) -> Any:
     mesh, shape = as_device_mesh(layout.device_mesh), np.shape(leaf)
     axes, even_axes = list(layout.axes), list(layout.axes)
     is_in_layer = bool(internals.current_path())
@@ -71,7 +88,7 @@ def _fit(leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Seque
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
         # have sequences: `generate()` calls layers on one token.
         elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
-            axes[dim] = axes_for_rows(BatchPlacer(mesh, names), shape[dim])
+            axes[dim] = BatchPlacer(mesh, names).axes_in_step(shape[dim], splits_rows)
             even_axes[dim] = None if axes[dim] == names else axes[dim]  # as above, if the step splits rows unequally
     _require_fit(tuple(even_axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)

@@ -12,8 +12,8 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.mesh.devices import is_on_mesh
 from keras_dist.sharding.resharding import unsharded_along
-from keras_dist.variables.variable_layouts import is_on_mesh
 
 _ANY = PartitionSpec.UNCONSTRAINED
 

@@ -18,17 +18,14 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras import internals
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, apply_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.sharding.resharding import as_summands, layout_of_summands, reduce_summands
 from keras_dist.sharding.weight_layouts import WeightLayouts
 from keras_dist.steps.step_gradients import StepGradients
+from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands
 from keras_dist.variables import global_reads
-
-is_updating: ThreadValue[bool] = ThreadValue(False)
-"""Whether the update that is being traced in this thread is unconditional."""
 
 
 class GradientAccumulation:
@@ -130,7 +127,7 @@ class GradientAccumulation:
         def update() -> tuple[list, list, list]:
             summands = [Summands(value, None) for value in sums]
             total = gradients._replace(summands=summands, axes=self._axes).reduced(self._layouts, dtype)
-            with is_updating.set_to(True):
+            with changed(is_update_unconditional=True):
                 weights, optimizer = apply_gradients(model, state, total)  # which divides by the number of batches
             each = zip(weights, self._layouts, strict=True)
             # Otherwise, ZeRO-1 would gather the weights after this branch, in every step.

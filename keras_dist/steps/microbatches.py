@@ -17,19 +17,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.internals import is_read_in_compute_dtype
 from keras_dist._keras.model_structure import compute_dtypes
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.resharding import layout_of_summands, to_compute_layout
 from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.steps.loss_parts import LossParts, LossTotals, TotalsNeededError
 from keras_dist.steps.options import StepOptions
-from keras_dist.steps.step_gradients import StepGradients, reduced_later
+from keras_dist.steps.step_gradients import StepGradients
+from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients
 from keras_dist.tracing.jaxpr_evaluation import as_function
-
-weights_are_gathered: ThreadValue[bool] = ThreadValue(False)
-"""Whether the microbatch that is being traced in this thread reads weights that were gathered for all of them."""
 
 
 def gradients_of_microbatches(
@@ -125,8 +123,8 @@ class _Step:
         is_gathered = self._options.gather_weights == "update"
 
         def compute(state, totals, arrays):
-            losses = LossParts.scope(LossParts(fraction, totals))
-            with losses, reduced_later.set_to(kept), weights_are_gathered.set_to(is_gathered):
+            losses = LossParts(fraction, totals)
+            with changed(losses=losses, kept_gradients=kept, are_weights_gathered=is_gathered):
                 batch = jax.tree.unflatten(self._structure, arrays)
                 return compute_gradients(self._model, state, batch, fraction)
 
@@ -207,77 +205,12 @@ def _rows(leaves: Sequence[Any], microbatches: int) -> int:
     return shapes[0][0]
 
 
-# ---------------------------------------------------------------------------------------------- means over all rows
-
-
-class TotalsNeededError(Exception):
-    """A loss is a mean whose divisor depends on all rows of the batch, and that is not known yet."""
-
-
-class LossParts:
-    """The losses of one trace of a model, which computes a part of a batch.
-
-    A gradient is the sum of those of its parts, each times the fraction of the rows that it has. That is right for
-    means over rows. A mean over unmasked elements is divided by their number in the part instead of the batch, a mean
-    over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
-
-    Args:
-        fraction: the fraction of the rows that the part has.
-        totals: the divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
-            Empty if they are not known.
-    """
-
-    _current: "ThreadValue[LossParts | None]" = ThreadValue(None)
-
-    def __init__(self, fraction: float, totals: Sequence[Any]):
-        self._fraction, self._totals, self._number_of_losses = fraction, totals, 0
-
-    @classmethod
-    def current(cls) -> "LossParts | None":
-        """Returns the losses of the trace that runs in this thread, None outside of a step over microbatches."""
-        return cls._current.value
-
-    @classmethod
-    def scope(cls, parts: "LossParts") -> Any:
-        """Makes losses those of the current trace for a block of code."""
-        return cls._current.set_to(parts)
-
-    def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
-        """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
-
-        Args:
-            loss: the loss of the part.
-            reduction: Keras's name of its reduction.
-            divisor: what it was divided by, if that is not known while tracing; else None.
-        """
-        number, self._number_of_losses = self._number_of_losses, self._number_of_losses + 1
-        if reduction == "sum":
-            return loss / self._fraction
-        if divisor is None:
-            return loss
-        if not self._totals:
-            raise TotalsNeededError
-        return loss * jnp.nan_to_num(divisor / self._totals[number]) / self._fraction
-
-
-class _LossTotals(LossParts):
-    """Collects the divisors of the losses of an undivided batch."""
-
-    def __init__(self):
-        super().__init__(1.0, ())
-        self.divisors: list = []
-
-    def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
-        self.divisors.append(divisor)
-        return loss
-
-
 def _totals(model: Any, state: TrainState, batch: Any) -> list:
     """Returns the divisors of the losses of a batch. Of the model, only what its masks depend on is computed."""
 
     def divisors(state, batch):
-        losses = _LossTotals()
-        with LossParts.scope(losses):
+        losses = LossTotals()
+        with changed(losses=losses):
             compute_loss(model, state, batch)
         return losses.divisors
 

@@ -8,7 +8,6 @@ import jax
 import keras
 
 from keras_dist._keras import internals, model_structure
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.steps.activation_offload import checkpoint_on_host
@@ -87,31 +86,26 @@ class Rematerialization:
         return value if self._order is None or not self.is_in_block else self._order.weight(value, gradient_layout)
 
 
-current_rematerialization: ThreadValue[Rematerialization | None] = ThreadValue(None)
-"""That of the train step which is being traced in this thread; None without one."""
-
-
 @contextlib.contextmanager
 def rematerializing(
     model: keras.Model, mode: str | keras.RematScope | None, placer: BatchPlacer, is_offloaded: bool = False
-) -> Iterator[None]:
-    """Traces a train step of a model in a block, with the rematerialization of a mode.
+) -> Iterator[Rematerialization | None]:
+    """Traces a train step of a model in a block, with the rematerialization of a mode that it yields.
 
     `placer` says how rows are sharded. With `is_offloaded`, what "dots" keeps is kept in the memory of the hosts.
     Raises ValueError at the end of the block if nothing in the model is computed again. "auto" must be resolved before.
     """
     assert mode != AUTO
     if mode is None:
-        yield
+        yield None
         return
     if isinstance(mode, keras.RematScope):
         _require_layers(model, mode)
         with internals.remat_scope_applied(model, mode):
-            yield
+            yield None
         return
     rematerialization = Rematerialization(model, mode, placer, is_offloaded)
-    with current_rematerialization.set_to(rematerialization):
-        yield
+    yield rematerialization
     if not rematerialization.count:
         missing = "layer that computes attention" if mode == "attention" else "repeated blocks"
         raise OptionWithoutEffectError(

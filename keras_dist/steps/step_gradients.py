@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist._keras.train_step import TrainState, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients, reduced
-
-reduced_later: ThreadValue[Collection[int]] = ThreadValue(())
-"""The ids of the weights whose gradients are not reduced in the trace that runs in this thread."""
 
 
 class StepGradients(NamedTuple):
@@ -60,7 +57,7 @@ def gradients_of_batch(
     axes = row_axes(batch, placer)
 
     def compute(state: TrainState, batch: Any) -> tuple[list, Any]:
-        with reduced_later.set_to(kept):
+        with changed(kept_gradients=kept):
             return compute_gradients(model, state, batch, scale=1.0)
 
     has_rows = [False] * len(jax.tree.leaves(state)) + [bool(leaf.ndim) for leaf in jax.tree.leaves(batch)]

@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import keras
 
 from keras_dist._keras import internals, model_structure
-from keras_dist._keras.distribution_hooks import TrainStepHooks
 from keras_dist._keras.train_step import TrainState, apply_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
@@ -17,15 +16,15 @@ from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.steps.gradient_accumulation import GradientAccumulation
 from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
 from keras_dist.steps.microbatches import gradients_of_microbatches
-from keras_dist.steps.model_steps import note_computed
 from keras_dist.steps.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.rematerialization import rematerializing
 from keras_dist.steps.step_gradients import gradients_of_batch, row_axes
+from keras_dist.steps.step_state import changed, step_state
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
 
 
-class TrainSteps(TrainStepHooks):
+class TrainSteps:
     """How the train steps of a distribution are computed.
 
     Args:
@@ -37,41 +36,42 @@ class TrainSteps(TrainStepHooks):
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
         self._distribution, self._options, self._placer = distribution, options, placer
 
-    # Methods of `TrainStepHooks`, which has their docstrings.
-
-    @property
-    def are_changed(self) -> bool:
-        return self._options != StepOptions()
-
-    @property
-    def required_options(self) -> StepOptions | None:
-        return self._options if self._options.splits_gradients else None
-
     def state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
+        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight."""
         return state_dtype(optimizer, name, dtype, self._options.optimizer_state_dtype)
 
     def state_layout(self, variable: Any, layout: Any) -> Any:
+        """Returns the layout of the optimizer state of a variable, given that of its update."""
         is_small = math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize <= MIN_OFFLOAD_BYTES
         if is_small or not isinstance(layout, TensorLayout) or "optimizer" not in self._options.offload:
             return layout
         require_host_memory(self._distribution.device_mesh)
         return in_host_memory(layout)
 
-    def scope(self, model: keras.Model) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def scope(self, model: keras.Model) -> Iterator[None]:
+        """Traces the train step of a model in a block, also one that the user defines."""
         require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
-        return rematerializing(model, self._options.remat, self._placer, "activations" in self._options.offload)
+        is_offloaded = "activations" in self._options.offload
+        with contextlib.ExitStack() as stack:
+            found = stack.enter_context(rematerializing(model, self._options.remat, self._placer, is_offloaded))
+            stack.enter_context(changed(rematerialization=found))
+            yield
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
+        """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
         state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
-        if self.required_options is None and accumulation is None and not tables:
+        splits = self._options.splits_gradients
+        if not splits and accumulation is None and not tables:
             return keras_train_step(model, state, batch)
         layouts = self._layouts(model)
         for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
         arguments = model, for_keras, batch
-        if self.required_options is not None:
-            note_computed()
+        if splits:
+            if (found := step_state().with_options) is not None:
+                found.append(True)
             gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts)
         elif accumulation is not None:
             is_split = row_axes(batch, self._placer) == self._placer.batch_axes
@@ -87,6 +87,7 @@ class TrainSteps(TrainStepHooks):
         return gradients.logs, tuple(new_state._replace(weights=weights, optimizer=optimizer))
 
     def accumulation(self, model: keras.Model) -> GradientAccumulation | None:
+        """Returns how steps accumulate gradients; None: as Keras does, or not at all."""
         is_possible = self._options.reduce_gradients == "update" and "optimizer" not in self._options.offload
         if not is_possible or self._placer.num_batch_shards == 1 or not internals.computes_train_step_as_keras(model):
             return None
@@ -117,6 +118,7 @@ class TrainSteps(TrainStepHooks):
         gradients: Sequence[Any],
         weights: Sequence[Any],
     ) -> tuple[list, list]:
+        """Returns new weights and optimizer state, as Keras's function `apply(state, gradients, weights)` does."""
         if "optimizer" not in self._options.offload:
             return apply(state, gradients, weights)
         # The optimizer in a `LossScaleOptimizer` gets its variables, in a scope that has their values.

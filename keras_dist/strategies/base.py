@@ -2,50 +2,39 @@
 
 import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 import keras
-import numpy as np
-from jax.core import Tracer
 
-from keras_dist._keras import internals, model_structure
-from keras_dist._keras.active_distribution import expect_distribution, installed_in_this_thread
-from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import PackageDistribution, expect_distribution, installed_in_this_thread
 from keras_dist._keras.global_state import random_seed
 from keras_dist.attention.attention import attention
 from keras_dist.attention.exchange import EXCHANGES
-from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.data.batches import Batches
 from keras_dist.data.consistency import BatchComparison, order_of_devices, require_same_model
-from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
 from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
+from keras_dist.mesh.devices import is_on_mesh
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
-from keras_dist.passes.compiler_options import compiler_options
-from keras_dist.sharding.activations import distribute_tensors
-from keras_dist.sharding.lookups import Lookup
-from keras_dist.sharding.resharding import to_compute_layout
-from keras_dist.sharding.rows import axes_for_rows
 from keras_dist.sharding.sequences import SequenceSharding
-from keras_dist.sharding.weight_layouts import weight_layouts
-from keras_dist.steps.microbatches import weights_are_gathered
+from keras_dist.steps.layer_calls import LayerCalls
 from keras_dist.steps.options import StepOptions
-from keras_dist.steps.rematerialization import current_rematerialization
-from keras_dist.steps.step_gradients import reduced_later
-from keras_dist.steps.traced_step import RowSharding
+from keras_dist.steps.step_state import step_state
+from keras_dist.steps.steps import Steps
 from keras_dist.steps.train_steps import TrainSteps
-from keras_dist.tracing.traced_weights import TracedWeights
-from keras_dist.variables.variable_layouts import describe_variable, is_on_mesh
+from keras_dist.variables.variable_layouts import describe_variable
 
 BatchDimName = str | Sequence[str] | None
 
 
-class Distribution(DistributionHooks, internals.KerasDistribution):
+class Distribution(PackageDistribution, internals.KerasDistribution):
     """Chooses the layouts of variables, batches, and inputs and outputs of layers. Base class of all distributions.
 
     This class replicates variables and leaves the inputs and outputs of layers to the compiler. Subclasses override
@@ -114,9 +103,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
-        self._sequences = SequenceSharding(self._placer)
         self._comparisons: dict[bool, BatchComparison] = {}
-        self._traced_weights = TracedWeights()
         if self._device_mesh.devices.size > 1:
             expect_distribution(f"a {type(self).__name__} was created")
             warn_unless_joined()
@@ -295,7 +282,7 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         >>> x.sharding.shard_shape(x.shape), y.sharding.shard_shape(y.shape)
         ((2, 3), (5,))
         """
-        return self.place_single_batch(batch)[0]
+        return self.batches.place(batch)[0]
 
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding with which an array of a batch is placed.
@@ -315,47 +302,36 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
         """
         return None
 
-    # Methods of `DistributionHooks`, which has their docstrings.
+    # What patches and plans ask for.
 
-    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
-        path = internals.current_path()
-        inputs = self.get_tensor_layout(f"{path}/input") if path else None
-        axes = self._placer.batch_axes, self._placer.sequence_axes
-        return distribute_tensors(outputs, layout, *axes, gradient_layout=_gradient_layout(inputs, layout))
+    @property
+    def batches(self) -> Batches:
+        """How batches are placed."""
+        return Batches(self, self._placer, self._comparisons)
 
-    def distribute_inputs(self, path: str, inputs: Any) -> Any:
-        layout = self.get_tensor_layout(path)
-        if not layout or not jax.tree.leaves(inputs):
-            return inputs
-        return distribute_tensors(inputs, layout, self._placer.batch_axes, self._placer.sequence_axes, role="input")
+    @property
+    def steps(self) -> Steps:
+        """How the steps of models are computed."""
+        return Steps(self, self._step_options, self._placer)
 
-    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        stored, used, update = weight_layouts(variable, self)
-        if weights_are_gathered.value and variable.trainable:
-            stored = used
-        if self.reduces_later(variable):
-            update = None
-        remat = current_rematerialization.value
-        if remat is not None and update is not None and variable.trainable:
-            value = remat.weight(value, update)
-        value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
-        self._traced_weights.add(value, used.axes)
-        return value
+    @property
+    def train_steps(self) -> TrainSteps:
+        """How gradients are computed and weights updated."""
+        return TrainSteps(self, self._step_options, self._placer)
 
-    def reduces_later(self, variable: keras.Variable) -> bool:
-        return id(variable) in reduced_later.value
+    @property
+    def layer_calls(self) -> LayerCalls:
+        """How layers read weights, and what they compute again."""
+        return LayerCalls(self, self._placer)
 
-    def lookup(self, layer: keras.layers.Embedding, indices_shape: Sequence[int], is_tied: bool) -> Lookup | None:
-        table = model_structure.embedding_table(layer)
-        layouts, reduces_later = weight_layouts(table, self), self.reduces_later(table)
-        if weights_are_gathered.value and table.trainable:
-            layouts = layouts._replace(stored=layouts.compute)
-        lookup = Lookup(table.shape, indices_shape, layouts, self._placer, is_tied, reduces_later)
-        if not lookup.has_sharded_rows:
-            return None
-        return lookup if lookup.exchanges_rows or model_structure.casts_rows_to_fewer_bytes(layer) else None
+    @property
+    def sequences(self) -> SequenceSharding:
+        """How sequences are sharded."""
+        return SequenceSharding(self._placer)
 
-    def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
+    def attention(self, query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any) -> Any:
+        """Returns what `keras.ops.dot_product_attention` does, for operands of one dtype and a boolean mask."""
+        state = step_state()
         return attention(
             query,
             key,
@@ -364,96 +340,28 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             mask,
             **options,
             mesh=self._device_mesh.backend_mesh,
-            batch_axes=axes_for_rows(self._placer, query.shape[0]),
+            batch_axes=self._placer.axes_in_step(query.shape[0], state.splits_rows),
             sequence_axes=self._placer.sequence_axes,
             sequence_exchange=self._sequence_exchange,
-            axes_of_weight=self._traced_weights.axes_of,
+            axes_of_weight=state.weights.axes_of,
+            calls=state.attention,
         )
-
-    @property
-    def train_steps(self) -> TrainSteps:
-        return TrainSteps(self, self._step_options, self._placer)
-
-    @property
-    def step_rows(self) -> RowSharding:
-        """How the steps of this distribution split rows over devices."""
-        return RowSharding(self._placer, self._step_options, lambda variable: weight_layouts(variable, self).compute)
-
-    @property
-    def compiler_options(self) -> dict[str, str]:
-        return compiler_options(self._device_mesh.backend_mesh)
-
-    def compute_step(
-        self, step: str, model: keras.Model, function: Callable, state: Any, batch: Any
-    ) -> tuple[Any, Any]:
-        return self.step_rows.compute(step, model, function, state, batch)
-
-    def compute_call(self, layer: keras.Layer, function: Callable, state: Any, inputs: Any) -> Any:
-        return self.step_rows.compute_call(layer, function, state, inputs)
-
-    def distribute_step_inputs(self, model: keras.Model, inputs: Any) -> Any:
-        return self._sequences.shard_inputs(model.name, inputs)
-
-    def gather_sequences(self, tensors: Any) -> Any:
-        return self._sequences.gather(tensors)
-
-    def shard_sequences(self, tensors: Any) -> Any:
-        return self._sequences.shard(tensors)
 
     @property
     def regathers(self) -> bool:
+        """Whether weights that were gathered are dropped after the forward pass and gathered again."""
         return False
 
     def regathers_weights(self, layer: keras.Layer) -> bool:
+        """Returns whether a layer has weights of its own that are gathered again."""
         return False
 
-    def distribute_call(self, model: keras.Model, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        weights = model.weights if model.built else []
-        if not weights or not is_on_mesh(internals.variable_value(weights[0]), self._device_mesh.backend_mesh):
-            return args, kwargs
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        return jax.tree.unflatten(structure, [self._distribute_argument(leaf) for leaf in leaves])
-
-    def _distribute_argument(self, leaf):
-        is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
-        if not is_concrete or leaf.ndim == 0 or internals.has_mask(leaf) or is_global(leaf):
-            return leaf
-        return self.distribute_batch(leaf)
-
-    def make_input_pipeline(
-        self,
-        batches: Callable[[], Iterator],
-        step: str | None,
-        steps_per_epoch: int | None,
-        position_of: Callable[[Iterator], Any] | None,
-    ) -> InputPipeline:
-        warning_for = functools.partial(self.step_rows.warning_for, step)
-        settings = self.auto_shard_dataset, step, steps_per_epoch, position_of
-        return InputPipeline(batches, self._placer, *settings, warning_for)
-
-    def place_single_batch(self, batch: Any) -> tuple[Any, list[LocalRows | None]]:
-        if not self.is_multi_process:
-            return self._placer.place(batch), [None]
-        is_global_batch = self.auto_shard_dataset
-        is_first = is_global_batch not in self._comparisons
-        comparison = self._comparisons.setdefault(
-            is_global_batch, BatchComparison("single batches", is_global_batch, "one batch")
-        )
-        if is_global_batch:
-            if is_first:
-                comparison.compare_batch(batch)
-            return self._placer.place(batch), [None]
-        rows = comparison.compare_batch(batch)
-        assert rows is not None  # single batches do not end
-        return assemble(self._placer.place_local(batch, rows)), [local_rows(rows)]
-
-    def outputs_of_process(self, outputs: Any, rows: list) -> Any:
-        outputs = self._placer.replicate(outputs)
-        if not rows or None in rows:
-            return outputs
-        return select_local_rows(jax.tree.map(np.asarray, outputs), rows)
+    def layout_rules(self) -> list[tuple[str, tuple]] | None:
+        """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
+        return None
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
+        """Raises ValueError where processes are about to run a step of different models."""
         if self.is_multi_process:
             settings = ("jit_compile", "run_eagerly", "steps_per_execution")
             facts = {name: getattr(model, name) for name in settings} | {
@@ -465,23 +373,8 @@ class Distribution(DistributionHooks, internals.KerasDistribution):
             require_same_model(step, model.name, [(v.path, describe_variable(v)) for v in variables], facts)
 
     def check_values_agree(self, model: keras.Model, variables: Iterable[keras.Variable], place: str) -> None:
+        """Raises ValueError where values that several processes hold differ, or the places in training they are at."""
         if self.is_multi_process:
             mesh = self._device_mesh.backend_mesh
             values = [(variable.path, internals.variable_value(variable)) for variable in variables]
             require_same_values(model.name, place, [pair for pair in values if is_on_mesh(pair[1], mesh)])
-
-    def layout_rules(self) -> list[tuple[str, tuple]] | None:
-        return None
-
-
-def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
-    """Returns the layout in which a layer computes its outputs, None if it is `outputs`, that of their rule.
-
-    An axis that shards one dim of the inputs and another dim of the outputs is one that the layer sums over.
-    """
-    if not isinstance(inputs, TensorLayout) or not isinstance(outputs, TensorLayout):
-        return None
-    dims = {name: dim for dim, entry in enumerate(inputs.axes) for name in axis_tuple(entry)}
-    entries = [tuple(n for n in axis_tuple(e) if dims.get(n, dim) == dim) for dim, e in enumerate(outputs.axes)]
-    computed = TensorLayout(entries, outputs.device_mesh)
-    return None if computed.axes == outputs.axes else computed

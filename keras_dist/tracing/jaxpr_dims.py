@@ -173,7 +173,8 @@ class _Equation:
                 for dim, node in enumerate(dims):
                     if dim in gathered:
                         self._gather(node, number)
-                        self.graph.successors.append((node, output[dim]))
+                        if dim < len(output):
+                            self.graph.successors.append((node, output[dim]))
                     elif self.shapes[number][dim] == shape[dim]:
                         self.graph.unite(node, output[dim])
                     else:

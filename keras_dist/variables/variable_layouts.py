@@ -15,7 +15,7 @@ from keras_dist._keras.internals import as_sharding
 from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
 from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.mesh.devices import is_attached
+from keras_dist.mesh.devices import is_attached, is_on_mesh
 
 
 class VariableSpec(NamedTuple):
@@ -139,16 +139,6 @@ def placement_problem(variable: keras.Variable, expected: Any, distribution: Any
         return None
     origin = "the rules before they changed" if chosen_by is distribution else str(chosen_by)
     return f"has layout {layout.axes} from {origin}, instead of {expected.axes}"
-
-
-def is_on_mesh(value: Any, mesh: jax.sharding.Mesh) -> bool:
-    """Returns whether a value is a concrete array on a mesh's devices, in the same order if its sharding has one."""
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return False
-    sharding = value.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.devices is not None:
-        return sharding.mesh is mesh or list(sharding.mesh.devices.flat) == list(mesh.devices.flat)
-    return sharding.device_set == set(mesh.devices.flat)
 
 
 def is_on_attached_devices(variable: keras.Variable) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
-from keras_dist._keras.distribution_hooks import DistributionHooks
+from keras_dist._keras.active_distribution import PackageDistribution
 from keras_dist._keras.patch_registry import GROUPS
 from keras_dist._patches.__main__ import document
 
@@ -32,14 +32,16 @@ def test_keras_defines_what_is_patched():
         assert patch.name in vars(patch.owner) or (patch.owner, patch.name) == (keras.Model, "__call__"), patch.target
 
 
-def test_a_distribution_implements_every_hook():
-    members = {name for name in vars(DistributionHooks) if not name.startswith("_")}
-    members |= set(DistributionHooks.__annotations__)
-    distribution = kd.DataParallel()
-    assert "distribute_batch" in members
-    for name in members:
-        assert getattr(kd.Distribution, name, None) is not vars(DistributionHooks).get(name, "annotation"), name
-        assert hasattr(distribution, name)
+def test_patches_ask_a_distribution_for_little():
+    """What they use of it is listed once."""
+    used = set()
+    for file in (PACKAGE / "_patches").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("distribution", "self._distribution"):
+                used.add(node.attr)
+    listed = set(PackageDistribution.asked_by_patches)
+    assert used - {"batch_sharding", "distribute_batch"} == listed  # which users call, too
+    assert all(hasattr(kd.DataParallel(), name) for name in listed)
 
 
 # --------------------------------------------------------------------------------------------- private names of Keras

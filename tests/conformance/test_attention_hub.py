@@ -19,8 +19,8 @@ from support.slow_cases import slow, slow_unless
 from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
-from keras_dist.attention.attention import recorded_attention
 from keras_dist.planning.targets.target_platform import answering_as
+from keras_dist.steps.step_state import recorded_attention
 
 keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models

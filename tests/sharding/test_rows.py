@@ -15,7 +15,7 @@ from support.slow_cases import slow
 from support.strategy_models import MODELS, assert_same_numbers, fsdp, model_parallel, scope
 
 import keras_dist as kd
-from keras_dist.attention.attention import recorded_attention
+from keras_dist.steps.step_state import recorded_attention
 
 DEVICES, WIDTH = 8, 64
 DISTRIBUTIONS = {
@@ -53,7 +53,7 @@ OTHER_CASES = [
 @pytest.mark.usefixtures("shard_small_optimizer_state")
 def test_numbers_are_those_of_one_device(name, strategy, rows):
     distribution = DISTRIBUTIONS[strategy]()
-    assert distribution.step_rows.rows_of_device("train", rows) == -(-rows // DEVICES)
+    assert distribution.steps.rows_of_device("train", rows) == -(-rows // DEVICES)
     actual = numbers_of(name, distribution, rows)
     assert_same_numbers(actual, numbers_of(name, None, rows), 1e-5)
 

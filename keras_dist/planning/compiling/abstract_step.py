@@ -16,8 +16,8 @@ from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.planning.targets.target_platform import answering_as
-from keras_dist.steps.model_steps import stateless_step
 from keras_dist.steps.options import OptionWithoutEffectError
+from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.derived.input_shapes import counterparts, is_full, is_shape, is_spec
 from keras_dist.variables.model_or_builder import require_no_arguments
@@ -51,7 +51,7 @@ class Step:
                 donate_argnums=0,
                 out_shardings=(None, shardings),
                 keep_unused=True,  # arguments that a step does not use take memory too
-                compiler_options=self.distribution.compiler_options,
+                compiler_options=self.distribution.steps.compiler_options,
             )
             return function.trace(state, self.batch)
 
@@ -157,7 +157,7 @@ def _notes_on_rows(step: Step) -> tuple[str, ...]:
     replicas = step.distribution.num_model_replicas
     for spec in jax.tree.leaves(step.batch):
         rows = spec.shape[0] if spec.shape else 0
-        rows_per_device = step.distribution.step_rows.rows_of_device(step.name, rows)
+        rows_per_device = step.distribution.steps.rows_of_device(step.name, rows)
         if rows_per_device > -(-rows // replicas):
             return (
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "

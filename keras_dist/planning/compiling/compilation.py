@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keras_dist._report.units import bytes_text, counted
-from keras_dist.attention.attention import AttentionCall, recorded_attention
+from keras_dist.attention.attention import AttentionCall
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
@@ -29,6 +29,8 @@ from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.planning.hlo.schedule import walk_schedule
+from keras_dist.steps.options import StepOptions
+from keras_dist.steps.step_state import recorded_attention
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
@@ -163,7 +165,7 @@ def compile_step(
 
 def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
     """Returns the FLOP of a traced step, without those that its options add."""
-    if step.name == "train" and step.distribution.train_steps.are_changed:
+    if step.name == "train" and step.distribution.step_options != StepOptions():
         with recorded_attention() as calls:
             plain = step.distribution.with_step_options(step.distribution.step_options.of_placement)
             traced = replace(step, distribution=plain).trace()

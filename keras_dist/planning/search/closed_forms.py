@@ -98,7 +98,7 @@ class Workload:
         held = [sum(map(bytes_on_a_device, part)) for part in state]
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
         global_rows = max((spec.shape[0] for spec in specs if spec.shape), default=1)
-        rows = distribution.step_rows.rows_of_device(step.name, global_rows)
+        rows = distribution.steps.rows_of_device(step.name, global_rows)
         parts = candidate.size(CONTEXT)
         weights = gradients = updated = 0.0
         lookups = rows * max((math.prod(spec.shape[1:]) for spec in specs if spec.shape), default=1)

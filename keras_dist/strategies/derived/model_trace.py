@@ -1,6 +1,6 @@
 """Traces a model's call without values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from keras_dist._keras import internals, model_structure, tracing_errors
 from keras_dist.attention.kernels import xla_attention
 from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.steps.layer_calls import LayerCalls
+from keras_dist.steps.step_state import changed
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.derived.input_shapes import LONG_LENGTHS, advice_on_batch, batch_specs, candidate_shapes
 
@@ -35,7 +37,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
     specs = None
     for specs in candidates:
         try:
-            with _LayerNames(device_mesh).scope():
+            with _LayerNames(device_mesh).scope(), changed(is_in_step=True):  # no pass changes the program
                 return _trace_call(model, specs)
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
@@ -80,15 +82,25 @@ def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) 
 
 
 class _LayerNames(Distribution):
-    """Names what layers take and return in the traced program, and leaves all layouts alone.
-
-    Vectors and matrices beside tensors of more dims are not named: a layout for the latter leaves them alone.
-    """
+    """Names what layers take and return in the traced program, and leaves all layouts alone."""
 
     def get_tensor_layout(self, path: str) -> Any:
         return path
 
-    def distribute_outputs(self, outputs: Any, layout: Any) -> Any:
+    @property
+    def layer_calls(self) -> LayerCalls:
+        return _NamedCalls(self, self._placer)
+
+    def attention(self, query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any) -> Any:
+        # By matrix multiplications, whose dims can be read; those of a kernel cannot.
+        del options["flash_attention"]
+        return xla_attention(query, key, value, bias, mask, **options)
+
+
+class _NamedCalls(LayerCalls):
+    """Vectors and matrices beside tensors of more dims are not named: a layout for the latter leaves them alone."""
+
+    def shard_outputs(self, outputs: Any, layout: Any) -> Any:
         ranks = [leaf.ndim for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
         least = min(max(ranks, default=0), 3)
 
@@ -97,13 +109,8 @@ class _LayerNames(Distribution):
 
         return jax.tree.map(named, outputs)
 
-    def distribute_inputs(self, path: str, inputs: Any) -> Any:
-        return self.distribute_outputs(inputs, path)
+    def shard_inputs(self, path: str, inputs: Any) -> Any:
+        return self.shard_outputs(inputs, path)
 
-    def distribute_weight(self, variable: keras.Variable, value: Any) -> Any:
-        return value
-
-    def compute_attention(self, query, key, value, bias, mask, **options) -> Any:
-        # By matrix multiplications, whose dims can be read; those of a kernel cannot.
-        del options["flash_attention"]
-        return xla_attention(query, key, value, bias, mask, **options)
+    def read_weight(self, variable: keras.Variable, value: Any, cast: Callable[[Any], Any]) -> Any:
+        return cast(value)

@@ -1,0 +1,245 @@
+"""Calls of models and layers while a step is traced: the weights that they read, and what is computed again."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import keras
+from jax.core import Tracer
+from jax.extend.core import set_current_trace, take_current_trace
+
+from keras_dist._keras import internals, model_structure
+from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.sharding.activations import distribute_tensors
+from keras_dist.sharding.lookups import Lookup
+from keras_dist.sharding.resharding import to_compute_layout
+from keras_dist.sharding.sequences import SequenceSharding
+from keras_dist.sharding.weight_layouts import weight_layouts
+from keras_dist.steps.rematerialization import Rematerialization
+from keras_dist.steps.step_state import changed, step_state
+
+
+class ModelCall(NamedTuple):
+    """A `stateless_call` of a model or layer.
+
+    A weight that a layer reads inside a loop of its own (`jax.lax.scan`) is resharded once, in the trace around the
+    loop. Resharded inside, it would be gathered at every iteration, and so would its gradient be reduced.
+    """
+
+    model: keras.Layer
+    trace: Any  # that the call began in
+    values: set[int]  # ids of the values of variables that were passed to it
+    reads: dict[tuple, tuple[Any, Any, Any]]  # a trace, a value of a weight, and what it is there, read once for all
+    reads_stored_table: bool = False  # whether an embedding reads its table as it is stored
+
+    def is_in_loop(self) -> bool:
+        return _current_trace() is not self.trace
+
+    def read_once(self, variable: Any, value: Any, dtype: Any, distribute: Callable[[], Any]) -> Any:
+        """Returns what `distribute` returned for the first read of a weight with this value, in a dtype.
+
+        XLA:GPU would gather the weight for each read. A layer may assign another value (`SpectralNormalization`).
+        """
+        trace = _current_trace()
+        key = id(variable), id(value), dtype, id(trace)
+        if key not in self.reads:
+            self.reads[key] = trace, value, distribute()  # with trace and value, so that no other ones get their ids
+        return self.reads[key][-1]
+
+    def outside_of_loops(self, value: Any) -> contextlib.AbstractContextManager:
+        """Runs a block in the trace that the call began in, if the value is known there."""
+        return set_current_trace(self.trace) if id(value) in self.values else contextlib.nullcontext()
+
+
+def _current_trace() -> Any:
+    """Returns what JAX traces into at the moment; the body of a loop has a trace of its own."""
+    with take_current_trace() as trace:
+        return trace
+
+
+class LayerCalls:
+    """How layers compute under a distribution.
+
+    Args:
+        distribution: the distribution.
+        placer: how it places batches.
+    """
+
+    def __init__(self, distribution: Any, placer: BatchPlacer):
+        self._distribution, self._placer = distribution, placer
+
+    def call_stateless(self, layer: keras.Layer, call: Callable, state: Any, inputs: tuple[tuple, dict]) -> Any:
+        """Calls a layer with values of its variables.
+
+        Args:
+            layer: the layer, for example a model.
+            call: Keras's `stateless_call(*state, *args, **kwargs)`.
+            state: the values of its trainable and of its other variables, in lists.
+            inputs: `args` and `kwargs`.
+        """
+        is_inner = step_state().call is not None
+        if not is_inner and isinstance(layer, keras.Model):
+            inputs = SequenceSharding(self._placer).shard_inputs(layer.name, inputs)
+
+        def computed(state: Any, inputs: tuple[tuple, dict]) -> Any:
+            values = {id(value) for value in itertools.chain(*state)}
+            with changed(call=ModelCall(layer, _current_trace(), values, {})):
+                return call(*state, *inputs[0], **inputs[1])
+
+        if is_inner:
+            return computed(state, inputs)
+        return self._distribution.steps.compute_call(layer, computed, state, inputs)
+
+    def read_weight(self, variable: keras.Variable, value: Any, cast: Callable[[Any], Any]) -> Any:
+        """Returns the value of a variable that a layer reads: in the layout that it computes with, if it is traced."""
+        call = step_state().call
+        if call is None or not isinstance(value, Tracer) or call.reads_stored_table:
+            return cast(value)
+        with call.outside_of_loops(value):
+            read = cast(value)
+            distribute = functools.partial(self._distributed, variable, read)
+            if id(variable) in step_state().kept_gradients:
+                return call.read_once(variable, value, read.dtype, distribute)
+            return distribute()
+
+    def _distributed(self, variable: keras.Variable, value: Any) -> Any:
+        state = step_state()
+        stored, used, update = weight_layouts(variable, self._distribution)
+        if state.are_weights_gathered and variable.trainable:
+            stored = used
+        if id(variable) in state.kept_gradients:
+            update = None
+        remat = state.rematerialization
+        if remat is not None and update is not None and variable.trainable:
+            value = remat.weight(value, update)
+        value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
+        state.weights.add(value, used.axes)
+        return value
+
+    def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
+        """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""
+        state, is_plain = step_state(), not layer.quantization_mode and not layer.lora_enabled
+        if state.call is None or state.call.is_in_loop() or not is_plain:
+            return None
+        table = model_structure.embedding_table(layer)
+        layouts, is_kept = weight_layouts(table, self._distribution), id(table) in state.kept_gradients
+        if state.are_weights_gathered and table.trainable:
+            layouts = layouts._replace(stored=layouts.compute)
+        is_tied = id(table) in model_structure.tied_tables(state.call.model)
+        lookup = Lookup(table.shape, inputs.shape, layouts, self._placer, is_tied, is_kept)
+        if not lookup.has_sharded_rows:
+            return None
+        if not lookup.exchanges_rows and not model_structure.casts_rows_to_fewer_bytes(layer):
+            return None
+        is_integer = "int" in keras.backend.standardize_dtype(inputs.dtype)
+        indices = inputs if is_integer else keras.ops.cast(inputs, "int32")
+        call = state.call._replace(reads_stored_table=lookup.takes_stored_table)
+        with internals.AutocastScope(layer.compute_dtype), changed(call=call):
+            values = keras.ops.convert_to_tensor(table)
+        return lookup(values, indices)
+
+    def shard_inputs(self, path: str, inputs: Any) -> Any:
+        """Returns the inputs of a layer, constrained to the layout of the rule for `path`."""
+        layout = self._distribution.get_tensor_layout(path)
+        if not layout or not jax.tree.leaves(inputs):
+            return inputs
+        return self._sharded(inputs, layout, role="input")
+
+    def shard_outputs(self, outputs: Any, layout: Any) -> Any:
+        """Returns the outputs of the layer that is called, constrained to a layout."""
+        path = internals.current_path()
+        inputs = self._distribution.get_tensor_layout(f"{path}/input") if path else None
+        return self._sharded(outputs, layout, inputs_layout=inputs)
+
+    def _sharded(self, tensors: Any, layout: Any, **kind: Any) -> Any:
+        axes = self._placer.batch_axes, self._placer.sequence_axes
+        return distribute_tensors(tensors, layout, *axes, splits_rows=step_state().splits_rows, **kind)
+
+    # ------------------------------------------------------------------------------------------- computed again
+
+    def run(self, layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs `call(layer, *args, **kwargs)`, of which the backward pass may compute something again."""
+        args = self.shard_inputs(f"{internals.current_path()}/input", args)
+        run = functools.partial(call, layer, *args, **kwargs)
+        state = step_state()
+        remat, regathers = state.rematerialization, self._distribution.regathers
+        if remat is not None and state.call is not None and not remat.is_in_block:
+            if remat.is_of_attention and internals.has_attention(layer):
+                with internals.attention_replaced(layer, functools.partial(self._attention_again, layer, remat)):
+                    return run()
+            if not remat.is_of_attention and id(layer) in remat.blocks.layers:
+                with remat.block():
+                    return self.rematerialized(layer, run, remat.checkpoint, regathers)
+        # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
+        # weights are still there.
+        if (
+            state.call is None
+            or state.call.is_in_loop()
+            or (remat is not None and remat.is_in_block)
+            or not self._distribution.regathers_weights(layer)
+            or layer in model_structure.last_layers(state.call.model)
+        ):
+            return run()
+        keep = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+        return self.rematerialized(layer, run, keep)
+
+    def _attention_again(self, layer: keras.Layer, remat: Rematerialization, compute: Callable) -> Any:
+        with remat.block():
+            return self.rematerialized(layer, compute, remat.checkpoint)
+
+    def run_graph(self, graph: Any, inputs: Any, operation_of: Callable) -> Any:
+        """Returns the outputs of a functional model, of which the backward pass computes blocks again; None: as Keras.
+
+        Args:
+            graph: the model.
+            inputs: its inputs.
+            operation_of: returns what computes an operation.
+        """
+        state = step_state()
+        remat = state.rematerialization
+        if remat is None or remat.is_of_attention or remat.is_in_block or state.call is None:
+            return None
+        parts = remat.blocks.parts_of(graph)
+        if parts is None:
+            return None
+        tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
+
+        def run(part: Any) -> list:
+            known = dict(tensors)
+            for node in part.nodes:
+                args, kwargs = node.arguments.fill_in(known)
+                outputs = operation_of(node.operation)(*args, **kwargs)
+                known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=True))
+            return [known[key] for key in part.outputs]
+
+        for part in parts:
+            if part.is_block:
+                layer = next(node.operation for node in part.nodes if isinstance(node.operation, keras.Layer))
+                with remat.block():
+                    compute = functools.partial(run, part)
+                    outputs = self.rematerialized(layer, compute, remat.checkpoint, self._distribution.regathers)
+            else:
+                outputs = run(part)
+            tensors.update(zip(part.outputs, outputs, strict=True))
+        return model_structure.pack_outputs(graph, [tensors[id(tensor)] for tensor in graph.outputs])
+
+    def rematerialized(
+        self, layer: Any, function: Callable, checkpoint: Callable = jax.checkpoint, regathers: bool = True
+    ) -> Any:
+        """Calls a function by `checkpoint(function)()`; `layer` owns the losses that it adds.
+
+        What the backward pass computes again includes gathering the weights that the function reads, or else they are
+        kept.
+        """
+        call = step_state().call
+        if call is None or call.is_in_loop() or not regathers:
+            return internals.rematerialized(layer, function, checkpoint)
+
+        def in_trace() -> Any:
+            with changed(call=call._replace(trace=_current_trace())):
+                return function()
+
+        return internals.rematerialized(layer, in_trace, checkpoint)

@@ -1,0 +1,81 @@
+"""What is alive while a step of a model is traced: one object, which whatever is traced asks.
+
+It begins with the step, or with a call of a model outside of steps. Blocks of code change parts of it:
+
+    with changed(kept_gradients=kept):
+        ...  # what is traced here finds them in step_state()
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.attention.attention import AttentionCall
+from keras_dist.steps.loss_parts import LossParts
+from keras_dist.steps.rematerialization import Rematerialization
+from keras_dist.tracing.traced_weights import TracedWeights
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What is alive while a step is traced in a thread.
+
+    Attributes:
+        is_in_step: whether the program of a step is traced.
+        splits_rows: whether that step splits rows into shards of unequal sizes.
+        weights: the layouts of the weights that were read.
+        kept_gradients: ids of the weights whose gradients are not reduced.
+        are_weights_gathered: whether weights were gathered for all microbatches.
+        losses: the losses of a microbatch.
+        rematerialization: what is computed again for the backward pass.
+        is_update_unconditional: whether the update of the weights is that of accumulated gradients.
+        with_options: filled by train steps that are computed with the options of their distribution.
+        attention: filled with the calls of attention, if somebody wants them.
+        call: the innermost call of a model or layer, a `ModelCall`.
+        compared_model: the name of the model whose step Keras compiles, if processes compare its program.
+    """
+
+    is_in_step: bool = False
+    splits_rows: bool = False
+    weights: TracedWeights = field(default_factory=TracedWeights)
+    kept_gradients: Collection[int] = ()
+    are_weights_gathered: bool = False
+    losses: LossParts | None = None
+    rematerialization: Rematerialization | None = None
+    is_update_unconditional: bool = False
+    with_options: list[bool] | None = None
+    attention: list[AttentionCall] | None = None
+    call: Any = None
+    compared_model: str | None = None
+
+
+_state: ThreadValue[StepState] = ThreadValue(StepState())
+
+
+def step_state() -> StepState:
+    """Returns what is alive in this thread."""
+    return _state.value
+
+
+@contextlib.contextmanager
+def changed(**changes: Any) -> Iterator[StepState]:
+    """Changes parts of what is alive for a block of code."""
+    with _state.set_to(replace(_state.value, **changes)):
+        yield _state.value
+
+
+@contextlib.contextmanager
+def nothing_alive() -> Iterator[None]:
+    """Traces something else in the middle of a step, such as a plan of it."""
+    with _state.set_to(StepState(attention=_state.value.attention)):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_attention() -> Iterator[list[AttentionCall]]:
+    """Records the calls of attention that this thread traces in a block."""
+    calls: list[AttentionCall] = []
+    with changed(attention=calls):
+        yield calls

@@ -1,0 +1,238 @@
+"""The steps of models under a distribution: traced to a program, which passes rewrite, on rows that are split."""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
+
+from keras_dist._keras.active_distribution import active_distribution
+from keras_dist._keras.internals import get_mask, set_mask
+from keras_dist.data.batch_placement import BatchPlacer, is_sparse
+from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.passes.compiler_options import compiler_options
+from keras_dist.passes.registry import PASSES
+from keras_dist.passes.rewriting import Pass, rewritten, rewritten_with_gradients
+from keras_dist.passes.step_program import Axes, StepProgram, batch_axes
+from keras_dist.sharding.weight_layouts import weight_layouts
+from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
+from keras_dist.steps.step_state import changed, nothing_alive, step_state
+from keras_dist.tracing.traced_values import root_of
+from keras_dist.tracing.traced_weights import TracedWeights
+
+_choose_remat: Callable[[Any, Any, Any], Any] | None = None
+
+
+def choose_remat_by(function: Callable[[Any, Any, Any], Any]) -> None:
+    """Sets what resolves `remat="auto"`: a function of distribution, model and batch to the distribution to use.
+
+    It compiles steps, as a room above this one does.
+    """
+    global _choose_remat
+    _choose_remat = function
+
+
+def stateless_step(model: Any, step: str) -> Callable:
+    """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
+    if step != "predict":
+        distribution = active_distribution()
+        return getattr(model, f"{step}_step") if distribution is None else distribution.steps.of_model(model, step)
+
+    def predict_step(state, data):
+        outputs, non_trainable_variables = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable_variables)
+
+    return predict_step
+
+
+class Steps:
+    """How a distribution computes the steps of models.
+
+    JAX places arrays in equal shards only: 13 rows on 8 devices are replicated, and each device would compute all 13.
+    A compiled step may have unequal shards. So the step begins with a constraint that splits the rows, here into
+    shards of 2, 2, 2, 2, 2, 2, 1 and 0 rows, each padded to 2 by XLA, and what leaves the step is placed as batches
+    are.
+
+    Args:
+        distribution: the distribution.
+        options: its step options.
+        placer: how it places batches.
+    """
+
+    def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
+        self._distribution, self._options, self._placer = distribution, options, placer
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA, by name, with which steps are compiled."""
+        return compiler_options(self._placer.device_mesh.backend_mesh)
+
+    def of_model(self, model: Any, step: str) -> Callable:
+        """Returns a model's train or test step, computed as the distribution does."""
+        function = getattr(model, f"{step}_step")
+        if step == "train" and self._options != StepOptions():
+            function = self._with_options(model, function)
+
+        @functools.wraps(function)
+        def computed(state: Any, batch: Any) -> Any:
+            return self.compute(step, model, function, state, batch)
+
+        return computed
+
+    def _with_options(self, model: Any, step: Callable) -> Callable:
+        """Returns a train step in the scope of the options. One that the user defines may not have all of them."""
+
+        @functools.wraps(step)
+        def with_options(state: Any, batch: Any) -> Any:
+            chosen = self._distribution
+            if self._options.remat == AUTO and _choose_remat is not None:
+                with nothing_alive():
+                    chosen = _choose_remat(chosen, model, batch)
+            with chosen.train_steps.scope(model), changed(with_options=[]) as current:
+                outputs = step(state, batch)
+            if self._options.splits_gradients and not current.with_options:
+                raise OptionWithoutEffectError(
+                    "microbatches",
+                    f"{type(model).__name__}.train_step computes its gradients itself, so {self._options} would have "
+                    "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
+                    "out the options.",
+                )
+            return outputs
+
+        return with_options
+
+    @contextlib.contextmanager
+    def replaced(self, model: Any, step: str) -> Iterator[None]:
+        """Replaces a model's train or test step by that of the distribution, for a block in which Keras compiles it.
+
+        Keras looks the predict step up later, while it traces. A patch replaces that, unless models override it.
+        """
+        if step == "predict":
+            yield
+            return
+        vars(model)[f"{step}_step"] = self.of_model(model, step)
+        try:
+            yield
+        finally:
+            del vars(model)[f"{step}_step"]
+
+    def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
+        """Returns the batch axes over which a step splits a number of rows."""
+        return self._placer.batch_axes if self._splits(step, rows) else self._placer.axes_for(rows)
+
+    def rows_of_device(self, step: str, rows: int) -> int:
+        """Returns how many rows the devices with most of them compute in a step."""
+        sizes = self._placer.device_mesh.axis_sizes
+        return -(-rows // math.prod(sizes[name] for name in self.axes_in_step(step, rows)))
+
+    def warning_for(self, step: str | None, rows: int) -> str | None:
+        """Returns, once, a warning if train steps on batches of a number of rows leave devices idle or repeat rows."""
+        return self._placer.warning_for(rows, self.axes_in_step(step, rows)) if step == "train" else None
+
+    def compute(self, step: str, model: Any, function: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Returns `function(state, batch)`, outputs and new state of a step that is being traced.
+
+        The function is traced to a program, which then runs on the rows that are split, with what XLA cannot partition
+        in another form. XLA may choose unequal shards, of a slice for example, where those of the rows are equal. A
+        step that is not compiled has no program, so each device computes the whole batch.
+        """
+        leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
+        mesh = self._placer.device_mesh.backend_mesh
+        if step_state().is_in_step or mesh.size == 1 or any(map(is_sparse, leaves)):
+            return function(state, batch)
+        if not all(isinstance(leaf, Tracer) for leaf in leaves):
+            return function(state, self._placer.replicate(batch))
+        rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
+        splits = self._splits(step, rows)
+        with changed(is_in_step=True, splits_rows=splits, weights=TracedWeights()):
+            program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
+        if splits:
+            batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
+        program = self._program(program, model, state, leaves, rows, self.axes_in_step(step, rows))
+        outputs = jaxpr_as_fun(rewritten(program, self._passes))(*jax.tree.leaves((state, batch)))
+        outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return jax.tree.map(self._joined, outputs) if splits else outputs, state
+
+    def compute_call(self, model: Any, function: Callable, state: Any, inputs: Any) -> Any:
+        """Returns `function(state, inputs)`, a call of a model in a function that users compile themselves.
+
+        It is changed as steps are, but before it is differentiated: passes are asked about the gradients of single
+        operations. If they change nothing, the function itself is called.
+
+        Args:
+            model: the model, or a layer.
+            function: returns nested arrays.
+            state: values of its trainable and of its other variables, in lists.
+            inputs: nested arguments; what is no array stays as it is.
+        """
+        leaves, structure = jax.tree.flatten(inputs)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+        arrays = [leaves[index] for index in places]
+        # Arguments that are differentiated without `jax.jit` are tracers of known arrays.
+        is_compiled = arrays and all(isinstance(root_of(each), Tracer) for each in arrays)
+        if not is_compiled or step_state().is_in_step or self._placer.device_mesh.backend_mesh.size == 1:
+            return function(state, inputs)
+        masks: list = []
+
+        def traced(state: Any, arrays: list) -> Any:
+            replaced = dict(zip(places, arrays, strict=True))
+            outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            masks.extend(map(get_mask, jax.tree.leaves(outputs)))  # attributes of tracers
+            return outputs, [mask for mask in masks if mask is not None]
+
+        jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(state, arrays)
+        rows = next((array.shape[0] for array in arrays if array.ndim), 0)
+        program = self._program(jaxpr, model, state, arrays, rows, self._placer.axes_for(rows))
+        better = rewritten_with_gradients(program, self._passes)
+        if better is jaxpr:
+            return function(state, inputs)
+        results = jaxpr_as_fun(better)(*jax.tree.leaves((state, arrays)))
+        outputs, kept_masks = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        kept = iter(kept_masks)
+        for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
+            if mask is not None:
+                set_mask(leaf, next(kept))
+        return outputs
+
+    def _program(
+        self, jaxpr: Any, model: Any, state: Any, arrays: list, rows: int, row_axes: tuple[str, ...]
+    ) -> StepProgram:
+        axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
+        return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes])
+
+    def _axes_of_state(self, model: Any, state: Any) -> list[Axes]:
+        """Returns the axes of the dims of each array of a step's state; only those of weights are known."""
+        weights = model.trainable_variables, model.non_trainable_variables
+        axes: list[Axes] = []
+        for variables, values in itertools.zip_longest(weights, state[: len(weights)], fillvalue=()):
+            layouts = [weight_layouts(variable, self._distribution).compute.axes for variable in variables]
+            known = [tuple(map(axis_tuple, each)) for each in layouts]
+            axes += known if len(known) == len(values) else [()] * len(values)
+        return axes + [()] * (len(jax.tree.leaves(state)) - len(axes))
+
+    @property
+    def _passes(self) -> list[Pass]:
+        return [each for name, each in PASSES.items() if name not in self._options.without_passes]
+
+    def _splits(self, step: str, rows: int) -> bool:
+        is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows
+        return self._placer.can_split_unequally(rows) and not is_in_parts
+
+    def _split(self, leaf: Any, rows: int) -> Any:
+        if leaf.ndim == 0 or leaf.shape[0] != rows:
+            return leaf
+        spec = PartitionSpec(self._placer.batch_axes, *[PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 1))
+        return with_sharding_constraint(leaf, NamedSharding(self._placer.device_mesh.backend_mesh, spec))
+
+    def _joined(self, output: Any) -> Any:
+        # Logs may be Python numbers, which have no shape.
+        return with_sharding_constraint(jnp.asarray(output), self._placer.sharding(np.shape(output)))
