@@ -1,6 +1,6 @@
 """The parts of Keras's train step: its loss with all updates, its metrics, and the update of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,13 @@ def compute_loss(model: Any, state: TrainState, batch: Any) -> tuple[Any, tuple]
     )
 
 
-def compute_gradients(model: Any, state: TrainState, batch: Any, scale: float) -> tuple[list, tuple[dict, list, list]]:
+Improve = Callable[[Callable, TrainState, Any], Any] | None
+"""Returns `function(state, batch)`, given function, state and batch; None: the function is called."""
+
+
+def compute_gradients(
+    model: Any, state: TrainState, batch: Any, scale: float, improve: Improve
+) -> tuple[list, tuple[dict, list, list]]:
     """Does what Keras's train step does before the update.
 
     Args:
@@ -37,19 +43,25 @@ def compute_gradients(model: Any, state: TrainState, batch: Any, scale: float) -
         state: its state.
         batch: x, y and sample weights, as Keras's train step takes them.
         scale: what the loss is multiplied with before it is differentiated.
+        improve: calls the function of loss, logs and updates that is differentiated.
 
     Returns:
         The gradients, and the logs and new values of `others` and `metrics`.
     """
-    x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
 
-    def loss_and_updates(weights):
-        loss, updates = compute_loss(model, state._replace(weights=weights), batch)
-        return loss * scale, updates
+    def loss_and_logs(state: TrainState, batch: Any) -> tuple[Any, tuple[dict, list, list]]:
+        loss, updates = compute_loss(model, state, batch)
+        # As with Keras, metrics have no gradients, and what the model computed has no masks any more.
+        unscaled, y_pred, others, metrics = jax.tree.map(jax.lax.stop_gradient, updates)
+        x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        logs, metrics = model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
+        return loss * scale, (logs, others, metrics)
 
-    gradients, (loss, y_pred, others, metrics) = jax.grad(loss_and_updates, has_aux=True)(state.weights)
-    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
-    return gradients, (logs, others, metrics)
+    def of_weights(weights: Any) -> Any:
+        arguments = state._replace(weights=weights), batch
+        return loss_and_logs(*arguments) if improve is None else improve(loss_and_logs, *arguments)
+
+    return jax.grad(of_weights, has_aux=True)(state.weights)
 
 
 def apply_gradients(model: Any, state: TrainState, gradients: Sequence[Any]) -> tuple[list, list]:

@@ -13,7 +13,6 @@ computes sines in float32.
 no pass replaces anything, the program stays the same object.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.tracing.jaxpr_evaluation import with_equations
+from keras_dist.tracing.jaxpr_evaluation import bind, with_equations
 
 Pass = Callable[[Any, StepProgram], Callable | None]
 
@@ -37,7 +36,7 @@ def rewritten(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
     def replaced(equation: Any) -> Any:
         for each in passes:
             if (function := each(equation, program)) is not None:
-                return _calling(equation, function, each)
+                return _calling(program, equation, function, each)
         return equation
 
     return with_equations(program.jaxpr, replaced)
@@ -47,15 +46,22 @@ _WITH_GRADIENTS_OF_THEIR_OWN = ("gather", "sort", "reduce_window_max", "reduce_w
 """Operations whose gradients are computed by others, about which passes are to be asked."""
 
 
-def rewritten_with_gradients(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
-    """Returns a program that is differentiated later, as `rewritten` does, with the gradients of its operations."""
+def rewritten_before_gradients(
+    program: StepProgram, passes: Sequence[Pass], passes_with_gradients: Sequence[Pass]
+) -> ClosedJaxpr:
+    """Returns a program that is differentiated later, as `rewritten` does.
+
+    `passes_with_gradients` are asked about the gradients of its operations, too.
+    """
 
     def gradients(equation: Any, program: StepProgram) -> Callable | None:
         """Rewrites the gradient of an operation."""
         if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:
             return None
-        operation = functools.partial(equation.primitive.bind, **equation.params)
         operands = [variable.aval for variable in equation.invars]
+
+        def operation(*operands: Any) -> Any:
+            return bind(program.jaxpr.jaxpr, equation, operands)
 
         def pull_back(cotangents: Any, *operands: Any) -> Any:
             gradients = jax.vjp(operation, *operands)[1](cotangents)
@@ -64,7 +70,8 @@ def rewritten_with_gradients(program: StepProgram, passes: Sequence[Pass]) -> Cl
         cotangents = jax.tree.map(_cotangent, jax.eval_shape(operation, *operands))
         traced = jax.make_jaxpr(pull_back)(cotangents, *operands)
         unknown = [()] * len(traced.in_avals)
-        changed = rewritten(StepProgram(traced, program.placer, program.row_axes, unknown), passes)
+        unknown_program = StepProgram(traced, program.placer, program.row_axes, unknown)
+        changed = rewritten(unknown_program, passes_with_gradients)
         if changed is traced:
             return None
 
@@ -79,7 +86,7 @@ def rewritten_with_gradients(program: StepProgram, passes: Sequence[Pass]) -> Cl
         computed.defvjp(lambda *operands: (computed(*operands), operands), backward)
         return lambda _, *operands: computed(*operands)
 
-    return rewritten(program, [*passes, gradients])
+    return rewritten(program, [*passes, *passes_with_gradients, gradients])
 
 
 def _cotangent(output: Any) -> Any:
@@ -87,11 +94,11 @@ def _cotangent(output: Any) -> Any:
     return jax.ShapeDtypeStruct(output.shape, dtype)
 
 
-def _calling(equation: Any, function: Callable, by: Pass) -> Any:
+def _calling(program: StepProgram, equation: Any, function: Callable, by: Pass) -> Any:
     """Returns an equation that calls a function of another one's operation and operands, in place of that one."""
 
     def operation(*operands: Any) -> Any:
-        return equation.primitive.bind(*operands, **equation.params)
+        return bind(program.jaxpr.jaxpr, equation, operands)
 
     shapes = [variable.aval for variable in equation.invars]
     try:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.internals import is_read_in_compute_dtype
 from keras_dist._keras.model_structure import compute_dtypes
-from keras_dist._keras.train_step import TrainState, compute_gradients, compute_loss
+from keras_dist._keras.train_step import Improve, TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.resharding import layout_of_summands, to_compute_layout
@@ -37,6 +37,7 @@ def gradients_of_microbatches(
     options: StepOptions,
     placer: BatchPlacer,
     layouts: Sequence[WeightLayouts],
+    improve: Improve,
 ) -> StepGradients:
     """Computes what a train step does before the update, one part of a batch after the other.
 
@@ -47,15 +48,17 @@ def gradients_of_microbatches(
         options: how the step is computed.
         placer: how batches are sharded.
         layouts: those of each weight that is trained.
+        improve: see `compute_gradients`.
     """
-    return _Step(model, state, batch, options, placer, layouts).run()
+    return _Step(model, state, batch, options, placer, layouts, improve).run()
 
 
 class _Step:
     """A train step while it is traced."""
 
-    def __init__(self, model, state, batch, options, placer, layouts):
+    def __init__(self, model, state, batch, options, placer, layouts, improve):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
+        self._improve = improve
         self._leaves, self._structure = jax.tree.flatten(batch)
         self._rows = _rows(self._leaves, options.microbatches)
         self._mesh, self._placer, self._axes = placer.device_mesh.backend_mesh, placer, placer.axes_for(self._rows)
@@ -126,7 +129,7 @@ class _Step:
             losses = LossParts(fraction, totals)
             with changed(losses=losses, kept_gradients=kept, are_weights_gathered=is_gathered):
                 batch = jax.tree.unflatten(self._structure, arrays)
-                return compute_gradients(self._model, state, batch, fraction)
+                return compute_gradients(self._model, state, batch, fraction, self._improve)
 
         def compute_reduced(state, totals, arrays):
             gradients, others = compute(state, totals, arrays)

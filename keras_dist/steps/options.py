@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import keras
 
-from keras_dist.passes.registry import PASSES
+from keras_dist.passes.registry import FORWARD_PASSES, PASSES
 
 Mode = Literal["full", "dots", "attention"]
 
@@ -91,7 +91,9 @@ class StepOptions:
             kind = ValueError if isinstance(self.remat, str) else TypeError
             raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
         self._check_offload()
-        object.__setattr__(self, "without_passes", _names("without_passes", self.without_passes, PASSES))
+        object.__setattr__(
+            self, "without_passes", _names("without_passes", self.without_passes, [*PASSES, *FORWARD_PASSES])
+        )
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
         if self.reduce_dtype is not None and self.reduce_gradients != "update":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from keras_dist._keras.train_step import TrainState, compute_gradients
+from keras_dist._keras.train_step import Improve, TrainState, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.sharding.weight_layouts import WeightLayouts
 from keras_dist.steps.step_state import changed
@@ -43,7 +43,7 @@ class StepGradients(NamedTuple):
 
 
 def gradients_of_batch(
-    model: Any, state: TrainState, batch: Any, placer: BatchPlacer, kept: Collection[int]
+    model: Any, state: TrainState, batch: Any, placer: BatchPlacer, kept: Collection[int], improve: Improve
 ) -> StepGradients:
     """Computes what a train step does before the update, for a batch as a whole.
 
@@ -53,12 +53,13 @@ def gradients_of_batch(
         batch: the traced arrays of x, y and sample weights.
         placer: how batches are sharded.
         kept: the ids of the weights whose gradients are wanted as one summand for each shard of the batch.
+        improve: see `compute_gradients`.
     """
     axes = row_axes(batch, placer)
 
     def compute(state: TrainState, batch: Any) -> tuple[list, Any]:
         with changed(kept_gradients=kept):
-            return compute_gradients(model, state, batch, scale=1.0)
+            return compute_gradients(model, state, batch, 1.0, improve)
 
     has_rows = [False] * len(jax.tree.leaves(state)) + [bool(leaf.ndim) for leaf in jax.tree.leaves(batch)]
     is_kept = [id(variable) in kept for variable in model.trainable_variables]

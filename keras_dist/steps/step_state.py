@@ -24,6 +24,7 @@ class StepState:
 
     Attributes:
         is_in_step: whether the program of a step is traced.
+        is_improved: whether forward passes are asked about what is traced.
         splits_rows: whether that step splits rows into shards of unequal sizes.
         weights: the layouts of the weights that were read.
         kept_gradients: ids of the weights whose gradients are not reduced.
@@ -38,6 +39,7 @@ class StepState:
     """
 
     is_in_step: bool = False
+    is_improved: bool = False
     splits_rows: bool = False
     weights: TracedWeights = field(default_factory=TracedWeights)
     kept_gradients: Collection[int] = ()

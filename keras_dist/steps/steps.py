@@ -17,11 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.internals import get_mask, set_mask
+from keras_dist._keras.train_step import Improve
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.passes.compiler_options import compiler_options
-from keras_dist.passes.registry import PASSES
-from keras_dist.passes.rewriting import Pass, rewritten, rewritten_with_gradients
+from keras_dist.passes.registry import FORWARD_PASSES, PASSES
+from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import Axes, StepProgram, batch_axes
 from keras_dist.sharding.weight_layouts import weight_layouts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
@@ -153,20 +154,40 @@ class Steps:
             return function(state, self._placer.replicate(batch))
         rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
         splits = self._splits(step, rows)
-        with changed(is_in_step=True, splits_rows=splits, weights=TracedWeights()):
+        is_improved = step != "train"  # nothing is differentiated
+        with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
             program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
         program = self._program(program, model, state, leaves, rows, self.axes_in_step(step, rows))
-        outputs = jaxpr_as_fun(rewritten(program, self._passes))(*jax.tree.leaves((state, batch)))
+        passes = [*(self._selected(FORWARD_PASSES) if is_improved else []), *self._selected(PASSES)]
+        outputs = jaxpr_as_fun(rewritten(program, passes))(*jax.tree.leaves((state, batch)))
         outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
-    def compute_call(self, model: Any, function: Callable, state: Any, inputs: Any) -> Any:
-        """Returns `function(state, inputs)`, a call of a model in a function that users compile themselves.
+    def improve_of(self, model: Any, batch: Any) -> Improve:
+        """Returns what forward passes make of functions of a train step's state and batch; None if there are none."""
+        leaves = jax.tree.leaves(batch)
+        passes = self._selected(FORWARD_PASSES)
+        if not passes or not all(isinstance(leaf, Tracer) for leaf in leaves):
+            return None
 
-        It is changed as steps are, but before it is differentiated: passes are asked about the gradients of single
-        operations. If they change nothing, the function itself is called.
+        def improve(function: Callable, state: Any, batch: Any) -> Any:
+            with changed(is_improved=True):
+                jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
+            leaves = jax.tree.leaves(batch)
+            rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
+            program = self._program(jaxpr, model, state, leaves, rows, self.axes_in_step("train", rows))
+            results = jaxpr_as_fun(rewritten(program, passes))(*jax.tree.leaves((state, batch)))
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return improve
+
+    def compute_call(self, model: Any, function: Callable, state: Any, inputs: Any) -> Any:
+        """Returns `function(state, inputs)`, an outermost call of a model in a train step or function of a user.
+
+        Forward passes are asked about it. In a function that users compile themselves, so are the passes over steps,
+        also about the gradients of single operations. If they change nothing, the function itself is called.
 
         Args:
             model: the model, or a layer.
@@ -174,27 +195,34 @@ class Steps:
             state: values of its trainable and of its other variables, in lists.
             inputs: nested arguments; what is no array stays as it is.
         """
+        current = step_state()
+        forward, others = self._selected(FORWARD_PASSES), [] if current.is_in_step else self._selected(PASSES)
         leaves, structure = jax.tree.flatten(inputs)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         arrays = [leaves[index] for index in places]
         # Arguments that are differentiated without `jax.jit` are tracers of known arrays.
         is_compiled = arrays and all(isinstance(root_of(each), Tracer) for each in arrays)
-        if not is_compiled or step_state().is_in_step or self._placer.device_mesh.backend_mesh.size == 1:
+        is_alone = self._placer.device_mesh.backend_mesh.size == 1
+        if not is_compiled or current.is_improved or is_alone or not (forward or others):
             return function(state, inputs)
         masks: list = []
+        attention: list = []
 
         def traced(state: Any, arrays: list) -> Any:
             replaced = dict(zip(places, arrays, strict=True))
-            outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            with changed(is_improved=True, attention=None if current.attention is None else attention):
+                outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
             masks.extend(map(get_mask, jax.tree.leaves(outputs)))  # attributes of tracers
             return outputs, [mask for mask in masks if mask is not None]
 
         jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(state, arrays)
         rows = next((array.shape[0] for array in arrays if array.ndim), 0)
         program = self._program(jaxpr, model, state, arrays, rows, self._placer.axes_for(rows))
-        better = rewritten_with_gradients(program, self._passes)
+        better = rewritten_before_gradients(program, forward, others)
         if better is jaxpr:
             return function(state, inputs)
+        if current.attention is not None:
+            current.attention.extend(attention)
         results = jaxpr_as_fun(better)(*jax.tree.leaves((state, arrays)))
         outputs, kept_masks = jax.tree.unflatten(jax.tree.structure(shapes), results)
         kept = iter(kept_masks)
@@ -219,9 +247,8 @@ class Steps:
             axes += known if len(known) == len(values) else [()] * len(values)
         return axes + [()] * (len(jax.tree.leaves(state)) - len(axes))
 
-    @property
-    def _passes(self) -> list[Pass]:
-        return [each for name, each in PASSES.items() if name not in self._options.without_passes]
+    def _selected(self, passes: dict[str, Pass]) -> list[Pass]:
+        return [each for name, each in passes.items() if name not in self._options.without_passes]
 
     def _splits(self, step: str, rows: int) -> bool:
         is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_dist._keras import internals, model_structure
-from keras_dist._keras.train_step import TrainState, apply_gradients
+from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
 from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
@@ -63,22 +63,26 @@ class TrainSteps:
         state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
-        splits = self._options.splits_gradients
+        splits, improve = self._options.splits_gradients, self._distribution.steps.improve_of(model, batch)
         if not splits and accumulation is None and not tables:
-            return keras_train_step(model, state, batch)
+            if improve is None:
+                return keras_train_step(model, state, batch)
+            gradients, (logs, others, metrics) = compute_gradients(model, state, batch, 1.0, improve)
+            weights, optimizer = apply_gradients(model, state, gradients)
+            return logs, (weights, others, optimizer, metrics)
         layouts = self._layouts(model)
         for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
         arguments = model, for_keras, batch
         if splits:
             if (found := step_state().with_options) is not None:
                 found.append(True)
-            gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts)
+            gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts, improve)
         elif accumulation is not None:
             is_split = row_axes(batch, self._placer) == self._placer.batch_axes
             kept = {id(variable) for variable in model.trainable_variables} if is_split else ()
-            gradients = gradients_of_batch(*arguments, self._placer, kept)
+            gradients = gradients_of_batch(*arguments, self._placer, kept, improve)
         else:
-            gradients = gradients_of_batch(*arguments, self._placer, tables)
+            gradients = gradients_of_batch(*arguments, self._placer, tables, improve)
         new_state, dtype = gradients.state._replace(optimizer=state.optimizer), self._options.reduce_dtype
         if accumulation is not None:
             weights, optimizer = accumulation.apply(model, new_state, gradients, dtype)

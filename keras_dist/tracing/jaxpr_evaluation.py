@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_dist.tracing.primitives import CALLS, REMATERIALIZATIONS
+from keras_dist.tracing.primitives import CALLS, CALLS_WITH_GRADIENTS, REMATERIALIZATIONS
 
 
 def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list[Any]]:
@@ -52,6 +52,17 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     """Returns the programs among the parameters of an equation, such as the body of a loop."""
     values = itertools.chain.from_iterable(v if isinstance(v, (tuple, list)) else (v,) for v in params.values())
     return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
+
+
+def bind(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> Any:
+    """Applies the operation of an equation of a jaxpr to other operands; returns a list if it has several results."""
+    if equation.primitive.name not in CALLS_WITH_GRADIENTS:
+        return equation.primitive.bind(*operands, **equation.params)
+    # Its gradient is among the parameters, in a form of JAX's own.
+    values = dict(zip(equation.invars, operands, strict=True))
+    inputs = {variable: value for variable, value in values.items() if not isinstance(variable, Literal)}
+    single = jaxpr.replace(eqns=[equation], invars=[*inputs], outvars=equation.outvars, constvars=[])
+    return as_function(single)(*inputs.values())
 
 
 def with_equations(program: Any, replace: Callable[[Any], Any]) -> Any:

@@ -37,7 +37,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
     specs = None
     for specs in candidates:
         try:
-            with _LayerNames(device_mesh).scope(), changed(is_in_step=True):  # no pass changes the program
+            with _LayerNames(device_mesh).scope(), changed(is_in_step=True, is_improved=True):  # by no pass
                 return _trace_call(model, specs)
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
