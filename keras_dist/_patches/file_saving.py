@@ -42,16 +42,38 @@ def _save_model_to_hdf5(original, distribution, model, filepath, overwrite=True,
 # ----------------------------------------------------------------------------------------------------------- callbacks
 
 
-def _on_process_0(callback: type, *names: str) -> None:
-    """Patches methods of a callback to do nothing on other processes than process 0."""
+@INSTALLED.patch(keras.callbacks.CSVLogger, "on_train_begin", reason=_REASON)
+def _open_log(original, distribution, self, logs=None):
+    if messaging.process_index() == 0:
+        return original(self, logs)
+    self.csv_file, self.writer, self.keys = open(os.devnull, "w"), None, None  # noqa: SIM115
+    return None
 
-    def method(original, distribution, self, *args, **kwargs):
-        if messaging.process_index() != 0:
-            return None
-        return original(self, *args, **kwargs)
 
-    for name in names:
-        INSTALLED.patch(callback, name, reason=_REASON)(method)
+class _Silent:
+    """Stands for TensorBoard's summaries and their writers where nothing is written."""
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
+@INSTALLED.patch(keras.callbacks.TensorBoard, "set_model", reason=_REASON)
+def _set_model(original, distribution, self, model):
+    if messaging.process_index() != 0:
+        self._summary_module = _Silent()
+        self.write_graph, self.embeddings_freq, self._should_trace = False, 0, False
+    original(self, model)
 
 
 def _led_by_process_0(callback: type, name: str, what: str) -> None:
@@ -62,22 +84,8 @@ def _led_by_process_0(callback: type, name: str, what: str) -> None:
         return run_on_process_zero(self.model, what, functools.partial(original, self, *args, **kwargs))
 
 
-_on_process_0(keras.callbacks.CSVLogger, "on_train_begin", "on_epoch_end", "on_train_end")
-_led_by_process_0(keras.callbacks.BackupAndRestore, "on_train_end", "delete a backup")
-_on_process_0(
-    keras.callbacks.TensorBoard,
-    *("on_train_begin", "on_train_end", "on_test_begin", "on_test_end", "on_epoch_begin"),
-    *("on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin"),
-)
 _led_by_process_0(keras.callbacks.TensorBoard, "on_epoch_end", "write what TensorBoard shows")
-
-
-@INSTALLED.patch(keras.callbacks.TensorBoard, "set_model", reason=_REASON)
-def _set_model(original, distribution, self, model):
-    if messaging.process_index() != 0:
-        self._model = model
-    else:
-        original(self, model)
+_led_by_process_0(keras.callbacks.BackupAndRestore, "on_train_end", "delete a backup")
 
 
 @INSTALLED.patch(

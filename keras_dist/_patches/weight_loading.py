@@ -1,22 +1,19 @@
 """Patches that load values directly into the shards of variables, from memory and from files."""
 
-import sys
+import contextlib
 import weakref
 import zipfile
+from typing import Any
 
 import jax
 import numpy as np
 
 from keras_dist._keras import internals
-from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution
+from keras_dist._keras.active_distribution import INSTALLED, active_distribution
 from keras_dist._keras.deferred_variables import is_deferring
 from keras_dist._keras.internals import as_sharding, legacy_h5_format, saving_lib
-from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.variables import global_reads, host_to_device, lazy_hdf5
 from keras_dist.variables.variable_layouts import is_on_attached_devices
-
-_is_read_in_place = ThreadValue(False)  # whether a model is loaded whose archive need not be read into memory
-
 
 # ------------------------------------------------------------------------------------------------- values of variables
 
@@ -72,35 +69,44 @@ def _distribute_tensor(original, distribution, tensor, layout):
 _ENTIRE_TENSORS = "every process reads entire tensors, although it needs only its shards"
 
 
-@INSTALLED.patch(saving_lib.H5IOStore, "__getitem__", reason=_ENTIRE_TENSORS)
-def _get_tensor(original, distribution, self, key):
-    if self.mode == "r" and _is_asked_for_by_keras():
-        tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
-        if tensor is not None:
-            vars(self).setdefault("live_tensors", weakref.WeakSet()).add(tensor)
-            return tensor
-    return original(self, key)
+@INSTALLED.patch(saving_lib, "H5IOStore", reason=_ENTIRE_TENSORS)
+class H5IOStore(saving_lib.H5IOStore):
+    """Keras's store of tensors in a file. They are read when they are used, and at the latest when it is closed."""
+
+    def __getitem__(self, key):
+        if self.mode == "r" and active_distribution() is not None:
+            tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
+            if tensor is not None:
+                vars(self).setdefault("read_later", []).append(weakref.ref(tensor))
+                return tensor
+        return super().__getitem__(key)
+
+    def _get_h5_file(self, path_or_io, mode=None):
+        """Opens a file. One in an archive would be decompressed from its beginning for every tensor."""
+        name, is_read = str(path_or_io), (mode or self.mode) == "r" and self.archive
+        if not is_read or active_distribution() is None or not lazy_hdf5.is_seekable(self.archive, name):
+            return super()._get_h5_file(path_or_io, mode)
+        self.io_file = lazy_hdf5.OpenMember(self.archive, name)
+        return saving_lib.h5py.File(self.io_file, mode="r")
+
+    def close(self):
+        _read_now(self)
+        super().close()
 
 
-def _is_asked_for_by_keras() -> bool:
-    """Returns whether Keras or KerasHub reads a tensor, in order to assign it. Other code may need a real array."""
-    frame, module = sys._getframe(1), __name__
-    while frame is not None and (module == saving_lib.__name__ or module.startswith("keras_dist.")):
-        frame = frame.f_back
-        module = "" if frame is None else frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("keras", "keras_hub")
+@INSTALLED.patch(saving_lib, "ShardedH5IOStore", reason=_ENTIRE_TENSORS)
+class ShardedH5IOStore(saving_lib.ShardedH5IOStore, H5IOStore):
+    """Keras's store of tensors in several files, which reads from each as from one."""
+
+    def close(self):
+        _read_now(self)
+        super().close()
 
 
-def _patch_close(store: type) -> None:
-    @VARIABLES.patch(store, "close", reason="closes a file of which tensors are still to be read, by shard")
-    def close(original, self):
-        for tensor in list(vars(self).pop("live_tensors", ())):
+def _read_now(store: Any) -> None:
+    for reference in vars(store).pop("read_later", ()):
+        if (tensor := reference()) is not None:
             tensor.load()
-        return original(self)
-
-
-_patch_close(saving_lib.H5IOStore)
-_patch_close(saving_lib.ShardedH5IOStore)
 
 
 @INSTALLED.patch(legacy_h5_format, "load_subset_weights_from_hdf5_group", reason=_ENTIRE_TENSORS)
@@ -110,37 +116,32 @@ def _load_subset(original, distribution, group):
     return [lazy_hdf5.lazy_tensor(dataset) or np.asarray(dataset) for dataset in datasets]
 
 
-# ---------------------------------------------------------------------------------------------- from `.keras` archives
-
-_ENTIRE_ARCHIVES = "an archive is read into memory, or extracted, completely"
-
-
-@INSTALLED.patch(saving_lib, "_load_model_from_fileobj", reason=_ENTIRE_ARCHIVES)
+@INSTALLED.patch(
+    saving_lib, "_load_model_from_fileobj", reason="an archive is read into memory, or extracted, completely"
+)
 def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, compile, safe_mode):
     with zipfile.ZipFile(fileobj, "r") as archive:
-        is_seekable = lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5)
-    with _is_read_in_place.set_to(is_seekable):
-        return original(fileobj, custom_objects, compile, safe_mode)
-
-
-class _ReadInPlace(Exception):
-    """Keeps Keras from reading an archive into memory, or extracting it: it reads from the archive where both fail."""
-
-
-@INSTALLED.patch(saving_lib, "is_memory_sufficient", reason=_ENTIRE_ARCHIVES)
-def _is_memory_sufficient(original, distribution, model):
-    if _is_read_in_place.value:
-        raise _ReadInPlace
-    return original(model)
-
-
-@INSTALLED.patch(
-    saving_lib.H5IOStore, "_get_h5_file", reason="an archive is decompressed from its beginning for every tensor"
-)
-def _get_h5_file(original, distribution, self, path_or_io, mode=None):
-    name = str(path_or_io)
-    is_read = (mode or self.mode) == "r" and self.archive
-    if not is_read or not lazy_hdf5.is_seekable(self.archive, name):
-        return original(self, path_or_io, mode)
-    self.io_file = lazy_hdf5.OpenMember(self.archive, name)
-    return saving_lib.h5py.File(self.io_file, mode="r")
+        if not lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5):
+            return original(fileobj, custom_objects, compile, safe_mode)
+        config = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
+        model = saving_lib._model_from_config(config, custom_objects, compile, safe_mode)
+        failed, messages = set(), {}
+        with contextlib.ExitStack() as stores:
+            weights = saving_lib.H5IOStore(saving_lib._VARS_FNAME_H5, archive, mode="r")
+            stores.callback(weights.close)
+            assets = None
+            if any(name.startswith(f"{saving_lib._ASSETS_DIRNAME}/") for name in archive.namelist()):
+                assets = saving_lib.DiskIOStore(saving_lib._ASSETS_DIRNAME, archive=archive, mode="r")
+                stores.callback(assets.close)
+            saving_lib._load_state(
+                model,
+                weights_store=weights,
+                assets_store=assets,
+                inner_path="",
+                visited_saveables=set(),
+                failed_saveables=failed,
+                error_msgs=messages,
+            )
+    if failed:
+        saving_lib._raise_loading_failure(messages)
+    return model

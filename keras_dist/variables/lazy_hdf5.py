@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 Bounds = tuple[tuple[int, int], ...]  # first index and end of a shard in each dim
 
@@ -17,10 +20,10 @@ _MIN_LAZY_BYTES = 2**20  # tensors up to this size are read at once, which costs
 _BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the file
 
 
-class LazyTensor:
+class LazyTensor(NDArrayOperatorsMixin):
     """Stands for the array in an `h5py.Dataset` that is to be assigned to a variable, with `read_shards`.
 
-    Anything else that is done with it reads the full array: indexing, attributes and methods, functions of NumPy.
+    Anything else that is done with it reads the full array: operators, indexing, methods, functions of NumPy and JAX.
     """
 
     def __init__(self, dataset: Any, dtype: Any = None):
@@ -86,6 +89,13 @@ class LazyTensor:
 
     def _read_all(self) -> np.ndarray:
         return self._read(tuple((0, size) for size in self.shape))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        arrays = [each.load() if isinstance(each, LazyTensor) else each for each in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.load())
 
     def __array__(self, dtype=None, copy=None):
         if self._array is None:

@@ -18,9 +18,9 @@ from support.strategy_models import MODELS, assert_same_numbers, scope, transfor
 
 import keras_dist as kd
 from keras_dist.planning.compiling import compilation
+from keras_dist.planning.search import choosing
 from keras_dist.planning.search.candidates import STRATEGIES
 from keras_dist.planning.search.choice import NothingFitsError
-from keras_dist.planning.search.search import choosing
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
