@@ -27,7 +27,7 @@ class PackageDistribution:
     """A distribution of this package; Keras's own ones are not. `strategies.base.Distribution` is the only subclass.
 
     Attributes:
-        asked_by_patches: the attributes that patches use. Most are objects that the distribution hands out.
+        asked_by_patches: The attributes that patches use. Most are objects that the distribution hands out.
     """
 
     asked_by_patches = (

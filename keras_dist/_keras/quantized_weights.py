@@ -20,9 +20,9 @@ class FloatWeight(NamedTuple):
     """The float weight whose values a variable of a quantized layer stores, or belongs to.
 
     Attributes:
-        name: the name of the float weight in its layer.
-        shape: its shape, if the variable stores its values.
-        dims: of each dim of the variable, the dims of the float weight that it consists of. Only the first of several
+        name: The name of the float weight in its layer.
+        shape: Its shape, if the variable stores its values.
+        dims: Of each dim of the variable, the dims of the float weight that it consists of. Only the first of several
             is contiguous: a shard of another one is not the same part of the float weight.
     """
 

@@ -39,11 +39,11 @@ def compute_gradients(
     """Does what Keras's train step does before the update.
 
     Args:
-        model: the model.
-        state: its state.
+        model: The model.
+        state: Its state.
         batch: x, y and sample weights, as Keras's train step takes them.
-        scale: what the loss is multiplied with before it is differentiated.
-        improve: calls the function of loss, logs and updates that is differentiated.
+        scale: What the loss is multiplied with before it is differentiated.
+        improve: Calls the function of loss, logs and updates that is differentiated.
 
     Returns:
         The gradients, and the logs and new values of `others` and `metrics`.

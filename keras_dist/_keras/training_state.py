@@ -71,11 +71,11 @@ def step_function(
     Keras restores the values of variables only from a step that has ended. If the first step fails, they are lost.
 
     Args:
-        model: the model.
-        step: the step.
+        model: The model.
+        step: The step.
         keras_function: Keras's function.
-        finish: converts the outputs, given them and the iterator.
-        accumulation: converts the state of the optimizer, if steps have it in another form than the variables: a
+        finish: Converts the outputs, given them and the iterator.
+        accumulation: Converts the state of the optimizer, if steps have it in another form than the variables: a
             `GradientAccumulation`.
     """
 
@@ -132,8 +132,8 @@ def _give_own_arrays(variables: list[list], state: tuple) -> None:
     average of the weights. Users keep arrays too: `variable.value`.
 
     Args:
-        variables: the variables of a step, in parts.
-        state: their values, in lists, in which arrays are replaced.
+        variables: The variables of a step, in parts.
+        state: Their values, in lists, in which arrays are replaced.
     """
     for part, values in zip(variables, state, strict=True):
         for index, variable in enumerate(part):

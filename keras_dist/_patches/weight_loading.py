@@ -73,7 +73,7 @@ _ENTIRE_TENSORS = "every process reads entire tensors, although it needs only it
 class H5IOStore(saving_lib.H5IOStore):
     """Keras's store of tensors in a file. They are read when they are used, and at the latest when it is closed."""
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: str) -> Any:
         if self.mode == "r" and active_distribution() is not None:
             tensor = lazy_hdf5.lazy_tensor(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
             if tensor is not None:
@@ -83,10 +83,10 @@ class H5IOStore(saving_lib.H5IOStore):
 
     def _get_h5_file(self, path_or_io, mode=None):
         """Opens a file. One in an archive would be decompressed from its beginning for every tensor."""
-        name, is_read = str(path_or_io), (mode or self.mode) == "r" and self.archive
-        if not is_read or active_distribution() is None or not lazy_hdf5.is_seekable(self.archive, name):
+        name, archive = str(path_or_io), self.archive if (mode or self.mode) == "r" else None
+        if archive is None or active_distribution() is None or not lazy_hdf5.is_seekable(archive, name):
             return super()._get_h5_file(path_or_io, mode)
-        self.io_file = lazy_hdf5.OpenMember(self.archive, name)
+        self.io_file = lazy_hdf5.OpenMember(archive, name)
         return saving_lib.h5py.File(self.io_file, mode="r")
 
     def close(self):

@@ -21,7 +21,7 @@ def new_figure(width: float, height: float) -> "Figure":
     """Returns an empty figure of a size in inches, on a white ground, which pages of any color show as it is.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -41,12 +41,12 @@ def draw_bars(axes: "Axes", title: str, bars: Iterable[Bar], width: float, quant
     """Draws a bar chart whose bars of equal label and figures share a row.
 
     Args:
-        axes: where to draw it.
-        title: written above it.
-        bars: fractions of the width; those that are limits for others are drawn lighter.
-        width: what the width stands for, in bytes or seconds.
+        axes: Where to draw it.
+        title: Written above it.
+        bars: Fractions of the width; those that are limits for others are drawn lighter.
+        width: What the width stands for, in bytes or seconds.
         quantity: `"bytes"` or `"seconds"`.
-        note: written after the unit of the axis.
+        note: Written after the unit of the axis.
     """
     unit, size = next((each for each in _UNITS[quantity] if width >= each[1]), _UNITS[quantity][-1])
     rows: dict[str, int] = {}

@@ -26,7 +26,7 @@ class Report:
         """Returns the report as JSON.
 
         Args:
-            indent: number of spaces per level; None for a single line.
+            indent: Number of spaces per level; None for a single line.
         """
         return json.dumps(self.to_dict(), indent=indent)
 
@@ -34,7 +34,7 @@ class Report:
         """Writes the report as one HTML file, which loads nothing else: to open from disk, to publish or to mail.
 
         Args:
-            path: name of the file, which is replaced if it exists.
+            path: Name of the file, which is replaced if it exists.
         """
         [(title, _), *_] = sections = list(self._sections())
         pathlib.Path(path).write_text(html_page(title, render_html(sections)), encoding="utf-8")

@@ -19,16 +19,16 @@ class PlacedVariable:
     """A variable and its layout on a mesh.
 
     Attributes:
-        path: path of the variable in the model.
+        path: Path of the variable in the model.
         part: `"weights"`, `"optimizer"` (optimizer state), or `"other"` (metrics and random seeds).
-        shape: global shape.
-        dtype: dtype of the stored value.
-        rule: pattern of the layout map rule that matches it; None if no rule decided its layout. Optimizer state has
+        shape: Global shape.
+        dtype: Dtype of the stored value.
+        rule: Pattern of the layout map rule that matches it; None if no rule decided its layout. Optimizer state has
             the rule of its weight.
-        axes: mesh axes of each dim: None, an axis name, or a tuple of axis names.
-        shard_shape: shape on one device.
-        bytes: bytes on one device.
-        is_on_host: whether its shards are in the memory of the hosts, and not of the devices.
+        axes: Mesh axes of each dim: None, an axis name, or a tuple of axis names.
+        shard_shape: Shape on one device.
+        bytes: Bytes on one device.
+        is_on_host: Whether its shards are in the memory of the hosts, and not of the devices.
     """
 
     path: str

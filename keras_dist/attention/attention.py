@@ -27,14 +27,14 @@ class AttentionCall:
     """How one call of `keras.ops.dot_product_attention` is computed.
 
     Attributes:
-        layer: path of the layer that calls it.
+        layer: Path of the layer that calls it.
         implementation: `"splash attention"`, `"cuDNN"`, `"XLA"`, or `"XLA in blocks"` of queries.
-        reason: why XLA computes it on a device that has a fused kernel; None otherwise.
-        logits_bytes: size of XLA's logits on one device; 0 for what does not hold them.
+        reason: Why XLA computes it on a device that has a fused kernel; None otherwise.
+        logits_bytes: Size of XLA's logits on one device; 0 for what does not hold them.
         flops: FLOP of a fused kernel's forward pass over all devices, 2 per multiply-add, of the pairs of a query and a
             key that a causal mask or window lets see each other; so for XLA in blocks of queries. 0 for XLA alone,
             whose FLOP are part of the traced program.
-        exchange: how devices that share sequences exchange operands, such as `"all-to-all over 'context'"`; None if
+        exchange: How devices that share sequences exchange operands, such as `"all-to-all over 'context'"`; None if
             sequences are not sharded.
     """
 

@@ -40,10 +40,10 @@ class Exchange:
     """How devices that share sequences exchange queries, keys and values.
 
     Attributes:
-        axes: the mesh axes that sequences are sharded over.
-        devices: number of devices along them.
-        members: number of devices of a group, which divide heads among them; 1 for all-gather alone.
-        swaps_queries: whether devices without groups swap halves of their queries to have the same work.
+        axes: The mesh axes that sequences are sharded over.
+        devices: Number of devices along them.
+        members: Number of devices of a group, which divide heads among them; 1 for all-gather alone.
+        swaps_queries: Whether devices without groups swap halves of their queries to have the same work.
     """
 
     axes: tuple[str, ...]
@@ -105,7 +105,7 @@ class Exchange:
         """Returns where the runs of consecutive queries of each group begin, in ascending order, and their length.
 
         Args:
-            length: number of positions of one device.
+            length: Number of positions of one device.
 
         Returns:
             An array (groups, runs), and the number of positions of a run.
@@ -181,17 +181,17 @@ def choose_exchange(
     """Returns the exchange that sends the fewest bytes, or the one that is named.
 
     Args:
-        axes: mesh axes that sequences are sharded over.
-        devices: number of devices along them.
-        queries: number of positions of all devices together, and number of heads of one.
-        keys: the same of keys and values.
-        is_balanced: whether all queries see about as many keys.
-        is_grouped: whether some devices may divide the heads among them, and not only all devices.
-        most_pairs: how many pairs of a query and a key one device can compute with.
+        axes: Mesh axes that sequences are sharded over.
+        devices: Number of devices along them.
+        queries: Number of positions of all devices together, and number of heads of one.
+        keys: The same of keys and values.
+        is_balanced: Whether all queries see about as many keys.
+        is_grouped: Whether some devices may divide the heads among them, and not only all devices.
+        most_pairs: How many pairs of a query and a key one device can compute with.
         name: `"all_to_all"` or `"all_gather"` for that alone.
 
     Raises:
-        ValueError: an all-to-all is asked for, but the devices do not divide the heads.
+        ValueError: An all-to-all is asked for, but the devices do not divide the heads.
     """
     axes, heads = tuple(axes), queries[1]
     all_to_all, gather = Exchange(axes, devices, devices), Exchange(axes, devices, 1, swaps_queries=not is_balanced)

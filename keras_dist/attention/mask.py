@@ -22,13 +22,13 @@ class AttentionMask:
     """Which keys each query sees: those for which all of these conditions hold.
 
     Attributes:
-        lower: key position - query position is at least this (a window to the left: a negative number); None: no limit.
-        upper: key position - query position is at most this (causal: 0; a prompt in a cache from index c: c).
-        query_valid: booleans (B or 1, T), or None.
-        key_valid: booleans (B or 1, S), or None.
-        segments: integers (B or 1, T) and (B or 1, S) of packed sequences: query and key have the same; or None. One
+        lower: Key position - query position is at least this (a window to the left: a negative number); None: no limit.
+        upper: Key position - query position is at most this (causal: 0; a prompt in a cache from index c: c).
+        query_valid: Booleans (B or 1, T), or None.
+        key_valid: Booleans (B or 1, S), or None.
+        segments: Integers (B or 1, T) and (B or 1, S) of packed sequences: query and key have the same; or None. One
             array if the ids of queries and keys are the same.
-        dense: booleans (B or 1, N or 1, T, S): the conditions that were not recognized; or None.
+        dense: Booleans (B or 1, N or 1, T, S): the conditions that were not recognized; or None.
     """
 
     lower: int | None = None

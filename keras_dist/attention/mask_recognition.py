@@ -37,7 +37,7 @@ def recognize(mask: Any) -> AttentionMask:
     sequences must not be NaN.
 
     Args:
-        mask: booleans (B or 1, N or 1, T, S), (B or 1, T, S) or (T, S), traced or concrete.
+        mask: Booleans (B or 1, N or 1, T, S), (B or 1, T, S) or (T, S), traced or concrete.
 
     Example:
 
@@ -59,7 +59,7 @@ def recognize_bias(bias: Any) -> AttentionMask | None:
     Integers of which such a mask is made must be zeros and ones.
 
     Args:
-        bias: numbers that are added to attention logits, of a shape as in `recognize`, traced or concrete.
+        bias: Numbers that are added to attention logits, of a shape as in `recognize`, traced or concrete.
     """
     conditions = _Conditions(bias)
     return conditions.result() if conditions.require_no_bias(conditions.whole) else None

@@ -19,9 +19,9 @@ class QueryRuns:
     """The positions of a device's queries, which are runs of consecutive ones.
 
     Attributes:
-        starts: where the runs of each group of devices begin, (groups, runs), ascending in each group.
-        length: number of positions of a run.
-        group: the group of this device.
+        starts: Where the runs of each group of devices begin, (groups, runs), ascending in each group.
+        length: Number of positions of a run.
+        group: The group of this device.
     """
 
     starts: np.ndarray
@@ -39,10 +39,10 @@ class BlockTables:
     """The tables of one device, with a dim for heads in front. A step is of the kernel's grid.
 
     Attributes:
-        keys: the block of keys that each block of queries takes at each step, (1, query blocks, steps).
-        has_keys: whether it takes one, of the same shape.
-        queries: the block of queries that each block of keys takes at each step, (1, steps, key blocks).
-        has_queries: whether it takes one, of the same shape.
+        keys: The block of keys that each block of queries takes at each step, (1, query blocks, steps).
+        has_keys: Whether it takes one, of the same shape.
+        queries: The block of queries that each block of keys takes at each step, (1, steps, key blocks).
+        has_queries: Whether it takes one, of the same shape.
     """
 
     keys: Any

@@ -26,16 +26,16 @@ class CheckpointFiles:
     """The checkpoints of one `fit`, by the number of batches before them.
 
     Args:
-        directory: where they are; all processes share it.
-        model: what they are of; decides how much space one takes.
-        max_to_keep: number of newest checkpoints to keep, None for all.
-        on_background: whether `save` returns before all is written.
+        directory: Where they are; all processes share it.
+        model: What they are of; decides how much space one takes.
+        max_to_keep: Number of newest checkpoints to keep, None for all.
+        on_background: Whether `save` returns before all is written.
 
     Attributes:
-        waiting_time: seconds that `save` and `close` took.
+        waiting_time: Seconds that `save` and `close` took.
 
     Raises:
-        ValueError: the directory is not writable, too small or used by another job, or the processes do not find the
+        ValueError: The directory is not writable, too small or used by another job, or the processes do not find the
             same checkpoints in it.
     """
 
@@ -140,8 +140,8 @@ class CheckpointFiles:
         """Saves all variables of a model, and what JSON can represent, for each process its own.
 
         Raises:
-            OSError: this checkpoint or the one before could not be written.
-            ProcessFailure: another process could not write its part, or failed otherwise.
+            OSError: This checkpoint or the one before could not be written.
+            ProcessFailure: Another process could not write its part, or failed otherwise.
         """
         with self._waiting():
             self._finish()
@@ -230,8 +230,8 @@ class _Writing(threading.Thread):
     are daemons since this one is, so none keeps a program from ending.
 
     Attributes:
-        is_copied: set when the values may change.
-        error: why the checkpoint is not complete.
+        is_copied: Set when the values may change.
+        error: Why the checkpoint is not complete.
     """
 
     def __init__(self, directory: Any, batches: int, content: dict[str, Any], obsolete: list[int]):

@@ -70,7 +70,7 @@ def damage(checkpoint: Any) -> str | None:
         those that Keras or an earlier version of this package saved.
 
     Raises:
-        OSError: on all processes, if one cannot read a file for another reason, such as a missing permission.
+        OSError: On all processes, if one cannot read a file for another reason, such as a missing permission.
     """
     found, failure = None, None
     sums: list[tuple[Any, int, int]] = []

@@ -19,7 +19,7 @@ class Preemption:
     """From creation to `close`, notes signals in place of their handlers, and tells where training stops for them.
 
     Args:
-        signals: numbers of the signals. They are noted if this is the main thread, the only one that Python lets handle
+        signals: Numbers of the signals. They are noted if this is the main thread, the only one that Python lets handle
             signals; in another one this is a warning.
     """
 

@@ -106,16 +106,16 @@ def restore(
     must match only `with_metrics`.
 
     Args:
-        model: it must be built.
-        directory: where checkpoints are.
-        steps: the names of checkpoints in it, in the order in which they are tried. The first is restored that is not
+        model: It must be built.
+        directory: Where checkpoints are.
+        steps: The names of checkpoints in it, in the order in which they are tried. The first is restored that is not
             damaged; all processes agree which.
-        skip_mismatch: whether to restore what matches, and to warn about the rest.
-        with_metrics: whether metrics must match.
-        read_more: reads something else from a checkpoint, of which it is passed the path.
+        skip_mismatch: Whether to restore what matches, and to warn about the rest.
+        with_metrics: Whether metrics must match.
+        read_more: Reads something else from a checkpoint, of which it is passed the path.
 
     Raises:
-        ValueError: before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
+        ValueError: Before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
             checkpoints are damaged.
     """
     if not model_structure.is_built(model):

@@ -55,27 +55,27 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     `on_epoch_end`.
 
     Args:
-        directory: where to save. All processes must share it, and each `fit` of a program needs its own. If a `fit`
+        directory: Where to save. All processes must share it, and each `fit` of a program needs its own. If a `fit`
             that had reached its last epoch is restarted, it has nothing left to do.
         save_freq: `"epoch"`, or a number of batches.
-        max_to_keep: number of newest checkpoints to keep, None for all.
-        save_on_background: whether training continues while a checkpoint is written. Either way, the state of the step
+        max_to_keep: Number of newest checkpoints to keep, None for all.
+        save_on_background: Whether training continues while a checkpoint is written. Either way, the state of the step
             at which saving started is written.
-        signals: numbers of the signals that end training as described above, while `fit` runs in the main thread; `()`
+        signals: Numbers of the signals that end training as described above, while `fit` runs in the main thread; `()`
             for none. After `fit`, their previous handlers are restored.
-        exit_status: the status with which a preempted program ends. Choose a value for which the scheduler starts it
+        exit_status: The status with which a preempted program ends. Choose a value for which the scheduler starts it
             again. By default the value of the environment variable `KERAS_DISTRIBUTION_STOPPED_STATUS`, which
             `keras-dist launch --elastic` sets, or 0.
 
     Raises:
         ImportError: Orbax, of the extra `checkpoint`, is not installed.
-        ValueError: an argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
+        ValueError: An argument is out of range. When `fit` starts: no distribution of keras_dist is installed; the
             directory is not writable, has too little space or is used by another running job; the processes find
             different checkpoints; all of them are damaged; the checkpoint is of another model or of another number of
             batches in an epoch; or `fit` has two TrainingCheckpoints.
-        OSError: a checkpoint cannot be written, for example because the disk is full. Complete checkpoints stay. If one
+        OSError: A checkpoint cannot be written, for example because the disk is full. Complete checkpoints stay. If one
             of several processes cannot write its part, the others raise a `ProcessFailure` that names it, or end.
-        SystemExit: in `fit`, after a signal.
+        SystemExit: In `fit`, after a signal.
 
     Example:
 

@@ -67,8 +67,8 @@ class BatchPlacer:
         """Returns, once, a warning that a step splits a batch over fewer devices than it could; otherwise None.
 
         Args:
-            rows: the number of rows of the batch.
-            axes: the batch axes over which the step splits them.
+            rows: The number of rows of the batch.
+            axes: The batch axes over which the step splits them.
         """
         shards, sizes = self.num_batch_shards, self.device_mesh.axis_sizes
         used = math.prod(sizes[name] for name in axes)

@@ -20,9 +20,9 @@ class Batches:
     """How a distribution places batches.
 
     Args:
-        distribution: the distribution.
-        placer: places arrays on its mesh.
-        comparisons: those of single batches among processes so far, by whether each process passes the global batch.
+        distribution: The distribution.
+        placer: Places arrays on its mesh.
+        comparisons: Those of single batches among processes so far, by whether each process passes the global batch.
     """
 
     def __init__(self, distribution: Any, placer: BatchPlacer, comparisons: dict[bool, BatchComparison]):

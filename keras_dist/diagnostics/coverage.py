@@ -29,11 +29,11 @@ class CoveredVariable(PlacedVariable):
     several keys match. `axes` are all None if the layout does not fit.
 
     Attributes:
-        trainable: whether it is trainable.
-        whole_bytes: bytes of the unsharded variable.
-        why: the reason for the axes, or for the lack of a layout.
-        fits: whether it can have its layout; if not, it is counted as replicated.
-        base: the path of the weight whose rule it has, if it is a LoRA factor or what quantization stores.
+        trainable: Whether it is trainable.
+        whole_bytes: Bytes of the unsharded variable.
+        why: The reason for the axes, or for the lack of a layout.
+        fits: Whether it can have its layout; if not, it is counted as replicated.
+        base: The path of the weight whose rule it has, if it is a LoRA factor or what quantization stores.
     """
 
     trainable: bool
@@ -52,10 +52,10 @@ class Finding:
             `"random state"` (is sharded by a rule), `"no match"` (of a rule), `"shadowed"` (a rule all or some of whose
             paths other rules take), `"replicated"` (weights, over an axis that shards others) or `"idle axis"` (of the
             mesh).
-        message: the fault, the values, and the fix. Rules to paste are on lines of their own, indented.
-        bytes: unsharded bytes of the variables concerned.
-        paths: paths of these variables; of a rule without a match, those that it was probably meant for.
-        rule: the key of the layout map concerned, or None.
+        message: The fault, the values, and the fix. Rules to paste are on lines of their own, indented.
+        bytes: Unsharded bytes of the variables concerned.
+        paths: Paths of these variables; of a rule without a match, those that it was probably meant for.
+        rule: The key of the layout map concerned, or None.
     """
 
     kind: str
@@ -70,23 +70,23 @@ class Coverage(Report):
     """Which rule shards which variable of a model, and likely mistakes. Prints as a report.
 
     Attributes:
-        model: name of the model.
-        mesh: the device mesh.
-        distribution: the distribution, as text.
-        variables: all variables: weights, optimizer state if it exists, and other state.
-        layers: the paths of all layers.
-        rules: the rules of the layout map, in order.
-        first_match_wins: whether the first matching rule wins; otherwise only one rule may match a path.
-        unused: rules that determine no layout. For each of them, the rules that apply to its paths instead, with the
+        model: Name of the model.
+        mesh: The device mesh.
+        distribution: The distribution, as text.
+        variables: All variables: weights, optimizer state if it exists, and other state.
+        layers: The paths of all layers.
+        rules: The rules of the layout map, in order.
+        first_match_wins: Whether the first matching rule wins; otherwise only one rule may match a path.
+        unused: Rules that determine no layout. For each of them, the rules that apply to its paths instead, with the
             number of paths; an empty dict means that the rule matches nothing.
-        device_bytes: bytes of variables on each device, by device name.
-        idle_axes: mesh axes that shard neither the batch, nor a variable, nor an activation.
-        batch_axes: mesh axes that shard dim 0 of the batch.
-        sequence_axes: mesh axes that shard dim 1 of the batch.
-        gathered_sequences: with sequence axes, paths of Keras's layers for which sequences are gathered, and the
+        device_bytes: Bytes of variables on each device, by device name.
+        idle_axes: Mesh axes that shard neither the batch, nor a variable, nor an activation.
+        batch_axes: Mesh axes that shard dim 0 of the batch.
+        sequence_axes: Mesh axes that shard dim 1 of the batch.
+        gathered_sequences: With sequence axes, paths of Keras's layers for which sequences are gathered, and the
             reason. Other layers that call `keras.ops.conv` also gather them.
-        notes: what the figures leave out.
-        findings: likely mistakes. Those that prevent a layout come first.
+        notes: What the figures leave out.
+        findings: Likely mistakes. Those that prevent a layout come first.
     """
 
     model: str

@@ -49,17 +49,17 @@ def explain(
     mismatch.
 
     Args:
-        model_or_builder: a built model or layer, real or deferred; or a function without arguments that returns one.
+        model_or_builder: A built model or layer, real or deferred; or a function without arguments that returns one.
             The function is called without creating values, and leaves Keras's automatic names and random seeds
             unchanged. If it compiles the model, the optimizer state is included.
-        distribution: the distribution to use. By default the installed one.
+        distribution: The distribution to use. By default the installed one.
 
     Returns:
         The coverage. Print it.
 
     Raises:
         TypeError: `model_or_builder` is neither a model nor a function, or `distribution` is not from this package.
-        ValueError: no distribution is passed or installed, or the model is not built.
+        ValueError: No distribution is passed or installed, or the model is not built.
 
     Example:
 

@@ -34,11 +34,11 @@ class TensorPicture:
     """Which device holds which shard of a tensor. Prints as a grid of up to two dims.
 
     Attributes:
-        title: shape and layout.
-        notes: how each dim is sharded, and which dims are shown.
-        dims: the dims shown, rows first: at most two, and only sharded ones.
-        parts: for each dim shown, start and stop of its shards.
-        cells: for each shard shown, by its index along each dim shown, the ids of the devices that hold it. If more
+        title: Shape and layout.
+        notes: How each dim is sharded, and which dims are shown.
+        dims: The dims shown, rows first: at most two, and only sharded ones.
+        parts: For each dim shown, start and stop of its shards.
+        cells: For each shard shown, by its index along each dim shown, the ids of the devices that hold it. If more
             than two dims are sharded, these are the shards with index 0 along the dims that are not shown.
     """
 
@@ -60,7 +60,7 @@ class TensorPicture:
         A notebook shows it.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ImportError: Matplotlib is not installed.
         """
         rows, columns = self._rows_and_columns()
         colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
@@ -113,8 +113,8 @@ def visualize(
     """Returns a picture of which device holds which shard of a tensor.
 
     Args:
-        tensor: a `jax.Array`, a variable (real or deferred), or a shape, for which `layout` is required.
-        layout: for a shape: a `TensorLayout`, axes on the installed distribution's mesh (a tuple or list), or a JAX
+        tensor: A `jax.Array`, a variable (real or deferred), or a shape, for which `layout` is required.
+        layout: For a shape: a `TensorLayout`, axes on the installed distribution's mesh (a tuple or list), or a JAX
             sharding. The devices need not be attached.
 
     Returns:
@@ -122,7 +122,7 @@ def visualize(
 
     Raises:
         TypeError: `tensor` is not an array, a variable or a shape, or a layout is passed with an array.
-        ValueError: the layout does not fit the shape or has no mesh, or a variable has no layout.
+        ValueError: The layout does not fit the shape or has no mesh, or a variable has no layout.
 
     Example:
 

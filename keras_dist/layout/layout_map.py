@@ -38,7 +38,7 @@ class LayoutMap(keras.distribution.LayoutMap):
     of rules is compared only if the first match wins.
 
     Args:
-        device_mesh: mesh for layouts that have none.
+        device_mesh: Mesh for layouts that have none.
 
     Raises:
         ValueError: `device_mesh` is not a mesh.
@@ -77,14 +77,14 @@ class LayoutMap(keras.distribution.LayoutMap):
         `layout_map[key] = axes` appends a rule.
 
         Args:
-            rules: pairs of a key and a value as in `layout_map[key] = value`, in the order in which they are tried.
-            device_mesh: mesh for layouts that have none.
+            rules: Pairs of a key and a value as in `layout_map[key] = value`, in the order in which they are tried.
+            device_mesh: Mesh for layouts that have none.
 
         Returns:
             The map.
 
         Raises:
-            ValueError: a rule that a `LayoutMap` rejects, or one that earlier rules make unreachable.
+            ValueError: A rule that a `LayoutMap` rejects, or one that earlier rules make unreachable.
             TypeError: `rules` does not contain pairs, or a key is not a string.
 
         Example:
@@ -117,13 +117,13 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Returns the rule for a path.
 
         Args:
-            path: path of a variable, or path of a layer followed by `/output` or `/input`.
+            path: Path of a variable, or path of a layer followed by `/output` or `/input`.
 
         Returns:
             The key and its layout, or None if no rule matches.
 
         Raises:
-            ValueError: several rules match.
+            ValueError: Several rules match.
         """
         if path in self._rules:
             return self._rules[path]
@@ -141,7 +141,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Returns the layout for a path or key, or None if no rule matches.
 
         Raises:
-            ValueError: several rules match.
+            ValueError: Several rules match.
         """
         return self.get(key)
 
@@ -149,7 +149,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Returns the layout for a path or key, or `default` if no rule matches.
 
         Raises:
-            ValueError: several rules match.
+            ValueError: Several rules match.
         """
         rule = self.rule(key)
         return rule.layout if rule else default
@@ -162,14 +162,14 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Adds a rule.
 
         Args:
-            key: a regex that must match an entire path, or a path.
-            layout: a `TensorLayout`, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`. A layout without a
+            key: A regex that must match an entire path, or a path.
+            layout: A `TensorLayout`, or axes: a tuple, a list or a `jax.sharding.PartitionSpec`. A layout without a
                 mesh is given the map's mesh.
 
         Raises:
-            ValueError: the key exists already or is not a valid regex, the value is not a layout or has an axis that
+            ValueError: The key exists already or is not a valid regex, the value is not a layout or has an axis that
                 the mesh does not have, or (if the first match wins) earlier rules make the key unreachable.
-            TypeError: the key is not a string.
+            TypeError: The key is not a string.
         """
         if not isinstance(key, str):
             raise TypeError(f"A key of a LayoutMap must be a string (a path or a regex over paths), but got {key!r}.")
@@ -198,7 +198,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Removes the rule with this key. A path that the key merely matches is not accepted.
 
         Raises:
-            KeyError: the map has no such key.
+            KeyError: The map has no such key.
         """
         del self._layout_map[key]
         del self._regexes[key]
@@ -214,7 +214,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Removes the rule with this key and returns its layout, or `default` if the map has no such key.
 
         Raises:
-            KeyError: the map has no such key, and no default is passed.
+            KeyError: The map has no such key, and no default is passed.
         """
         if key not in self._layout_map and default:
             return default[0]
@@ -232,14 +232,14 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Merges two maps into a new one; if both have a key, the layout of `other` is used.
 
         Args:
-            other: a map of this package or of Keras. Its mesh must be equal to this map's, unless one of the two has
+            other: A map of this package or of Keras. Its mesh must be equal to this map's, unless one of the two has
                 none.
 
         Returns:
             A map with the rules of this one, in order, followed by the additional rules of `other`.
 
         Raises:
-            ValueError: the meshes differ, the first match wins in only one of the maps, or a rule cannot be added to
+            ValueError: The meshes differ, the first match wins in only one of the maps, or a rule cannot be added to
                 the others.
 
         Example:
@@ -291,7 +291,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Returns Python source code that creates an equal map, with one rule per line.
 
         Args:
-            device_mesh: the expression for the mesh in that code: the name of a variable, or for example
+            device_mesh: The expression for the mesh in that code: the name of a variable, or for example
                 `'kd.create_device_mesh("data:2,model:4")'`. By default the code creates a mesh of the same axes, of the
                 devices of the machine that it runs on.
 
@@ -299,7 +299,7 @@ class LayoutMap(keras.distribution.LayoutMap):
             Statements that assign the map to `layout_map`.
 
         Raises:
-            ValueError: a layout has another mesh than the map.
+            ValueError: A layout has another mesh than the map.
             TypeError: `device_mesh` is not a string.
 
         Example:

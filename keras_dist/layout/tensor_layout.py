@@ -23,14 +23,14 @@ class TensorLayout(keras.distribution.TensorLayout):
     layout without a mesh can be given one, once.
 
     Args:
-        axes: one entry per dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that is
+        axes: One entry per dim: `None` (not sharded), the name of a mesh axis, or a tuple of names for a dim that is
             sharded over several axes, outermost first. Dims beyond the last entry are not sharded. A
             `jax.sharding.PartitionSpec` is accepted as well.
-        device_mesh: the mesh whose axes are named. May be set later, as `LayoutMap` does.
+        device_mesh: The mesh whose axes are named. May be set later, as `LayoutMap` does.
         memory_kind: JAX's name of the memory that shards are in, such as "pinned_host". By default that of the device.
 
     Raises:
-        ValueError: an axis that the mesh does not have or that appears twice, or a `PartitionSpec` with
+        ValueError: An axis that the mesh does not have or that appears twice, or a `PartitionSpec` with
             `UNCONSTRAINED` dims or with `unreduced` or `reduced` axes.
         TypeError: `axes` is not a sequence of such entries.
 
@@ -84,7 +84,7 @@ class TensorLayout(keras.distribution.TensorLayout):
         """This layout as a `jax.sharding.NamedSharding`.
 
         Raises:
-            ValueError: the layout has no mesh.
+            ValueError: The layout has no mesh.
         """
         if self._device_mesh is None:
             raise ValueError(

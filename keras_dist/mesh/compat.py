@@ -36,7 +36,7 @@ class DeviceMeshManager:
     """Creates `jax.sharding.Mesh` objects: called on the class, as in datarax, or on an instance, as in artifex.
 
     Args:
-        devices: the devices of the meshes. By default all devices that JAX has when a mesh is created.
+        devices: The devices of the meshes. By default all devices that JAX has when a mesh is created.
 
     Example:
 
@@ -68,7 +68,7 @@ class DeviceMeshManager:
         Args:
             mesh_shape: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]` or `"data:2,model:4"`; one size may be
                 -1.
-            devices: the devices, of which the mesh uses the first ones if it needs fewer. By default the manager's.
+            devices: The devices, of which the mesh uses the first ones if it needs fewer. By default the manager's.
 
         Returns:
             The mesh, with axes of type `Auto` and its devices ordered by their links.
@@ -103,8 +103,8 @@ class DeviceMeshManager:
         """Creates a mesh of one axis.
 
         Args:
-            num_devices: the number of devices. By default, or with -1, all.
-            axis_name: the name of the axis.
+            num_devices: The number of devices. By default, or with -1, all.
+            axis_name: The name of the axis.
 
         Returns:
             The mesh.
@@ -130,10 +130,10 @@ class DeviceMeshManager:
         """Creates a mesh of two axes.
 
         Args:
-            data_parallel_size: the size of the outer axis.
-            model_parallel_size: the size of the inner axis.
-            data_axis: the name of the outer axis.
-            model_axis: the name of the inner axis.
+            data_parallel_size: The size of the outer axis.
+            model_parallel_size: The size of the inner axis.
+            data_axis: The name of the outer axis.
+            model_axis: The name of the inner axis.
 
         Returns:
             The mesh.
@@ -149,7 +149,7 @@ class DeviceMeshManager:
         """Returns the number of devices and the axis sizes of a mesh; `DeviceMesh.info` returns more.
 
         Args:
-            mesh: a mesh of JAX, Keras or this package.
+            mesh: A mesh of JAX, Keras or this package.
 
         Returns:
             `{"total_devices": int, "axes": {name: size}}`.
@@ -171,14 +171,14 @@ def create_mesh(
     """Creates a `jax.sharding.Mesh` of all devices, with eformer's arguments.
 
     Args:
-        axis_dims: the axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
-        axis_names: one name per axis, if `axis_dims` includes none.
-        dcn_mesh_dims: the degree of each axis across slices or hosts, in any form of `create_device_mesh`'s `dcn`.
-        should_sort_granules_by_key: whether slices and hosts are ordered by their index instead of by JAX's order.
-        allow_split_physical_axes: whether one axis of a TPU torus may serve several axes of the mesh.
+        axis_dims: The axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_names: One name per axis, if `axis_dims` includes none.
+        dcn_mesh_dims: The degree of each axis across slices or hosts, in any form of `create_device_mesh`'s `dcn`.
+        should_sort_granules_by_key: Whether slices and hosts are ordered by their index instead of by JAX's order.
+        allow_split_physical_axes: Whether one axis of a TPU torus may serve several axes of the mesh.
         backend: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any.
-        use_jax: accepted for compatibility, without effect.
-        axis_types: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per axis. By default
+        use_jax: Accepted for compatibility, without effect.
+        axis_types: A `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per axis. By default
             `"auto"`.
 
     Returns:
@@ -214,8 +214,8 @@ def create_cpu_mesh(axis_dims: Axes = _DIMS, axis_names: Sequence[str] | None = 
     """Creates a mesh of all CPU devices, also on a machine with accelerators; otherwise like `create_mesh`.
 
     Args:
-        axis_dims: the axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
-        axis_names: one name per axis, if `axis_dims` includes none.
+        axis_dims: The axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
+        axis_names: One name per axis, if `axis_dims` includes none.
 
     Returns:
         The mesh.
@@ -228,7 +228,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 
     Args:
         axis_dims: `"dp:2,tp:4"`, in the order of the text, or `"2,4"`, in the order of `names`. One size may be -1.
-        names: the names of the axes. If the text includes names, they must be the same.
+        names: The names of the axes. If the text includes names, they must be the same.
 
     Returns:
         The mesh.
@@ -252,9 +252,9 @@ def calculate_host_mesh_shape(
     This holds for hosts of GPUs and CPUs. Within a slice of TPUs, the torus determines the positions of devices.
 
     Args:
-        global_mesh_shape: the axes of the global mesh, in any form.
-        total_devices: the number of devices of each process. By default that of this process.
-        num_processes: the number of processes. By default that of this program.
+        global_mesh_shape: The axes of the global mesh, in any form.
+        total_devices: The number of devices of each process. By default that of this process.
+        num_processes: The number of processes. By default that of this program.
 
     Returns:
         The size of each axis within one process.

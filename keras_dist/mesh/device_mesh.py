@@ -39,11 +39,11 @@ class DeviceMesh(keras.distribution.DeviceMesh):
     host by host.
 
     Args:
-        shape: the axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
+        shape: The axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
             `(2, 4)` or `"2,4"`. One size may be -1, which stands for the remaining devices.
-        axis_names: one distinct name per axis, for example `["data", "model"]`, if `shape` includes none.
-        devices: the devices in row-major order, as `"type:id"` strings or `jax.Device` objects.
-        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
+        axis_names: One distinct name per axis, for example `["data", "model"]`, if `shape` includes none.
+        devices: The devices in row-major order, as `"type:id"` strings or `jax.Device` objects.
+        axis_types: How JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
             axis. By default `"auto"`.
 
     Raises:
@@ -95,7 +95,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         """Converts a mesh of JAX to a `DeviceMesh` with the same devices, axes and axis types.
 
         Args:
-            mesh: the mesh.
+            mesh: The mesh.
 
         Returns:
             A `DeviceMesh` whose `backend_mesh` is `mesh`.
@@ -279,17 +279,17 @@ def create_device_mesh(
     of `axes`.
 
     Args:
-        axes: the axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
+        axes: The axes: `{"data": 2, "model": 4}`, `[("data", 2), ("model", 4)]`, `"data:2,model:4"`, or only sizes,
             `(2, 4)` or `"2,4"`, with `axis_names`. Outermost axis first; the innermost should be the one that
             communicates most. One size may be -1, which stands for the remaining devices.
-        devices: the devices in any order, as `"type:id"` strings or `jax.Device` objects, or the number of devices of
+        devices: The devices in any order, as `"type:id"` strings or `jax.Device` objects, or the number of devices of
             `list_devices()` to use. By default all of them.
-        dcn: the axes that may cross the network between slices or hosts. By default the outermost axes that can. If
+        dcn: The axes that may cross the network between slices or hosts. By default the outermost axes that can. If
             names are passed, such as `"data"` or `["data", "fsdp"]`: only these axes, in this order, each as far as
             possible. If degrees are passed, in any form of axes, such as `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`:
             exactly this number of slices along each axis.
-        axis_names: one distinct name per axis, if `axes` includes none.
-        axis_types: how JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
+        axis_names: One distinct name per axis, if `axes` includes none.
+        axis_types: How JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
             axis. By default `"auto"`.
 
     Returns:

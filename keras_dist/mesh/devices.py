@@ -78,7 +78,7 @@ def simulate_devices(count: int) -> None:
     devices than there are cores.
 
     Args:
-        count: the number of devices, at least 1.
+        count: The number of devices, at least 1.
 
     Raises:
         TypeError: If `count` is not an integer.

@@ -15,13 +15,13 @@ class MockDevice:
     """A mock device with the attributes of a `jax.Device` that describe its position; equal only to itself.
 
     Attributes:
-        id: the number of the device.
+        id: The number of the device.
         platform: `"tpu"` or `"gpu"`.
         device_kind: JAX's name for the device, such as `"TPU v5 lite"`.
-        process_index: the index of its process, of which each host runs one.
-        slice_index: the index of its slice: TPU chips joined by ICI, or the GPUs of one host.
+        process_index: The index of its process, of which each host runs one.
+        slice_index: The index of its slice: TPU chips joined by ICI, or the GPUs of one host.
         coords: x, y and z of its chip on the torus of its slice; None for GPUs.
-        core_on_chip: the index of the core on its chip.
+        core_on_chip: The index of the core on its chip.
     """
 
     id: int
@@ -37,9 +37,9 @@ def mock_tpus(topology: str, slices: int = 1) -> list[MockDevice]:
     """Returns mock devices of TPU slices in JAX's order: host by host, each with 2 x 2 chips.
 
     Args:
-        topology: the generation and the shape of a slice in chips, such as `"v5e:16x16"` or `"v5p:4x4x4"`. Generations
+        topology: The generation and the shape of a slice in chips, such as `"v5e:16x16"` or `"v5p:4x4x4"`. Generations
             are v2, v3, v4, v5e, v5p, v6e and tpu7x.
-        slices: the number of slices, which the data center network joins.
+        slices: The number of slices, which the data center network joins.
 
     Returns:
         The devices: one per core for v2, v3 and tpu7x, else one per chip.
@@ -77,8 +77,8 @@ def mock_gpus(hosts: int, gpus_per_host: int = 8) -> list[MockDevice]:
     """Returns mock devices of hosts of GPUs, with NVLink within a host, and one process per host.
 
     Args:
-        hosts: the number of hosts, which a network joins.
-        gpus_per_host: the number of GPUs per host.
+        hosts: The number of hosts, which a network joins.
+        gpus_per_host: The number of GPUs per host.
 
     Returns:
         The devices, host by host.

@@ -20,8 +20,8 @@ class Link(NamedTuple):
     """The distance between two devices. Longer links compare greater.
 
     Attributes:
-        dcn: whether the path crosses the network between slices or hosts.
-        hops: the number of ICI links between TPU chips, 0 for two cores of one chip; 1 for other devices of one host;
+        dcn: Whether the path crosses the network between slices or hosts.
+        hops: The number of ICI links between TPU chips, 0 for two cores of one chip; 1 for other devices of one host;
             0 if `dcn` is true.
     """
 

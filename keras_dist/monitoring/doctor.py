@@ -23,9 +23,9 @@ class Finding:
     """Something that is unusual about a machine.
 
     Attributes:
-        fault: what is found, with its values.
-        fix: what to do.
-        must_change: whether training fails, or does not use the hardware, until it is fixed. Otherwise it works, but is
+        fault: What is found, with its values.
+        fix: What to do.
+        must_change: Whether training fails, or does not use the hardware, until it is fixed. Otherwise it works, but is
             probably not meant.
     """
 

@@ -38,10 +38,10 @@ def differences_from_run(
     """Returns in what a plan differs from what runs, so that its figures are of something else.
 
     Args:
-        plan: the plan.
-        batch: a batch that runs.
-        devices: the devices that run it, in all processes.
-        distribution: the active distribution; None without one.
+        plan: The plan.
+        batch: A batch that runs.
+        devices: The devices that run it, in all processes.
+        distribution: The active distribution; None without one.
     """
     found = []
     running = _name_of(devices[0])

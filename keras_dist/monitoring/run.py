@@ -64,7 +64,7 @@ class Run:
         """Notes that the oldest step that was begun has ended on the devices.
 
         Args:
-            is_visible: whether the step returned logs, for which Keras has waited.
+            is_visible: Whether the step returned logs, for which Keras has waited.
 
         Returns:
             The number of steps of the fit without and with it.

@@ -46,13 +46,13 @@ class StepMonitor(keras.callbacks.Callback):
     thread, has the step's logs.
 
     Args:
-        log_every: number of steps after which a line is printed. A last line is printed when `fit` ends. None for no
+        log_every: Number of steps after which a line is printed. A last line is printed when `fit` ends. None for no
             lines.
-        plan: what `keras_dist.plan` returns for this model, batch and distribution, to compare with. If the plan is of
+        plan: What `keras_dist.plan` returns for this model, batch and distribution, to compare with. If the plan is of
             something else, a warning names the differences.
-        profile: the first and the last step of a trace for xprof, counted from 1 over all epochs. Note that the first
+        profile: The first and the last step of a trace for xprof, counted from 1 over all epochs. Note that the first
             steps compile.
-        profile_directory: where to write the trace, `"profile"` by default.
+        profile_directory: Where to write the trace, `"profile"` by default.
 
     Raises:
         TypeError: `log_every` or `profile` has the wrong type, or `plan` is not a `keras_dist.Plan`.
@@ -216,8 +216,8 @@ class StepMonitor(keras.callbacks.Callback):
         """Prints the line of a window of steps, or leaves that to the thread that knows all processes.
 
         Args:
-            window: number of the window.
-            steps: number of steps of the fit that have ended.
+            window: Number of the window.
+            steps: Number of steps of the fit that have ended.
         """
         with self._lock:
             self._windows = max(window, self._windows)

@@ -15,13 +15,13 @@ class Execution(NamedTuple):
     """One call of the train function as the host saw it, in seconds of one clock.
 
     Attributes:
-        begin: when Keras began it, before it asked for data.
-        dispatched: when the host had handed it to the devices.
-        waits: when it waited for data, as pairs of begin and end.
-        waits_for_others: the part of these waits in which this process had read its data and others had not.
-        batches: the batches that it took: one, or `steps_per_execution`.
-        is_compiled: whether something was compiled for it.
-        follows: whether it directly follows the execution before it, with neither the end of an epoch nor validation
+        begin: When Keras began it, before it asked for data.
+        dispatched: When the host had handed it to the devices.
+        waits: When it waited for data, as pairs of begin and end.
+        waits_for_others: The part of these waits in which this process had read its data and others had not.
+        batches: The batches that it took: one, or `steps_per_execution`.
+        is_compiled: Whether something was compiled for it.
+        follows: Whether it directly follows the execution before it, with neither the end of an epoch nor validation
             between them.
     """
 
@@ -38,11 +38,11 @@ class Step(NamedTuple):
     """What one execution took, in seconds.
 
     Attributes:
-        seconds: from the end of the step before it, or from its own begin if that was later, to its end.
-        data_seconds: the part of it in which devices had nothing to do because the host waited for data.
-        others_seconds: the part of `data_seconds` in which it waited for data of other processes.
-        host_seconds: the part in which they had nothing to do because of the host: waiting for data, or other work.
-        gap_seconds: before it, while callbacks ran.
+        seconds: From the end of the step before it, or from its own begin if that was later, to its end.
+        data_seconds: The part of it in which devices had nothing to do because the host waited for data.
+        others_seconds: The part of `data_seconds` in which it waited for data of other processes.
+        host_seconds: The part in which they had nothing to do because of the host: waiting for data, or other work.
+        gap_seconds: Before it, while callbacks ran.
     """
 
     seconds: float

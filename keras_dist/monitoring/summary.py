@@ -10,22 +10,22 @@ class Summary:
     """Figures of steps; None where something is not available.
 
     Attributes:
-        step: the newest step of the epoch, counted from 1.
-        steps: how many steps were measured; those for which something was compiled are not.
-        steps_per_epoch: number of steps of the epoch; unknown for a generator.
-        epoch: the epoch, counted from 1, of `epochs`.
-        loss: the mean loss of the epoch so far.
-        median: median step time in seconds, and so are `percentile_95` and `deviation` (standard deviation).
-        samples_per_second: rows of the global batch per second of steps.
-        tokens_per_second: tokens of the global batch per second of steps.
-        mfu: model FLOP utilization, as a fraction of the peak of all devices.
-        peak_memory: the most bytes that were in use on a device of this process since it started.
-        data_wait: share of the time of steps in which devices waited for data.
-        others_wait: the part of `data_wait` in which this process had read its data and other processes had not.
-        host_work: share of the time of steps in which they waited for other work of the host.
-        host_wait: share of the time in which they waited for their own host: for data that it read, other work,
+        step: The newest step of the epoch, counted from 1.
+        steps: How many steps were measured; those for which something was compiled are not.
+        steps_per_epoch: Number of steps of the epoch; unknown for a generator.
+        epoch: The epoch, counted from 1, of `epochs`.
+        loss: The mean loss of the epoch so far.
+        median: Median step time in seconds, and so are `percentile_95` and `deviation` (standard deviation).
+        samples_per_second: Rows of the global batch per second of steps.
+        tokens_per_second: Tokens of the global batch per second of steps.
+        mfu: Model FLOP utilization, as a fraction of the peak of all devices.
+        peak_memory: The most bytes that were in use on a device of this process since it started.
+        data_wait: Share of the time of steps in which devices waited for data.
+        others_wait: The part of `data_wait` in which this process had read its data and other processes had not.
+        host_work: Share of the time of steps in which they waited for other work of the host.
+        host_wait: Share of the time in which they waited for their own host: for data that it read, other work,
             or callbacks.
-        goodput: share of the time since `fit` began in which steps trained.
+        goodput: Share of the time since `fit` began in which steps trained.
     """
 
     step: int

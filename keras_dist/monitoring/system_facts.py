@@ -51,17 +51,17 @@ class SystemFacts:
     """A machine as a program would find it.
 
     Attributes:
-        python: version of Python.
-        versions: of installed packages, by name.
-        environment: the variables that are set, of those that matter.
-        cores: number of CPU cores that this process may use.
-        gpus: number of NVIDIA GPUs that the driver shows.
-        tpus: number of TPU chips that the host shows.
-        cuda_extra: the extra that installs JAX for NVIDIA GPUs here, "cuda12" or "cuda13".
-        devices: what `device_facts.py` prints of each device; empty if JAX could not create any.
-        longest_link: the longest link between neighbors in JAX's order of devices.
-        output: what JAX wrote to standard error.
-        failure: why there are no devices; None if there are.
+        python: Version of Python.
+        versions: Of installed packages, by name.
+        environment: The variables that are set, of those that matter.
+        cores: Number of CPU cores that this process may use.
+        gpus: Number of NVIDIA GPUs that the driver shows.
+        tpus: Number of TPU chips that the host shows.
+        cuda_extra: The extra that installs JAX for NVIDIA GPUs here, "cuda12" or "cuda13".
+        devices: What `device_facts.py` prints of each device; empty if JAX could not create any.
+        longest_link: The longest link between neighbors in JAX's order of devices.
+        output: What JAX wrote to standard error.
+        failure: Why there are no devices; None if there are.
     """
 
     python: str

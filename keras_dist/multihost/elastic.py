@@ -38,13 +38,13 @@ def launch_elastic(
     The processes share a cache of compiled programs for as long as the launcher runs, if the environment names none.
 
     Args:
-        command: program and arguments. It resumes by itself, for example with `kd.TrainingCheckpoint`.
-        processes: number of processes at first, and after SIGUSR2.
-        devices_per_process: as for `launch`.
-        min_processes: with fewer processes the command is not started again.
-        show: as for `launch`.
-        environment: as for `launch`.
-        stop_grace: as for `launch`; also for the processes that are started again after SIGUSR2.
+        command: Program and arguments. It resumes by itself, for example with `kd.TrainingCheckpoint`.
+        processes: Number of processes at first, and after SIGUSR2.
+        devices_per_process: As for `launch`.
+        min_processes: With fewer processes the command is not started again.
+        show: As for `launch`.
+        environment: As for `launch`.
+        stop_grace: As for `launch`; also for the processes that are started again after SIGUSR2.
 
     Returns:
         How the processes of the last start ended.

@@ -45,8 +45,8 @@ def start() -> None:
     """Starts to watch the other processes, and to report the failure of this one. Called once.
 
     Raises:
-        ValueError: the processes were passed different numbers of processes.
-        ProcessFailure: a process does not get here within the timeout.
+        ValueError: The processes were passed different numbers of processes.
+        ProcessFailure: A process does not get here within the timeout.
     """
     global _last_step
     _last_step = time.monotonic()

@@ -42,18 +42,18 @@ def initialize(
     Args:
         job_addresses: `"host:port"` of process 0, or the addresses of all processes joined by commas, process
             0 first. Environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`.
-        num_processes: number of processes. Environment: `KERAS_DISTRIBUTION_NUM_PROCESSES`.
-        process_id: index of this process, from 0. Environment: `KERAS_DISTRIBUTION_PROCESS_ID`.
-        timeout: for how many seconds processes wait for one another, at the start and later; 600 by default. A
+        num_processes: Number of processes. Environment: `KERAS_DISTRIBUTION_NUM_PROCESSES`.
+        process_id: Index of this process, from 0. Environment: `KERAS_DISTRIBUTION_PROCESS_ID`.
+        timeout: For how many seconds processes wait for one another, at the start and later; 600 by default. A
             process that is killed or stopped is detected after `min(timeout, 60)` seconds. Environment:
             `KERAS_DISTRIBUTION_TIMEOUT`.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is invalid, the port is in use, there is no cluster and no arguments, or a second
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is invalid, the port is in use, there is no cluster and no arguments, or a second
             call passes other arguments than the first.
         RuntimeError: JAX is already initialized, or not all processes joined within the timeout.
-        ConnectionError: process 0 does not listen at its address.
+        ConnectionError: Process 0 does not listen at its address.
 
     Example: a program for `keras-dist launch -n 2 train.py` or `srun python train.py` begins with
 

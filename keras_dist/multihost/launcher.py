@@ -31,8 +31,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         status: 0, or the exit status of the first process that failed; 128 + n if signal n ended it.
-        failed: the index of that process, or None if none failed before all were stopped.
-        statuses: exit status of each process; -n if signal n ended it.
+        failed: The index of that process, or None if none failed before all were stopped.
+        statuses: Exit status of each process; -n if signal n ended it.
     """
 
     status: int
@@ -61,15 +61,15 @@ def launch(
     is killed, a process that has called `initialize` receives SIGTERM, and has 30 seconds.
 
     Args:
-        command: program and arguments, the same for each process.
-        processes: number of processes.
-        devices_per_process: simulated CPU devices of each; by default each uses the devices of this machine.
-        show: called for each line of output with the index of the process, "stdout" or "stderr", and the line. By
+        command: Program and arguments, the same for each process.
+        processes: Number of processes.
+        devices_per_process: Simulated CPU devices of each; by default each uses the devices of this machine.
+        show: Called for each line of output with the index of the process, "stdout" or "stderr", and the line. By
             default `print_first_process`; `print_all_processes` prints standard output of the others too.
-        environment: environment variables to start from; by default those of this process.
-        timeout: seconds after which all are stopped; by default there is no limit.
-        grace: seconds that the others have to end by themselves after one failed.
-        stop_grace: seconds that all have to end by themselves after SIGTERM or SIGUSR1.
+        environment: Environment variables to start from; by default those of this process.
+        timeout: Seconds after which all are stopped; by default there is no limit.
+        grace: Seconds that the others have to end by themselves after one failed.
+        stop_grace: Seconds that all have to end by themselves after SIGTERM or SIGUSR1.
 
     Returns:
         How the processes ended.

@@ -59,16 +59,16 @@ def exchange(
     Every process must call it equally often for each topic. Process 0 collects the messages and distributes them.
 
     Args:
-        topic: names the exchange in keys and errors. The calls for one topic are numbered.
-        message: anything that JSON can represent, a few kilobytes at most.
-        is_cancelled: whether the answer is no longer needed; called once a second.
-        method: the method of a model that runs, for errors.
+        topic: Names the exchange in keys and errors. The calls for one topic are numbered.
+        message: Anything that JSON can represent, a few kilobytes at most.
+        is_cancelled: Whether the answer is no longer needed; called once a second.
+        method: The method of a model that runs, for errors.
 
     Returns:
         The messages, in the order of the processes.
 
     Raises:
-        ProcessFailure: another process failed or did not send within the timeout, or the exchange was cancelled.
+        ProcessFailure: Another process failed or did not send within the timeout, or the exchange was cancelled.
     """
     if not is_multi_process():
         return [message]

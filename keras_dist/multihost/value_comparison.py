@@ -37,9 +37,9 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     no more than rounding are a warning: GPUs add up some sums in any order.
 
     Args:
-        owner: the name of the model, for errors.
-        place: where in the program this is; an error says where processes are if they are at different places.
-        values: names and arrays, in the same order on all processes.
+        owner: The name of the model, for errors.
+        place: Where in the program this is; an error says where processes are if they are at different places.
+        values: Names and arrays, in the same order on all processes.
     """
     shards = [shard for name, array in values for shard in _shared_shards(name, array)]
     checksums = [int(checksum) for checksum in jax.device_get([_checksum(_on_device(shard.data)) for shard in shards])]

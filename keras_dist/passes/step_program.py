@@ -21,10 +21,10 @@ class StepProgram:
     """A traced function of a model, or what a whole step computes with its gradients.
 
     Attributes:
-        jaxpr: the program.
-        placer: how batches are placed on the mesh.
-        row_axes: the axes over which the rows of the batch are split.
-        input_axes: of each input, the axes of its dims.
+        jaxpr: The program.
+        placer: How batches are placed on the mesh.
+        row_axes: The axes over which the rows of the batch are split.
+        input_axes: Of each input, the axes of its dims.
     """
 
     jaxpr: ClosedJaxpr
@@ -98,10 +98,10 @@ def batch_axes(leaf: Any, rows: int, row_axes: tuple[str, ...], placer: BatchPla
     """Returns the axes of the dims of an array of a batch.
 
     Args:
-        leaf: the array.
-        rows: the number of rows of the batch.
-        row_axes: the axes over which they are split.
-        placer: how batches are placed.
+        leaf: The array.
+        rows: The number of rows of the batch.
+        row_axes: The axes over which they are split.
+        placer: How batches are placed.
     """
     positions = placer.sequence_axes if placer.is_sequence(leaf.shape) else ()
     axes = [row_axes if leaf.shape and leaf.shape[0] == rows else (), positions, *[()] * leaf.ndim]

@@ -23,10 +23,10 @@ class Found:
     """What a search for step options found.
 
     Attributes:
-        plan: the plan with the options of least cost that make the step fit. If none do, the last one that was
+        plan: The plan with the options of least cost that make the step fit. If none do, the last one that was
             compiled, or the one that was passed.
-        notes: the options that could not be compiled, with the errors, and whether Ctrl-C ended the search.
-        is_interrupted: whether Ctrl-C ended the search.
+        notes: The options that could not be compiled, with the errors, and whether Ctrl-C ended the search.
+        is_interrupted: Whether Ctrl-C ended the search.
     """
 
     plan: Plan
@@ -55,10 +55,10 @@ def plan_with_fitting_options(
     fails, the option that is to blame is left out of all ladders.
 
     Args:
-        planned: the plan of a training step that does not fit.
-        distribution: its distribution.
-        compile: plans the step under the distribution with other options.
-        searched: names of the options that may be changed, of those that `distribution` leaves at their defaults.
+        planned: The plan of a training step that does not fit.
+        distribution: Its distribution.
+        compile: Plans the step under the distribution with other options.
+        searched: Names of the options that may be changed, of those that `distribution` leaves at their defaults.
     """
     search = _Search(planned, distribution, compile, searched)
     try:

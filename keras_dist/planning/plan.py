@@ -54,20 +54,20 @@ def plan(
     treats all blocks alike. It does not do so near the memory limit, where it recomputes activations.
 
     Args:
-        build_model: function without arguments that returns a compiled model; or a model, deferred or not. With
+        build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
             `depth`, a function of the number of blocks.
-        distribution: the distribution to plan for. Its mesh determines the hardware.
-        batch: global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each of them is an array, a
+        distribution: The distribution to plan for. Its mesh determines the hardware.
+        batch: Global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each of them is an array, a
             `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the model's input;
             int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be passed, if the
             model's inputs have static shapes and its targets follow from its losses.
         step: `"train"`, `"test"` or `"predict"`.
-        depth: number of blocks to extrapolate to. None compiles the full model.
-        compile_depths: the two numbers of blocks to compile, if `depth` is given.
-        compiler_options: options of XLA by name, as `compile(compiler_options=...)` of JAX takes them. See
+        depth: Number of blocks to extrapolate to. None compiles the full model.
+        compile_depths: The two numbers of blocks to compile, if `depth` is given.
+        compiler_options: Options of XLA by name, as `compile(compiler_options=...)` of JAX takes them. See
             `keras_dist.hardware["v5e"].recommended_compiler_options`. A process that trains
             gets them from the environment variables LIBTPU_INIT_ARGS (TPU) and XLA_FLAGS (GPU).
-        progress: whether to show progress. By default only if standard error is a terminal.
+        progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
         The plan. If the memory does not suffice, `plan.fits` is False. For a training step, programs with other step

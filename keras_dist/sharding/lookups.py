@@ -35,12 +35,12 @@ class Lookup:
     """A lookup in a table while a step is traced.
 
     Args:
-        table_shape: rows and columns of the table.
-        indices_shape: the shape of the indices, (rows of a batch, positions, ...).
-        layouts: those of the table.
-        placer: how the batch is sharded.
-        is_gathered_anyway: whether layers read the whole table in the same step.
-        reduces_later: whether the gradient stays a sum over the rows of the batch, which is reduced elsewhere.
+        table_shape: Rows and columns of the table.
+        indices_shape: The shape of the indices, (rows of a batch, positions, ...).
+        layouts: Those of the table.
+        placer: How the batch is sharded.
+        is_gathered_anyway: Whether layers read the whole table in the same step.
+        reduces_later: Whether the gradient stays a sum over the rows of the batch, which is reduced elsewhere.
     """
 
     table_shape: Sequence[int]
@@ -91,8 +91,8 @@ class Lookup:
         """Returns the rows of a table at some indices.
 
         Args:
-            table: the traced table, in the dtype of the rows.
-            indices: integers.
+            table: The traced table, in the dtype of the rows.
+            indices: Integers.
         """
         forward, backward = self._exchange() if self.exchanges_rows else self._gather()
 

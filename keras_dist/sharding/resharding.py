@@ -87,10 +87,10 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
     """Returns the sum of a gradient's summands in the layout of its update, in one reduce-scatter where possible.
 
     Args:
-        summands: array (summands, ...) whose dim 0 is sharded over `axes`, and the others as `layout_of_summands` says.
-        axes: axes of the mesh.
-        compute: the layout in which layers compute with the weight.
-        update: the layout of its gradient and optimizer state.
+        summands: Array (summands, ...) whose dim 0 is sharded over `axes`, and the others as `layout_of_summands` says.
+        axes: Axes of the mesh.
+        compute: The layout in which layers compute with the weight.
+        update: The layout of its gradient and optimizer state.
     """
     compute = layout_of_summands(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)

@@ -19,9 +19,9 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
     with axes that rows are not sharded over, nothing says how it is sharded, so that the compiler decides.
 
     Args:
-        function: a function of traced arrays that it encloses.
-        policy: what is saved.
-        placer: how rows are sharded.
+        function: A function of traced arrays that it encloses.
+        policy: What is saved.
+        placer: How rows are sharded.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)()
     jaxpr = traced.jaxpr.replace(invars=traced.jaxpr.constvars, constvars=[])

@@ -32,11 +32,11 @@ class GradientAccumulation:
     """How the train steps of a model accumulate gradients.
 
     Args:
-        optimizer: the optimizer.
-        accumulators: its accumulator of each weight.
-        weights: the weights that are trained.
-        layouts: their layouts.
-        placer: how batches are sharded.
+        optimizer: The optimizer.
+        accumulators: Its accumulator of each weight.
+        weights: The weights that are trained.
+        layouts: Their layouts.
+        placer: How batches are sharded.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class GradientAccumulation:
         """Adds the gradients of a step to the accumulators, and updates the weights if it is time.
 
         Args:
-            model: the model.
-            state: its state before the step.
-            gradients: the gradients.
-            dtype: the dtype in which they are sent, if it is not the one that they were computed in.
+            model: The model.
+            state: Its state before the step.
+            gradients: The gradients.
+            dtype: The dtype in which they are sent, if it is not the one that they were computed in.
 
         Returns:
             The new values of the weights and of the optimizer's variables.

@@ -48,10 +48,10 @@ def apply_with_state_on_host(
 
     Args:
         apply: Keras's `stateless_apply` of the optimizer.
-        state: values of the optimizer's variables.
-        gradients: the gradients.
-        weights: values of the weights.
-        layouts: the layout of each variable of the optimizer that is in host memory, None for the others.
+        state: Values of the optimizer's variables.
+        gradients: The gradients.
+        weights: Values of the weights.
+        layouts: The layout of each variable of the optimizer that is in host memory, None for the others.
     """
     if any(isinstance(value, Tracer) for value in state):
         return _Update(apply, state, gradients, weights, layouts).run()

@@ -64,8 +64,8 @@ class LayerCalls:
     """How layers compute under a distribution.
 
     Args:
-        distribution: the distribution.
-        placer: how it places batches.
+        distribution: The distribution.
+        placer: How it places batches.
     """
 
     def __init__(self, distribution: Any, placer: BatchPlacer):
@@ -75,9 +75,9 @@ class LayerCalls:
         """Calls a layer with values of its variables.
 
         Args:
-            layer: the layer, for example a model.
+            layer: The layer, for example a model.
             call: Keras's `stateless_call(*state, *args, **kwargs)`.
-            state: the values of its trainable and of its other variables, in lists.
+            state: The values of its trainable and of its other variables, in lists.
             inputs: `args` and `kwargs`.
         """
         is_inner = step_state().call is not None
@@ -194,9 +194,9 @@ class LayerCalls:
         """Returns the outputs of a functional model, of which the backward pass computes blocks again; None: as Keras.
 
         Args:
-            graph: the model.
-            inputs: its inputs.
-            operation_of: returns what computes an operation.
+            graph: The model.
+            inputs: Its inputs.
+            operation_of: Returns what computes an operation.
         """
         state = step_state()
         remat = state.rematerialization

@@ -18,8 +18,8 @@ class LossParts:
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
     Args:
-        fraction: the fraction of the rows that the part has.
-        totals: the divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
+        fraction: The fraction of the rows that the part has.
+        totals: The divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
             Empty if they are not known.
     """
 
@@ -30,9 +30,9 @@ class LossParts:
         """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
 
         Args:
-            loss: the loss of the part.
+            loss: The loss of the part.
             reduction: Keras's name of its reduction.
-            divisor: what it was divided by, if that is not known while tracing; else None.
+            divisor: What it was divided by, if that is not known while tracing; else None.
         """
         number, self._number_of_losses = self._number_of_losses, self._number_of_losses + 1
         if reduction == "sum":

@@ -42,13 +42,13 @@ def gradients_of_microbatches(
     """Computes what a train step does before the update, one part of a batch after the other.
 
     Args:
-        model: the model.
-        state: the traced state.
-        batch: the traced arrays of x, y and sample weights. Arrays without dims are not split.
-        options: how the step is computed.
-        placer: how batches are sharded.
-        layouts: those of each weight that is trained.
-        improve: see `compute_gradients`.
+        model: The model.
+        state: The traced state.
+        batch: The traced arrays of x, y and sample weights. Arrays without dims are not split.
+        options: How the step is computed.
+        placer: How batches are sharded.
+        layouts: Those of each weight that is trained.
+        improve: See `compute_gradients`.
     """
     return _Step(model, state, batch, options, placer, layouts, improve).run()
 

@@ -21,10 +21,10 @@ def state_dtype(optimizer: keras.optimizers.Optimizer, name: str | None, dtype: 
     precision of the dtype. Sums, and averages of weights, keep the dtype of their weight.
 
     Args:
-        optimizer: the optimizer.
-        name: the name of the variable, such as "momentum".
-        dtype: the dtype of its weight.
-        wanted: the dtype that is asked for; None to keep that of the weight.
+        optimizer: The optimizer.
+        name: The name of the variable, such as "momentum".
+        dtype: The dtype of its weight.
+        wanted: The dtype that is asked for; None to keep that of the weight.
 
     Example:
 

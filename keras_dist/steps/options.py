@@ -27,40 +27,40 @@ class StepOptions:
     which can be resumed with other options.
 
     Args:
-        microbatches: number of parts that each batch is split into. The compiled step computes the gradients of one
+        microbatches: Number of parts that each batch is split into. The compiled step computes the gradients of one
             part after the other and updates the weights once, so it stores the activations of only one part. Each
             device splits its own rows. If their number is not divisible, all parts except the last have the same size.
-        reduce_gradients: how often devices add up their gradients. "update": once, after the last microbatch; until
+        reduce_gradients: How often devices add up their gradients. "update": once, after the last microbatch; until
             then each device stores an unsharded sum in float32. "microbatch": after each one, in the layout of the
             optimizer state; this sends `microbatches` times as many bytes, and with `FullyShardedDataParallel` or
             `shard_optimizer_state` a device stores only its shard.
-        gather_weights: how often `FullyShardedDataParallel` gathers weights. "microbatch": as layers use them, for each
+        gather_weights: How often `FullyShardedDataParallel` gathers weights. "microbatch": as layers use them, for each
             microbatch anew. "update": once, before the first microbatch, in the dtype that layers compute in; each
             device then stores all weights until the last microbatch.
-        reduce_dtype: dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
+        reduce_dtype: Dtype in which gradients of weights are sent, such as "bfloat16" or "float32". By default the one
             that they are computed in: the compute dtype of the layer. Requires `reduce_gradients="update"`.
-        optimizer_state_dtype: dtype of optimizer state, such as "bfloat16", which halves it. Updates are still computed
+        optimizer_state_dtype: Dtype of optimizer state, such as "bfloat16", which halves it. Updates are still computed
             in the dtype of the weight. State that a step changes by less than the precision of the dtype keeps the
             dtype of its weight: the velocity of Adam with `beta_2=0.999`, but not its momentum.
-        remat: what the backward pass computes again instead of storing it, without changing any result. "full": each
+        remat: What the backward pass computes again instead of storing it, without changing any result. "full": each
             repeated block of the model, such as the layers of a transformer; the memory of activations becomes that of
             one block and of what blocks pass on, for a third more FLOP. "dots": the same, but products with weights and
             outputs of fused attention kernels are kept, which costs few FLOP. "attention": attention only, if XLA
             computes it, because XLA stores the logits of queries x keys. "auto": nothing if a step fits into the memory
             of the devices, else the first of "attention", "dots" and "full" with which it fits; when a step is traced,
             programs are compiled to find out. A `keras.RematScope`: as if all layers had been created in it.
-        offload: what is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
+        offload: What is kept in the memory of the hosts instead of the devices, one name or a tuple of names.
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
             what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
-        without_passes: what is left as the model computes it, one name or a tuple of names: "windows",
+        without_passes: What is left as the model computes it, one name or a tuple of names: "windows",
             "grouped_convolutions", "scatters", "fourier". By default steps of training, evaluation and prediction
             change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would partition
             them with wrong numbers, fail, or gather all rows. Leave one out if it fails, and report it.
 
     Raises:
         TypeError: `remat` is something else.
-        ValueError: an option with a value that it does not take.
+        ValueError: An option with a value that it does not take.
 
     Example:
 
@@ -157,7 +157,7 @@ class OptionWithoutEffectError(ValueError):
     """An option of train steps would have no effect on a model.
 
     Attributes:
-        option: the name of the option.
+        option: The name of the option.
     """
 
     def __init__(self, option: str, message: str):

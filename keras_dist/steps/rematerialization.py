@@ -36,16 +36,16 @@ class Rematerialization:
     """What one train step of a model computes again, while it is traced.
 
     Args:
-        model: the model.
-        mode: what to compute again.
-        placer: how rows are sharded.
-        is_offloaded: whether products that are kept are kept in the memory of the hosts.
+        model: The model.
+        mode: What to compute again.
+        placer: How rows are sharded.
+        is_offloaded: Whether products that are kept are kept in the memory of the hosts.
 
     Attributes:
-        is_of_attention: whether attention is computed again, instead of blocks.
-        blocks: the repeated blocks of the model.
-        count: how many blocks, or attentions, have been traced so far.
-        is_in_block: whether a block is being traced.
+        is_of_attention: Whether attention is computed again, instead of blocks.
+        blocks: The repeated blocks of the model.
+        count: How many blocks, or attentions, have been traced so far.
+        is_in_block: Whether a block is being traced.
     """
 
     def __init__(self, model: keras.Model, mode: str, placer: BatchPlacer, is_offloaded: bool):

@@ -23,11 +23,11 @@ class StepGradients(NamedTuple):
     """What a train step has computed before it updates the weights.
 
     Attributes:
-        summands: the gradient of each weight that is trained.
-        sum_dtypes: for each, the dtype in which it is sent; None where it is reduced already.
-        axes: the axes of the mesh over which there are summands.
-        logs: the logs of the step.
-        state: the state, with new values of all but weights and optimizer.
+        summands: The gradient of each weight that is trained.
+        sum_dtypes: For each, the dtype in which it is sent; None where it is reduced already.
+        axes: The axes of the mesh over which there are summands.
+        logs: The logs of the step.
+        state: The state, with new values of all but weights and optimizer.
     """
 
     summands: Sequence[Summands]
@@ -48,12 +48,12 @@ def gradients_of_batch(
     """Computes what a train step does before the update, for a batch as a whole.
 
     Args:
-        model: the model.
-        state: the traced state.
-        batch: the traced arrays of x, y and sample weights.
-        placer: how batches are sharded.
-        kept: the ids of the weights whose gradients are wanted as one summand for each shard of the batch.
-        improve: see `compute_gradients`.
+        model: The model.
+        state: The traced state.
+        batch: The traced arrays of x, y and sample weights.
+        placer: How batches are sharded.
+        kept: The ids of the weights whose gradients are wanted as one summand for each shard of the batch.
+        improve: See `compute_gradients`.
     """
     axes = row_axes(batch, placer)
 

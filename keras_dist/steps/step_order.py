@@ -29,9 +29,9 @@ def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
     """Returns the token of an array: a float32 scalar. Each device has its own, so nothing is sent.
 
     Args:
-        value: an array of floating-point numbers with at least one element.
-        layout: its layout.
-        is_on_host: whether it is in host memory.
+        value: An array of floating-point numbers with at least one element.
+        layout: Its layout.
+        is_on_host: Whether it is in host memory.
     """
     if not isinstance(value, Tracer):  # with `run_eagerly`
         return jnp.zeros((), "float32")

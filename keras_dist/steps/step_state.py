@@ -23,19 +23,19 @@ class StepState:
     """What is alive while a step is traced in a thread.
 
     Attributes:
-        is_in_step: whether the program of a step is traced.
-        is_improved: whether forward passes are asked about what is traced.
-        splits_rows: whether that step splits rows into shards of unequal sizes.
-        weights: the layouts of the weights that were read.
-        kept_gradients: ids of the weights whose gradients are not reduced.
-        are_weights_gathered: whether weights were gathered for all microbatches.
-        losses: the losses of a microbatch.
-        rematerialization: what is computed again for the backward pass.
-        is_update_unconditional: whether the update of the weights is that of accumulated gradients.
-        with_options: filled by train steps that are computed with the options of their distribution.
-        attention: filled with the calls of attention, if somebody wants them.
-        call: the innermost call of a model or layer, a `ModelCall`.
-        compared_model: the name of the model whose step Keras compiles, if processes compare its program.
+        is_in_step: Whether the program of a step is traced.
+        is_improved: Whether forward passes are asked about what is traced.
+        splits_rows: Whether that step splits rows into shards of unequal sizes.
+        weights: The layouts of the weights that were read.
+        kept_gradients: Ids of the weights whose gradients are not reduced.
+        are_weights_gathered: Whether weights were gathered for all microbatches.
+        losses: The losses of a microbatch.
+        rematerialization: What is computed again for the backward pass.
+        is_update_unconditional: Whether the update of the weights is that of accumulated gradients.
+        with_options: Filled by train steps that are computed with the options of their distribution.
+        attention: Filled with the calls of attention, if somebody wants them.
+        call: The innermost call of a model or layer, a `ModelCall`.
+        compared_model: The name of the model whose step Keras compiles, if processes compare its program.
     """
 
     is_in_step: bool = False

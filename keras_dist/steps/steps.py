@@ -64,9 +64,9 @@ class Steps:
     are.
 
     Args:
-        distribution: the distribution.
-        options: its step options.
-        placer: how it places batches.
+        distribution: The distribution.
+        options: Its step options.
+        placer: How it places batches.
     """
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
@@ -190,10 +190,10 @@ class Steps:
         also about the gradients of single operations. If they change nothing, the function itself is called.
 
         Args:
-            model: the model, or a layer.
-            function: returns nested arrays.
-            state: values of its trainable and of its other variables, in lists.
-            inputs: nested arguments; what is no array stays as it is.
+            model: The model, or a layer.
+            function: Returns nested arrays.
+            state: Values of its trainable and of its other variables, in lists.
+            inputs: Nested arguments; what is no array stays as it is.
         """
         current = step_state()
         forward, others = self._selected(FORWARD_PASSES), [] if current.is_in_step else self._selected(PASSES)

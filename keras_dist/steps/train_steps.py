@@ -28,9 +28,9 @@ class TrainSteps:
     """How the train steps of a distribution are computed.
 
     Args:
-        distribution: the distribution.
-        options: its step options.
-        placer: how it places batches.
+        distribution: The distribution.
+        options: Its step options.
+        placer: How it places batches.
     """
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):

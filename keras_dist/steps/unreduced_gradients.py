@@ -56,15 +56,15 @@ class UnreducedGradients:
     """A function that returns gradients and other outputs, rewritten so that gradients are `Summands`.
 
     Args:
-        function: returns a list of gradients, and any structure of arrays.
-        arguments: its arguments: structures of arrays, or of anything with a shape and a dtype.
-        has_rows: of each leaf of the arguments, whether its dim 0 has the rows of a batch.
-        mesh: the mesh.
-        batch_axes: the axes of the mesh that rows are sharded over; their sizes divide the number of rows.
-        is_kept: of each gradient, whether it is wanted as one summand for each shard. By default all are.
+        function: Returns a list of gradients, and any structure of arrays.
+        arguments: Its arguments: structures of arrays, or of anything with a shape and a dtype.
+        has_rows: Of each leaf of the arguments, whether its dim 0 has the rows of a batch.
+        mesh: The mesh.
+        batch_axes: The axes of the mesh that rows are sharded over; their sizes divide the number of rows.
+        is_kept: Of each gradient, whether it is wanted as one summand for each shard. By default all are.
 
     Attributes:
-        sum_dtypes: of each gradient, the dtype in which it is summed over rows; None where it is reduced already.
+        sum_dtypes: Of each gradient, the dtype in which it is summed over rows; None where it is reduced already.
     """
 
     def __init__(

@@ -42,20 +42,20 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
     have no side effects. A distribution holds no model.
 
     Args:
-        device_mesh: the mesh of devices.
-        batch_dim_name: the mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
-        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+        device_mesh: The mesh of devices.
+        batch_dim_name: The mesh axis, or axes, that dim 0 of a batch is sharded over; `None` replicates batches.
+        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes its own rows, any number of them, and the global
             batch consists of the rows of all processes.
-        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
-        sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
+        sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
+        sequence_exchange: How devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
             bytes.
-        step_options: how training steps are computed, for example in microbatches. By default as Keras does.
+        step_options: How training steps are computed, for example in microbatches. By default as Keras does.
 
     Raises:
         TypeError: `step_options` is something else.
-        ValueError: no mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
+        ValueError: No mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
             does not have or that is named twice, or an unknown exchange.
     """
 
@@ -137,7 +137,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the same distribution with other step options.
 
         Args:
-            step_options: how training steps are computed.
+            step_options: How training steps are computed.
 
         Example:
 
@@ -174,7 +174,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         part of the axes that divides it. A dim 1 that the sequence axes do not divide is not sharded.
 
         Args:
-            data_shape: the shape of one array of the batch. A 0-d array is replicated.
+            data_shape: The shape of one array of the batch. A 0-d array is replicated.
         """
         entries = [self._placer.batch_axes, self._placer.sequence_axes_for(data_shape)][: len(data_shape)]
         return TensorLayout([*entries, *[None] * (len(data_shape) - len(entries))], self._device_mesh)
@@ -183,13 +183,13 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the layout in which a variable is stored.
 
         Args:
-            variable: a `keras.Variable`.
+            variable: A `keras.Variable`.
 
         Returns:
             The layout that the variable was created with, else that of the rule for its path, else a replicated one.
 
         Raises:
-            ValueError: several rules match the path, or the rule does not fit the variable's shape.
+            ValueError: Several rules match the path, or the rule does not fit the variable's shape.
         """
         layout = internals.variable_layout(variable)
         return self._stored_layout(variable) if layout is None else layout
@@ -200,7 +200,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         A variable is resharded to it when a layer reads it.
 
         Args:
-            variable: a `keras.Variable`.
+            variable: A `keras.Variable`.
         """
         return self.get_variable_layout(variable)
 
@@ -208,7 +208,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the layout of a variable's gradient and of its optimizer state, by default that of the variable.
 
         Args:
-            variable: a `keras.Variable`.
+            variable: A `keras.Variable`.
         """
         return self.get_variable_layout(variable)
 
@@ -244,7 +244,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the layout of a layer's inputs or outputs.
 
         Args:
-            path: the path of the layer, followed by `/input` or `/output`.
+            path: The path of the layer, followed by `/input` or `/output`.
 
         Returns:
             None by default, which leaves the layout to the compiler.
@@ -264,7 +264,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Places a host batch on the mesh, as `fit` does, for custom training loops.
 
         Args:
-            batch: nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
+            batch: Nested tuples, lists and dicts of arrays with any number of rows, 0-d arrays and Python
                 scalars; `None` stays `None`. With several processes, all of them call this, each with the global batch
                 or with its own rows, depending on `auto_shard_dataset`.
 
@@ -290,7 +290,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         Dim 0 is sharded over the batch axes, or over the largest part of them that divides it.
 
         Args:
-            shape: the shape of the array.
+            shape: The shape of the array.
         """
         return self._placer.sharding(shape)
 
@@ -298,7 +298,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the key of a layout map and its layout for the path of a variable, None where it is replicated.
 
         Args:
-            path: the path of a variable.
+            path: The path of a variable.
         """
         return None
 

@@ -24,10 +24,10 @@ def set_distribution(value: internals.KerasDistribution | None) -> None:
     `keras.utils.clear_session()`.
 
     Args:
-        value: a distribution of this package, or None. One of Keras behaves as in Keras, with a warning.
+        value: A distribution of this package, or None. One of Keras behaves as in Keras, with a warning.
 
     Raises:
-        TypeError: the value is neither a distribution nor None.
+        TypeError: The value is neither a distribution nor None.
 
     Example:
 
@@ -51,8 +51,8 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     """Places a tensor in a layout. Inside a compiled function, this is a sharding constraint.
 
     Args:
-        tensor: an array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors are returned unchanged.
-        layout: a `TensorLayout`, a tuple or list of axes of the active distribution's mesh, or a JAX sharding.
+        tensor: An array, or nested tuples, lists and dicts of arrays. Keras's symbolic tensors are returned unchanged.
+        layout: A `TensorLayout`, a tuple or list of axes of the active distribution's mesh, or a JAX sharding.
 
     Returns:
         The same structure of arrays in the layout. While a distribution of this package is active, and its batch axes
@@ -60,7 +60,7 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
         divides it.
 
     Raises:
-        ValueError: the layout does not fit the tensor's shape, or is a tuple of axes and no distribution is active.
+        ValueError: The layout does not fit the tensor's shape, or is a tuple of axes and no distribution is active.
 
     Example:
 

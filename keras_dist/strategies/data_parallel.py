@@ -20,20 +20,20 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
     """Replicates every variable and shards the batch.
 
     Args:
-        device_mesh: a 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
-        devices: the devices of a 1-d mesh, if no mesh is passed. By default all devices.
-        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+        device_mesh: A 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
+        devices: The devices of a 1-d mesh, if no mesh is passed. By default all devices.
+        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes its own rows.
-        shard_optimizer_state: whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
+        shard_optimizer_state: Whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
-        sequence_dim_name: the axis, or axes, of the mesh after the first one to shard dim 1 of the batch over (context
+        sequence_dim_name: The axis, or axes, of the mesh after the first one to shard dim 1 of the batch over (context
             parallelism).
-        sequence_exchange: as for `ModelParallel`.
-        step_options: as for `ModelParallel`.
+        sequence_exchange: As for `ModelParallel`.
+        step_options: As for `ModelParallel`.
 
     Raises:
-        ValueError: both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh, or
+        ValueError: Both a mesh and devices are passed, or an empty list of devices, or something that is not a mesh, or
             a sequence axis that the mesh does not have or that is its first axis.
 
     Example:
@@ -91,7 +91,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         """Returns the layout of a variable's gradient and optimizer state.
 
         Args:
-            variable: a `keras.Variable`.
+            variable: A `keras.Variable`.
 
         Returns:
             The layout of the variable. With `shard_optimizer_state`, one that shards a dim of it over the batch axis,

@@ -29,26 +29,26 @@ class FullyShardedDataParallel(ModelParallel):
     is the state of a random generator.
 
     Args:
-        device_mesh: the mesh. By default that of the layout map, or one axis "fsdp" over all devices.
-        layout_map: rules for weights that other axes shard, and for inputs and outputs of layers.
-        shard_axis: the mesh axis, or axes, to shard weights over. By default the last one that no rule for a weight
+        device_mesh: The mesh. By default that of the layout map, or one axis "fsdp" over all devices.
+        layout_map: Rules for weights that other axes shard, and for inputs and outputs of layers.
+        shard_axis: The mesh axis, or axes, to shard weights over. By default the last one that no rule for a weight
             uses, and those of `sequence_dim_name`.
-        replica_axis: the mesh axis, or axes, of the replicas (HSDP). By default, if `shard_axis` is not passed either,
+        replica_axis: The mesh axis, or axes, of the replicas (HSDP). By default, if `shard_axis` is not passed either,
             the other axis that no rule for a weight uses, if there is one.
-        min_shard_bytes: weights of which a device would store at most this many bytes without FSDP stay replicated.
+        min_shard_bytes: Weights of which a device would store at most this many bytes without FSDP stay replicated.
             Below about 64 KiB, the default, the messages cost more than the memory is worth.
-        reshard_after_forward: whether to free gathered weights after the forward pass and gather them again for the
+        reshard_after_forward: Whether to free gathered weights after the forward pass and gather them again for the
             backward pass: more traffic, less memory. By default they are kept until the backward pass has used them.
-        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes its own rows.
-        strict: as for `ModelParallel`.
-        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
+        strict: As for `ModelParallel`.
+        sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.
-        sequence_exchange: as for `ModelParallel`.
-        step_options: as for `ModelParallel`.
+        sequence_exchange: As for `ModelParallel`.
+        step_options: As for `ModelParallel`.
 
     Raises:
-        ValueError: an axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
+        ValueError: An axis that the mesh does not have or that a rule for a weight uses, or a mesh whose axes leave
             open which one to shard over.
 
     Example:
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(ModelParallel):
         """Returns the layout in which layers compute with a variable: that of the layout map.
 
         Args:
-            variable: a `keras.Variable`.
+            variable: A `keras.Variable`.
         """
         return self._layout_by_rule(variable)
 

@@ -14,24 +14,24 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
     """Shards variables by the rules of a layout map, and the batch.
 
     Args:
-        layout_map: the rules. A variable that no rule matches is replicated.
-        batch_dim_name: the mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
+        layout_map: The rules. A variable that no rule matches is replicated.
+        batch_dim_name: The mesh axis that the batch is sharded over, or a tuple of several. By default the mesh's
             first axis.
-        auto_shard_dataset: with several processes, whether every process passes the same global dataset, of which its
+        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
             devices take their rows. With `False` every process passes its own rows.
-        device_mesh: accepted for compatibility with Keras; must be the mesh of the layout map.
-        sequence_dim_name: the mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
+        device_mesh: Accepted for compatibility with Keras; must be the mesh of the layout map.
+        sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). No rule for a weight may use it.
-        sequence_exchange: how devices that share a sequence exchange what attention needs: "all_to_all" over heads
+        sequence_exchange: How devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
             bytes.
-        step_options: how training steps are computed, for example in microbatches. By default as Keras does.
-        strict: whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
+        step_options: How training steps are computed, for example in microbatches. By default as Keras does.
+        strict: Whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
             reported once, as a `LayoutMapWarning`.
 
     Raises:
-        ValueError: the layout map is missing or has no mesh, the mesh lacks the batch axis, or the number of processes
+        ValueError: The layout map is missing or has no mesh, the mesh lacks the batch axis, or the number of processes
             is larger than the number of batch shards and not divisible by it.
 
     Example:
@@ -87,13 +87,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         have at least as many dims.
 
         Args:
-            path: the path of the layer, with `/input` or `/output` appended.
+            path: The path of the layer, with `/input` or `/output` appended.
 
         Returns:
             The layout of the rule that matches, or None.
 
         Raises:
-            ValueError: several rules match.
+            ValueError: Several rules match.
         """
         return self._layout_map[path]
 
@@ -101,13 +101,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         """Returns the rule that matches the path of a variable: its key in the layout map and its layout.
 
         Args:
-            path: the path of a variable.
+            path: The path of a variable.
 
         Returns:
             The rule, or None if none matches: the variable is replicated.
 
         Raises:
-            ValueError: several rules match.
+            ValueError: Several rules match.
         """
         return self._layout_map.rule(path)
 

@@ -28,9 +28,9 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | Non
     known. Of several operands that have the dim, the first that leads to an answer is taken.
 
     Args:
-        value: a tracer or an array.
-        dim: one of its dims.
-        axes_of_weight: returns the axes of each dim of a value if it is a weight, otherwise None.
+        value: A tracer or an array.
+        dim: One of its dims.
+        axes_of_weight: Returns the axes of each dim of a value if it is a weight, otherwise None.
 
     Example:
 
@@ -58,8 +58,8 @@ def without_repeats(value: Any, dim: int) -> tuple[Any, int]:
     KerasHub repeats keys and values for each group of queries, which a kernel need not be given.
 
     Args:
-        value: a tracer or an array.
-        dim: the dim of size `n * repeats`.
+        value: A tracer or an array.
+        dim: The dim of size `n * repeats`.
 
     Returns:
         The value with size `n` at `dim`, and `repeats`; the value itself and 1 if it was not made by `repeat`.

@@ -26,13 +26,13 @@ class Node:
     """A value of a traced function: an output of an operation, or a leaf, of which only shape and dtype are known.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        primitive: name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
-        params: parameters of the primitive.
-        output: which of the outputs of the operation it is.
-        origin: the tracer or array itself; None for a value inside a jitted function.
-        root: what `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
+        shape: Its shape.
+        dtype: Its dtype.
+        primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
+        params: Parameters of the primitive.
+        output: Which of the outputs of the operation it is.
+        origin: The tracer or array itself; None for a value inside a jitted function.
+        root: What `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
             traced function has the same root everywhere.
     """
 
@@ -83,8 +83,8 @@ def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
     """Returns the node of a traced or concrete value.
 
     Args:
-        value: a tracer, an array or a number.
-        known: nodes of a graph to which the new node belongs, which it joins. Default: a new graph.
+        value: A tracer, an array or a number.
+        known: Nodes of a graph to which the new node belongs, which it joins. Default: a new graph.
 
     Example:
 

@@ -57,7 +57,7 @@ def materialize(model: ModelT) -> ModelT:
     biases, need none. An initializer that is not a class of Keras runs on one device, and its result is then sharded.
 
     Args:
-        model: a model or layer created inside `deferred()`. A model that does not declare its inputs must have been
+        model: A model or layer created inside `deferred()`. A model that does not declare its inputs must have been
             called there on a `keras.KerasTensor`. The optimizer of a compiled model is built too. Variables that have
             values keep them, and are moved if their layout requires it.
 
@@ -66,7 +66,7 @@ def materialize(model: ModelT) -> ModelT:
 
     Raises:
         TypeError: `model` is not a Keras model or layer.
-        ValueError: the model is not built, or a layout uses devices that are not attached.
+        ValueError: The model is not built, or a layout uses devices that are not attached.
 
     Example:
 

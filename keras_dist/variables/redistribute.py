@@ -30,16 +30,16 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
     call this in the middle of `fit`, which then continues under the active distribution.
 
     Args:
-        model: a model or layer.
-        distribution: the distribution to move to. By default the active one; if none is active, the model moves to one
+        model: A model or layer.
+        distribution: The distribution to move to. By default the active one; if none is active, the model moves to one
             device.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: the arguments are not a model and a distribution.
-        ValueError: a rule does not fit a variable. In this case, no variable is moved.
+        TypeError: The arguments are not a model and a distribution.
+        ValueError: A rule does not fit a variable. In this case, no variable is moved.
 
     Example:
 

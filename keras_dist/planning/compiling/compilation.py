@@ -55,14 +55,14 @@ class Traffic:
 
     Attributes:
         kind: HLO opcode: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`, `"collective-permute"`.
-        axes: mesh axes, outermost first; None if the groups do not follow axes.
-        count: number of collectives.
-        tensors: number of tensors; compilers combine several into one collective.
-        bytes: unsharded size of what is reduced, gathered or scattered, or size of what is sent.
-        wire_bytes: bytes that one device sends, in ring algorithms.
-        crosses_network: whether they cross slices or hosts, instead of using only the links within.
-        seconds: probable time of all of them on their links; None if unknown.
-        exposed_seconds: the part of it during which the device waits; None if unknown.
+        axes: Mesh axes, outermost first; None if the groups do not follow axes.
+        count: Number of collectives.
+        tensors: Number of tensors; compilers combine several into one collective.
+        bytes: Unsharded size of what is reduced, gathered or scattered, or size of what is sent.
+        wire_bytes: Bytes that one device sends, in ring algorithms.
+        crosses_network: Whether they cross slices or hosts, instead of using only the links within.
+        seconds: Probable time of all of them on their links; None if unknown.
+        exposed_seconds: The part of it during which the device waits; None if unknown.
     """
 
     kind: str
@@ -81,12 +81,12 @@ class Attention:
     """The calls of `keras.ops.dot_product_attention` that are computed in one way.
 
     Attributes:
-        implementation: the kernel, `"splash attention"` (TPU) or `"cuDNN"` (GPU), or `"XLA"`.
-        calls: number of calls.
-        logits_bytes: size of the largest logits (rows x heads x queries x keys) that XLA holds on one device; 0 for
+        implementation: The kernel, `"splash attention"` (TPU) or `"cuDNN"` (GPU), or `"XLA"`.
+        calls: Number of calls.
+        logits_bytes: Size of the largest logits (rows x heads x queries x keys) that XLA holds on one device; 0 for
             kernels, which hold none.
-        reason: why a device that has a kernel does not use it, and what would change that; None otherwise.
-        exchange: how devices that share sequences exchange operands (context parallelism), such as `"all-to-all over
+        reason: Why a device that has a kernel does not use it, and what would change that; None otherwise.
+        exchange: How devices that share sequences exchange operands (context parallelism), such as `"all-to-all over
             'context'"`; None if they share none.
     """
 

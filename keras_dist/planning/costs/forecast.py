@@ -20,11 +20,11 @@ class Forecast:
     than the lower bound on step time, `seconds` is that bound.
 
     Attributes:
-        seconds: the whole step.
-        compute_seconds: the device computes.
-        exposed_seconds: it waits for collectives, which compute does not hide.
-        copy_seconds: it waits for copies, such as prefetches from HBM to the on-chip memory of a TPU.
-        estimated_seconds: the part of `compute_seconds` that the compiler estimated. For the rest, FLOP and bytes count
+        seconds: The whole step.
+        compute_seconds: The device computes.
+        exposed_seconds: It waits for collectives, which compute does not hide.
+        copy_seconds: It waits for copies, such as prefetches from HBM to the on-chip memory of a TPU.
+        estimated_seconds: The part of `compute_seconds` that the compiler estimated. For the rest, FLOP and bytes count
             at the rates that programs commonly reach.
 
     Example:

@@ -37,8 +37,8 @@ def count_step_flops(jaxpr: Jaxpr, calls: Iterable[AttentionCall], step: str) ->
     """Counts the FLOP of a traced step as `count_model_flops` does, and those of attention that kernels compute.
 
     Args:
-        jaxpr: the step.
-        calls: the attention that was recorded while it was traced.
+        jaxpr: The step.
+        calls: The attention that was recorded while it was traced.
         step: "train", "test" or "predict".
     """
     flops = count_model_flops(jaxpr)

@@ -22,13 +22,13 @@ class Roofline:
     """Lower bounds in seconds on the parts of a step on one device; None where the hardware's figure is unknown.
 
     Attributes:
-        compute_seconds: matrix multiplications and convolutions at the peak rate of their dtypes.
-        memory_seconds: reads and writes of device memory.
-        ici_seconds: collectives within a TPU slice (ICI) or among the GPUs of a host (NVLink or PCIe).
-        dcn_seconds: collectives that cross slices (DCN) or hosts (network).
-        link: name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` or `"PCIe"` for GPUs.
-        network: name of the network between slices or hosts: `"DCN"` for TPUs, `"network"` otherwise.
-        forecast: the time that a step probably takes; None if a figure of the hardware that it needs is unknown.
+        compute_seconds: Matrix multiplications and convolutions at the peak rate of their dtypes.
+        memory_seconds: Reads and writes of device memory.
+        ici_seconds: Collectives within a TPU slice (ICI) or among the GPUs of a host (NVLink or PCIe).
+        dcn_seconds: Collectives that cross slices (DCN) or hosts (network).
+        link: Name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` or `"PCIe"` for GPUs.
+        network: Name of the network between slices or hosts: `"DCN"` for TPUs, `"network"` otherwise.
+        forecast: The time that a step probably takes; None if a figure of the hardware that it needs is unknown.
 
     Example:
 

@@ -13,8 +13,8 @@ class CompilerOptions(FrozenMapping):
     """A set of XLA options, an immutable mapping from names to values.
 
     Attributes:
-        purpose: what the set is for.
-        source: who publishes it.
+        purpose: What the set is for.
+        source: Who publishes it.
     """
 
     def __init__(self, options: Mapping[str, Any], purpose: str, source: str):

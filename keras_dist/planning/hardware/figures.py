@@ -36,12 +36,12 @@ class GpuCompilerTarget:
 
     Attributes:
         compute_capability: CUDA compute capability, `(major, minor)`.
-        core_count: streaming multiprocessors.
+        core_count: Streaming multiprocessors.
         fpus_per_core: float32 units per streaming multiprocessor.
-        clock_rate_ghz: highest clock rate, GHz.
-        l2_cache_size: bytes.
-        shared_memory_per_core: bytes.
-        shared_memory_per_block_optin: bytes that one thread block can request.
+        clock_rate_ghz: Highest clock rate, GHz.
+        l2_cache_size: Bytes.
+        shared_memory_per_core: Bytes.
+        shared_memory_per_block_optin: Bytes that one thread block can request.
     """
 
     compute_capability: tuple[int, int]
@@ -61,24 +61,24 @@ class Hardware:
     known hardware: `dataclasses.replace(hardware["h100"], name="h100-96gb", memory_bytes=...)`.
 
     Attributes:
-        name: name in targets: `"v5e"`, `"h100"`.
+        name: Name in targets: `"v5e"`, `"h100"`.
         platform: `"tpu"`, `"gpu"` or `"cpu"`.
         device_kind: `jax.Device.device_kind`, such as `"TPU v5 lite"` or `"NVIDIA H100 80GB HBM3"`.
-        memory_bytes: device memory in bytes: on TPUs what the compiler allots, on GPUs what CUDA reports. By default
+        memory_bytes: Device memory in bytes: on TPUs what the compiler allots, on GPUs what CUDA reports. By default
             JAX allocates 75% of a GPU's; see XLA_PYTHON_CLIENT_MEM_FRACTION.
-        memory_bytes_per_second: memory bandwidth.
-        flops_per_second: peak of dense matrix multiplications by dtype (`"float32"`, `"bfloat16"`, `"float16"`,
+        memory_bytes_per_second: Memory bandwidth.
+        flops_per_second: Peak of dense matrix multiplications by dtype (`"float32"`, `"bfloat16"`, `"float16"`,
             `"float8"`, `"int8"`), as far as known. Float32 is at JAX's default precision: one bfloat16 pass on TPUs,
             TF32 on NVIDIA GPUs since Ampere. Earlier ones multiply bfloat16 at the rate of float32.
-        link_bytes_per_second: bandwidth of one ICI link or NVLink in one direction; of PCIe for GPUs without NVLinks.
-        links: number of links: NVLinks of a GPU, 0 if PCIe joins those of a host; or ICI links of a TPU chip (4 in a 2D
+        link_bytes_per_second: Bandwidth of one ICI link or NVLink in one direction; of PCIe for GPUs without NVLinks.
+        links: Number of links: NVLinks of a GPU, 0 if PCIe joins those of a host; or ICI links of a TPU chip (4 in a 2D
             torus, 6 in a 3D torus), which several devices may share.
-        network_bytes_per_second: bandwidth of one device to other slices or hosts, in one direction.
-        sources: public source of each figure, by field name. Ignored in comparisons.
-        compiler_target: what the compiler needs to know of a GPU; None for TPUs and CPUs.
-        clock_hz: clock rate of a TPU's TensorCore, in which XLA:TPU estimates times; None for other hardware.
-        link_latency_seconds: what one hop over an ICI link, NVLink or PCIe takes, however few bytes are sent.
-        network_latency_seconds: the same between slices or hosts.
+        network_bytes_per_second: Bandwidth of one device to other slices or hosts, in one direction.
+        sources: Public source of each figure, by field name. Ignored in comparisons.
+        compiler_target: What the compiler needs to know of a GPU; None for TPUs and CPUs.
+        clock_hz: Clock rate of a TPU's TensorCore, in which XLA:TPU estimates times; None for other hardware.
+        link_latency_seconds: What one hop over an ICI link, NVLink or PCIe takes, however few bytes are sent.
+        network_latency_seconds: The same between slices or hosts.
 
     Raises:
         TypeError: `flops_per_second` or `sources` is not a mapping.

@@ -37,8 +37,8 @@ class HardwareRegistry(Mapping[str, Hardware]):
         """Adds hardware under its name.
 
         Args:
-            hardware: the hardware to add.
-            replace: whether it may replace other figures of the same name.
+            hardware: The hardware to add.
+            replace: Whether it may replace other figures of the same name.
 
         Returns:
             The hardware.

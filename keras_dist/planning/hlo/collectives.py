@@ -22,24 +22,24 @@ class Collective:
     Args:
         kind: HLO opcode without "-start": "all-reduce", "all-gather", "reduce-scatter", "all-to-all",
             "collective-permute", "collective-broadcast" or "ragged-all-to-all".
-        name: name of the instruction.
-        op_name: the JAX operation that it comes from, "" if the compiler kept none.
-        tensors: number of tensors that it combines.
-        bytes: payload of one run on one device, in bytes: the unsharded size of what is reduced, gathered or scattered,
+        name: Name of the instruction.
+        op_name: The JAX operation that it comes from, "" if the compiler kept none.
+        tensors: Number of tensors that it combines.
+        bytes: Payload of one run on one device, in bytes: the unsharded size of what is reduced, gathered or scattered,
             or the size of what one device exchanges or sends.
-        wire_bytes: bytes that one device sends in one run, see `wire_bytes`.
-        count: number of runs in one execution of the module.
-        group_size: devices in a group; 2 for a collective-permute.
-        axes: mesh axes along which the devices of a group differ, outermost first; () for a group of one; None if the
+        wire_bytes: Bytes that one device sends in one run, see `wire_bytes`.
+        count: Number of runs in one execution of the module.
+        group_size: Devices in a group; 2 for a collective-permute.
+        axes: Mesh axes along which the devices of a group differ, outermost first; () for a group of one; None if the
             groups do not follow axes, or the axes are unknown. A group may span a part of an axis (see `group_size`):
             compilers split a collective over several slices or hosts into some within each and some between them.
-        groups: positions in the flattened mesh, or (source, target) pairs for a collective-permute. () if the module
+        groups: Positions in the flattened mesh, or (source, target) pairs for a collective-permute. () if the module
             names unknown devices.
         dtype: HLO element type of the largest tensor.
         part_of: "all-gather" or "reduce-scatter" if the compiler decomposed one into collective-permutes, to overlap it
             with the matrix multiplication that uses it (windowed einsum); None otherwise.
-        seconds: probable time of all runs on its links; None if unknown.
-        exposed_seconds: the part of it during which the device waits; None if unknown.
+        seconds: Probable time of all runs on its links; None if unknown.
+        exposed_seconds: The part of it during which the device waits; None if unknown.
     """
 
     kind: str

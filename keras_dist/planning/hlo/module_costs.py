@@ -45,10 +45,10 @@ class LargeValue:
     """A temporary value in device memory.
 
     Args:
-        bytes: size in device memory in bytes, with the padding of a tiled layout.
-        shape: element type and dims, like "bf16[8,128]".
-        op_name: the JAX operation that it comes from, "" if the compiler kept none.
-        name: name of the instruction.
+        bytes: Size in device memory in bytes, with the padding of a tiled layout.
+        shape: Element type and dims, like "bf16[8,128]".
+        op_name: The JAX operation that it comes from, "" if the compiler kept none.
+        name: Name of the instruction.
     """
 
     bytes: int

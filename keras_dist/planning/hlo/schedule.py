@@ -70,11 +70,11 @@ class Timeline:
     """Times in seconds of one execution of a module on one device.
 
     Args:
-        compute_seconds: the device runs instructions.
-        exposed_seconds: it waits for collectives.
-        copy_seconds: it waits for asynchronous copies.
-        estimated_seconds: the part of `compute_seconds` that the compiler estimated.
-        collectives: seconds of each collective, in total and exposed, by "computation/instruction".
+        compute_seconds: The device runs instructions.
+        exposed_seconds: It waits for collectives.
+        copy_seconds: It waits for asynchronous copies.
+        estimated_seconds: The part of `compute_seconds` that the compiler estimated.
+        collectives: Seconds of each collective, in total and exposed, by "computation/instruction".
     """
 
     compute_seconds: float

@@ -18,8 +18,8 @@ class Comparison(Report):
     """Several plans side by side. Prints as a table with one row per plan.
 
     Attributes:
-        names: the name of each plan.
-        plans: the plans.
+        names: The name of each plan.
+        plans: The plans.
     """
 
     names: tuple[str, ...]
@@ -70,8 +70,8 @@ def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
     the model FLOP utilization (MFU) at that time.
 
     Args:
-        *plans: plans, named after their distributions.
-        **named_plans: plans by name.
+        *plans: Plans, named after their distributions.
+        **named_plans: Plans by name.
 
     Returns:
         The comparison.

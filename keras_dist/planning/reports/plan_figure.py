@@ -20,11 +20,11 @@ def plan_figure(
     """Returns a figure with the memory of a device above the schedule of a step, if its time is known.
 
     Args:
-        title: written above both.
-        memory: a bar for each part of the memory.
-        memory_width: bytes that the full width of these bars stands for.
-        roofline: lower bound on step time, and its forecast.
-        traffic: the collectives, with their times.
+        title: Written above both.
+        memory: A bar for each part of the memory.
+        memory_width: Bytes that the full width of these bars stands for.
+        roofline: Lower bound on step time, and its forecast.
+        traffic: The collectives, with their times.
     """
     schedule = _schedule(roofline, traffic)
     heights = [len(memory), *([len({bar.label for bar in schedule})] if schedule else [])]

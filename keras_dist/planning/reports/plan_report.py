@@ -40,16 +40,16 @@ class Memory:
     """Memory of one device during a step, in bytes.
 
     Attributes:
-        weights: trainable and non-trainable weights of the model.
-        optimizer: optimizer state.
-        other: metrics and random seeds.
-        batch: the device's shard of the batch.
-        padding: what the compiler adds to variables and batch to fill the hardware's tiles.
-        outputs: results that do not reuse the memory of an argument.
-        temporaries: activations, gradients, gathered weights and collective buffers.
-        program: the compiled program.
-        host: variables in the memory of the device's host, which are not part of the total.
-        capacity: memory of the device; None if unknown.
+        weights: Trainable and non-trainable weights of the model.
+        optimizer: Optimizer state.
+        other: Metrics and random seeds.
+        batch: The device's shard of the batch.
+        padding: What the compiler adds to variables and batch to fill the hardware's tiles.
+        outputs: Results that do not reuse the memory of an argument.
+        temporaries: Activations, gradients, gathered weights and collective buffers.
+        program: The compiled program.
+        host: Variables in the memory of the device's host, which are not part of the total.
+        capacity: Memory of the device; None if unknown.
     """
 
     weights: int
@@ -82,35 +82,35 @@ class Plan(Report):
     many rows, those with the most bytes are shown. Text has at most 120 columns on any terminal.
 
     Attributes:
-        model: name of the model.
+        model: Name of the model.
         step: `"train"`, `"test"` or `"predict"`.
-        target: name of the hardware, or JAX's device kind if the hardware is not registered.
-        mesh: the device mesh.
-        distribution: the distribution's `repr`.
-        batch: dtype and global shape of each array of the batch.
-        variables: the variables that the step reads and updates.
-        memory: bytes on one device.
-        fits: whether the memory is within the capacity; None if the capacity is unknown.
-        traffic: the collectives, summed by kind and mesh axes.
-        collectives: each collective instruction. Of an extrapolated plan, those of the deepest model compiled.
+        target: Name of the hardware, or JAX's device kind if the hardware is not registered.
+        mesh: The device mesh.
+        distribution: The distribution's `repr`.
+        batch: Dtype and global shape of each array of the batch.
+        variables: The variables that the step reads and updates.
+        memory: Bytes on one device.
+        fits: Whether the memory is within the capacity; None if the capacity is unknown.
+        traffic: The collectives, summed by kind and mesh axes.
+        collectives: Each collective instruction. Of an extrapolated plan, those of the deepest model compiled.
         flops: FLOP of matrix multiplications and convolutions that one device executes.
         model_flops: FLOP that the model requires, summed over devices, without recomputation and repeated work.
-        model_flops_utilization: fraction of the hardware's peak that `model_flops` reaches in a step of
+        model_flops_utilization: Fraction of the hardware's peak that `model_flops` reaches in a step of
             `roofline.seconds`; None if unknown.
-        memory_traffic: estimated bytes that one device reads from and writes to its memory.
-        host_traffic: bytes that one device fetches from the memory of its host and puts back.
-        roofline: lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
+        memory_traffic: Estimated bytes that one device reads from and writes to its memory.
+        host_traffic: Bytes that one device fetches from the memory of its host and puts back.
+        roofline: Lower bounds on step time in seconds, by resource, and `roofline.forecast`, the time that a step
             probably takes.
-        forecast_model_flops_utilization: as `model_flops_utilization`, for a step that takes as long as the forecast;
+        forecast_model_flops_utilization: As `model_flops_utilization`, for a step that takes as long as the forecast;
             None if unknown.
-        largest_values: the largest temporaries.
-        attention: how the calls of `keras.ops.dot_product_attention` are computed.
-        notes: caveats about these figures.
-        compile_seconds: time that the compiler took.
-        depth: number of blocks extrapolated to; None if the full model was compiled.
-        compiler_options: the options of XLA with which it was compiled.
-        step_options: the step options of the distribution, with `remat="auto"` replaced by what it chose.
-        fitting_plan: if the step does not fit: the plan with the step options of least cost with which it does, found
+        largest_values: The largest temporaries.
+        attention: How the calls of `keras.ops.dot_product_attention` are computed.
+        notes: Caveats about these figures.
+        compile_seconds: Time that the compiler took.
+        depth: Number of blocks extrapolated to; None if the full model was compiled.
+        compiler_options: The options of XLA with which it was compiled.
+        step_options: The step options of the distribution, with `remat="auto"` replaced by what it chose.
+        fitting_plan: If the step does not fit: the plan with the step options of least cost with which it does, found
             by compiling; None if it fits, or no step options suffice.
     """
 
@@ -155,7 +155,7 @@ class Plan(Report):
         """Returns the largest variables and temporaries of one device.
 
         Args:
-            count: how many to return.
+            count: How many to return.
 
         Returns:
             Names with their bytes on one device, largest first.
@@ -180,7 +180,7 @@ class Plan(Report):
         figure has the lower bounds by resource, if they are known. A notebook shows it.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ImportError: Matplotlib is not installed.
         """
         title = f"{subject_text(self)}\n{_devices_text(self)}: {fits_text(self)}"
         [bars] = _memory(self)[1]

@@ -50,29 +50,29 @@ def auto(
     be compiled is listed with the error, and the search goes on. Ctrl-C ends a search with the best candidate so far.
 
     Args:
-        build_model: function without arguments that returns a compiled model; or a model, deferred or not. With
+        build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
             `depth`, a function of the number of blocks.
-        batch: global batch, as `kd.plan` takes it. Or `"largest"`, if the model's inputs have static shapes, or a
+        batch: Global batch, as `kd.plan` takes it. Or `"largest"`, if the model's inputs have static shapes, or a
             function of the number of rows that returns a batch: the choice is then for the most rows that fit.
-        target: hardware to choose for: a name such as `"v5e:4x4"`, `kd.target(...)`, a list of devices, or a mesh,
+        target: Hardware to choose for: a name such as `"v5e:4x4"`, `kd.target(...)`, a list of devices, or a mesh,
             whose axes are then kept. By default the devices of this machine. With `objective="devices"` also a list of
             names and targets.
-        objective: what to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
+        objective: What to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
             With `"devices"`, the choice has the best time on the fewest devices of the target on which the model fits,
             or on the smallest such target of a list.
         step: `"train"`, `"test"` or `"predict"`.
-        keep: sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
+        keep: Sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
             "data", "context" and "model".
-        strategies: names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
+        strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
             `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
-        trials: the maximum number of candidates to compile. By default 12 at first, and, as soon as one candidate fits,
+        trials: The maximum number of candidates to compile. By default 12 at first, and, as soon as one candidate fits,
             a quarter of all, but at least 3.
-        depth: number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
+        depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
         compiler_options: XLA's options to compile with, as in `kd.plan`.
-        search_step_options: whether candidates that do not fit are compiled with step options that make them fit, if
+        search_step_options: Whether candidates that do not fit are compiled with step options that make them fit, if
             they might then be the fastest or if nothing else fits: `remat`, `microbatches`, and optimizer state in host
             memory where nothing else suffices. Only for a training step, `objective="time"` and a batch that is given.
-        progress: whether to show progress. By default only if standard error is a terminal.
+        progress: Whether to show progress. By default only if standard error is a terminal.
 
     Returns:
         The choice: its `distribution`, `mesh` and `plan`. Print it to see all candidates.

@@ -38,10 +38,10 @@ class Candidate:
     """A strategy on a mesh of a certain shape.
 
     Attributes:
-        strategy: a key of `STRATEGIES`.
-        axes: sizes of the mesh axes, outermost first. Axes of size 1 are left out, but for the axis of batches.
-        regathers: whether FSDP gathers weights again for the backward pass.
-        options: step options, which its distribution has.
+        strategy: A key of `STRATEGIES`.
+        axes: Sizes of the mesh axes, outermost first. Axes of size 1 are left out, but for the axis of batches.
+        regathers: Whether FSDP gathers weights again for the backward pass.
+        options: Step options, which its distribution has.
     """
 
     strategy: str
@@ -137,13 +137,13 @@ def enumerate_candidates(
     """Returns all candidates for a number of devices, simple strategies first.
 
     Args:
-        devices: number of devices.
-        per_network: number of devices of a slice or host. The axes "context" and "model" do not leave one.
-        strategies: names of strategies, and "cp" if sequences may be sharded.
-        keep: sizes of axes that are fixed.
-        length: length of the sequences, None if the model has none.
-        model_sizes: sizes of the axis "model" for which rules of tensor parallelism are known.
-        is_training: whether there is a backward pass, for which weights may be gathered again.
+        devices: Number of devices.
+        per_network: Number of devices of a slice or host. The axes "context" and "model" do not leave one.
+        strategies: Names of strategies, and "cp" if sequences may be sharded.
+        keep: Sizes of axes that are fixed.
+        length: Length of the sequences, None if the model has none.
+        model_sizes: Sizes of the axis "model" for which rules of tensor parallelism are known.
+        is_training: Whether there is a backward pass, for which weights may be gathered again.
     """
     found = []
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]

@@ -21,11 +21,11 @@ class Trial:
     """A candidate, and what became of it. Figures are those of its plan if it was compiled, else estimates.
 
     Attributes:
-        candidate: strategy and mesh axes.
-        memory_bytes: memory of a device in bytes.
-        wire_bytes: bytes that a device sends in a step.
-        seconds: time of a step; None if it is not estimated, because memory does not suffice.
-        plan: the plan; None if the candidate was not compiled.
+        candidate: Strategy and mesh axes.
+        memory_bytes: Memory of a device in bytes.
+        wire_bytes: Bytes that a device sends in a step.
+        seconds: Time of a step; None if it is not estimated, because memory does not suffice.
+        plan: The plan; None if the candidate was not compiled.
         outcome: `"chosen"`, or why it lost.
     """
 
@@ -42,14 +42,14 @@ class Choice(Report):
     """What `kd.auto` chose. Prints with the ten best candidates; `print(choice.table())` shows all.
 
     Attributes:
-        distribution: the distribution, to be passed to `kd.set_distribution`.
-        plan: its plan.
-        objective: what was minimized: `"time"`, `"memory"` or `"devices"`.
-        trials: all candidates, the chosen one first, then those that were compiled. With `depth`, they are compared by
+        distribution: The distribution, to be passed to `kd.set_distribution`.
+        plan: Its plan.
+        objective: What was minimized: `"time"`, `"memory"` or `"devices"`.
+        trials: All candidates, the chosen one first, then those that were compiled. With `depth`, they are compared by
             models of few blocks, and `plan` is from more of them.
         source: Python code that creates the distribution; see `to_source`.
-        notes: what was not tried, and near ties.
-        is_interrupted: whether Ctrl-C ended the search.
+        notes: What was not tried, and near ties.
+        is_interrupted: Whether Ctrl-C ended the search.
     """
 
     distribution: Distribution
@@ -111,7 +111,7 @@ class Candidates(Report):
     """All candidates of a choice. Prints as a table.
 
     Attributes:
-        trials: the candidates, the chosen one first.
+        trials: The candidates, the chosen one first.
     """
 
     trials: tuple[Trial, ...]

@@ -34,17 +34,17 @@ class Sizes:
     """What is known exactly, or in closed form, of a candidate on one device.
 
     Attributes:
-        state: bytes of weights, optimizer state and other variables.
-        optimizer: bytes of optimizer state.
-        updated: bytes of them that a step updates.
-        batch: bytes of the batch.
-        weights: bytes of the weights that a device computes with, in the dtype that it computes in.
-        tokens: rows of a device times positions of a sequence that it has.
-        sharded_fraction: fraction of the matrix multiplications that the axis "model" divides.
-        shards_state: whether a variable is sharded over the axes of batches or sequences.
-        wire: least bytes that a device sends, by purpose.
-        wire_seconds: the time of that at full bandwidth, by purpose.
-        least_wire_seconds: the time that collectives take at least, if those over different axes overlap.
+        state: Bytes of weights, optimizer state and other variables.
+        optimizer: Bytes of optimizer state.
+        updated: Bytes of them that a step updates.
+        batch: Bytes of the batch.
+        weights: Bytes of the weights that a device computes with, in the dtype that it computes in.
+        tokens: Rows of a device times positions of a sequence that it has.
+        sharded_fraction: Fraction of the matrix multiplications that the axis "model" divides.
+        shards_state: Whether a variable is sharded over the axes of batches or sequences.
+        wire: Least bytes that a device sends, by purpose.
+        wire_seconds: The time of that at full bandwidth, by purpose.
+        least_wire_seconds: The time that collectives take at least, if those over different axes overlap.
     """
 
     state: int
@@ -87,10 +87,10 @@ class Workload:
         """Returns the sizes of a candidate.
 
         Args:
-            candidate: the candidate.
-            distribution: its distribution.
-            solution: what tensor parallelism shards; None if it does not use that.
-            all_reduced: bytes that tensor parallelism over few devices would all-reduce for each row of a batch.
+            candidate: The candidate.
+            distribution: Its distribution.
+            solution: What tensor parallelism shards; None if it does not use that.
+            all_reduced: Bytes that tensor parallelism over few devices would all-reduce for each row of a batch.
         """
         step = self._step
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))

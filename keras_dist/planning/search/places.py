@@ -25,10 +25,10 @@ class Place:
     """Devices to choose for, and the meshes on them.
 
     Attributes:
-        devices: the devices, or a target.
-        hardware: their hardware; None if it is not registered.
-        keep: sizes of mesh axes that are fixed.
-        arrangement: the mesh that the user passed, if it is the only one.
+        devices: The devices, or a target.
+        hardware: Their hardware; None if it is not registered.
+        keep: Sizes of mesh axes that are fixed.
+        arrangement: The mesh that the user passed, if it is the only one.
     """
 
     devices: Sequence[Any]

@@ -36,14 +36,14 @@ class Search:
     """The search for one target and one batch.
 
     Attributes:
-        candidates: candidates with their distribution.
-        sizes: what is known of each in advance.
-        compile: returns the plan of a distribution; raises a ValueError if the target refuses it.
+        candidates: Candidates with their distribution.
+        sizes: What is known of each in advance.
+        compile: Returns the plan of a distribution; raises a ValueError if the target refuses it.
         objective: `"time"` or `"memory"`.
-        trials: most candidates to compile; None for a quarter of them.
-        hardware: the hardware of the target, None if it is unknown.
-        report: shows what is being done.
-        searches_options: whether step options are searched that make candidates fit.
+        trials: Most candidates to compile; None for a quarter of them.
+        hardware: The hardware of the target, None if it is unknown.
+        report: Shows what is being done.
+        searches_options: Whether step options are searched that make candidates fit.
     """
 
     candidates: dict[Candidate, Distribution]

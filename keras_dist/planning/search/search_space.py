@@ -30,15 +30,15 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
     """Returns the candidates for a model on some devices.
 
     Args:
-        build_model: the model, or a function without arguments that returns it.
-        step: name of the step.
-        strategies: names of the strategies to choose from.
-        place: the devices.
-        batch: global batch, as `kd.plan` takes it.
+        build_model: The model, or a function without arguments that returns it.
+        step: Name of the step.
+        strategies: Names of the strategies to choose from.
+        place: The devices.
+        batch: Global batch, as `kd.plan` takes it.
 
     Raises:
-        NoCandidateError: the devices, the strategies and the kept axes leave none.
-        ValueError: the model cannot be built or traced.
+        NoCandidateError: The devices, the strategies and the kept axes leave none.
+        ValueError: The model cannot be built or traced.
     """
     devices = list(place.devices)
     mesh = create_device_mesh({DATA: len(devices)}, devices=devices)

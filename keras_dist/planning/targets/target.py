@@ -53,10 +53,10 @@ class Target(Sequence):
     """Devices of some hardware to compile for, as a sequence: pass it wherever devices are expected.
 
     Attributes:
-        name: hardware and shape, such as `"v5e:4x4"`.
-        hardware: memory, compute and bandwidths of each device.
-        devices: the devices, in JAX's order.
-        slices: number of TPU slices, joined by the data center network (DCN).
+        name: Hardware and shape, such as `"v5e:4x4"`.
+        hardware: Memory, compute and bandwidths of each device.
+        devices: The devices, in JAX's order.
+        slices: Number of TPU slices, joined by the data center network (DCN).
     """
 
     name: str
@@ -96,7 +96,7 @@ def target(name: str, slices: int = 1) -> Target:
     are compiled for like the known TPU of their device kind.
 
     Args:
-        name: hardware from `keras_dist.hardware`, and its shape or number.
+        name: Hardware from `keras_dist.hardware`, and its shape or number.
 
             * TPUs: the sides of a slice in chips, `"v5e:4x4"` or `"v5p:2x2x2"`, or the number of chips, `"v5e:16"`.
             * GPUs: GPUs of one host, `"h100:8"`, or hosts x GPUs per host, `"h100:2x8"`. NVLink or PCIe joins those of
@@ -104,7 +104,7 @@ def target(name: str, slices: int = 1) -> Target:
             * CPUs: a number, `"cpu:8"`.
             * Cloud names: `"v5litepod-16"`, `"v5p-8"` (8 TensorCores, so 4 chips), `"a3-highgpu-8g"`, `"p5.48xlarge"`,
               `"g5.12xlarge"`, `"Standard_ND96isr_H100_v5"`, Kaggle's `"GPU T4 x2"`.
-        slices: number of TPU slices of that shape, joined by the data center network.
+        slices: Number of TPU slices of that shape, joined by the data center network.
 
     Returns:
         The target, a sequence of devices.

@@ -47,18 +47,18 @@ def tensor_parallel_layout_map(
     replicated, and a warning names the large ones.
 
     Args:
-        model_or_builder: a built model, deferred or not, or a function without arguments that returns one. A model that
+        model_or_builder: A built model, deferred or not, or a function without arguments that returns one. A model that
             is neither functional nor sequential needs `batch`.
-        device_mesh: the mesh. Batches are assumed to be sharded over the axes that the other arguments do not name.
-        axis: the axis to shard weights over.
-        sequence_parallel: whether to shard activations between the sharded layers over dim 1, the sequence. Each
+        device_mesh: The mesh. Batches are assumed to be sharded over the axes that the other arguments do not name.
+        axis: The axis to shard weights over.
+        sequence_parallel: Whether to shard activations between the sharded layers over dim 1, the sequence. Each
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
-        batch: the batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight), of
+        batch: The batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight), of
             arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
             names. Targets and values are not used, and the number of rows does not matter. By default, sizes are tried
             in turn for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of
             them.
-        sequence_dim_name: the mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
+        sequence_dim_name: The mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
             it is passed to `ModelParallel`. No rule shards a weight over it, and rules for activations shard dim 1 over
             it, with sequence parallelism over both.
 
@@ -66,9 +66,9 @@ def tensor_parallel_layout_map(
         A map that can be printed, edited and merged: `print(layout_map.to_source())`.
 
     Raises:
-        ValueError: the mesh has no such axis, or one axis is named twice, or the model is not built, does not know its
+        ValueError: The mesh has no such axis, or one axis is named twice, or the model is not built, does not know its
             inputs, or cannot be traced, or the batch does not fit its inputs.
-        TypeError: neither a model nor a function that returns one.
+        TypeError: Neither a model nor a function that returns one.
 
     Example:
 
