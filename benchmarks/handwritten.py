@@ -459,12 +459,12 @@ def compile_for(
     A program that does not fit into memory is compiled, too, by libtpu before 0.0.50.
     """
     import keras_dist
-    from keras_dist.planning.targets.target_platform import answering_as
+    from keras_dist.planning.targets.target_platform import platform_overridden
 
     devices = list(keras_dist.target(target))
     on_tpu = devices[0].platform == "tpu"
     model = replace(model, attention="splash" if on_tpu else "cudnn")
-    with answering_as(devices):  # JAX asks which GPU and which cuDNN there are
+    with platform_overridden(devices):  # JAX asks which GPU and which cuDNN there are
         function, state, batch = step(strategy, devices, model)
         lowered = function.lower(state, batch)
         try:

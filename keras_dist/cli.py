@@ -34,7 +34,7 @@ from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.elastic import launch_elastic
 from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
-from keras_dist.planning.search.choice import MOST_ROWS, NothingFitsError, trials_data, trials_section
+from keras_dist.planning.search.choice import MAX_ROWS, NothingFitsError, trials_data, trials_section
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +98,7 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
         )
     targets = [_target(name, options.slices) for name in options.target or ()]  # before the user's module starts JAX
     build = _function(options.model)
-    shown = None if options.all else MOST_ROWS, "--all shows all."
+    shown = None if options.all else MAX_ROWS, "--all shows all."
     try:
         choice = kd.auto(
             build,

@@ -76,7 +76,7 @@ def _stateless_call(
     every_thread=True,
 )
 def _read_variable(original, self, value):
-    if process_zero.is_leading():
+    if process_zero.is_running_for_all():
         value = global_reads.local_value(self, value)
     distribution = active_distribution()
     cast = functools.partial(original, self)

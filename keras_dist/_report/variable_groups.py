@@ -57,17 +57,17 @@ _BOOKKEEPING_ELEMENTS = 2  # of counters, learning rates, totals of metrics and 
 
 
 def variable_rows(
-    variables: Iterable[VariableT], most_rows: Mapping[str, int], note: Callable[[VariableT], str]
+    variables: Iterable[VariableT], max_rows: Mapping[str, int], note: Callable[[VariableT], str]
 ) -> list[tuple[str, ...]]:
     """Returns table rows for variables: the largest groups of each part, and one row for the rest of it.
 
     Replicated scalars that are not weights, such as `adam/iteration` and `loss/total`, never get a row of their own.
-    `most_rows` has the parts in order, and the largest number of groups for each. A row is a path, with its `note`
+    `max_rows` has the parts in order, and the largest number of groups for each. A row is a path, with its `note`
     below it if that is not empty, followed by the cells of `VARIABLE_COLUMNS`. Paths take what these leave of the
     width of text.
     """
     variables, rows = list(variables), []
-    for part, most in most_rows.items():
+    for part, most in max_rows.items():
         groups = group_variables(variable for variable in variables if variable.part == part)
         groups.sort(key=lambda group: _is_bookkeeping(group[0]))  # stable: largest first, bookkeeping last
         shown = sum(not _is_bookkeeping(group[0]) for group in groups)

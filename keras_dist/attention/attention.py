@@ -19,7 +19,7 @@ from keras_dist.attention.sharded import ShardedCall, shards_of, usable_axes
 from keras_dist.tracing.dim_axes import without_repeats
 
 # Below this many queries, as in the steps of `generate()`, XLA is used: a kernel would pad them to 128.
-_FEWEST_QUERIES = 128
+_MIN_QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def attention(
     kernel, reason, exchange = FUSED_KERNELS.get(kernel_platform(mesh)), None, None
     if kernel is None:
         reason = "CPUs have none"
-    elif not flash_attention and (flash_attention is False or query.shape[1] < _FEWEST_QUERIES):
+    elif not flash_attention and (flash_attention is False or query.shape[1] < _MIN_QUERIES):
         kernel = None
     sequence_axes = usable_axes(sequence_axes, mesh, min(query.shape[1], key.shape[1]))
     if kernel is not None or sequence_axes:

@@ -175,7 +175,7 @@ def choose_exchange(
     keys: tuple[int, int],
     is_balanced: bool,
     is_grouped: bool = True,
-    most_pairs: float = math.inf,
+    max_pairs: float = math.inf,
     name: str | None = None,
 ) -> Exchange:
     """Returns the exchange that sends the fewest bytes, or the one that is named.
@@ -187,7 +187,7 @@ def choose_exchange(
         keys: The same of keys and values.
         is_balanced: Whether all queries see about as many keys.
         is_grouped: Whether some devices may divide the heads among them, and not only all devices.
-        most_pairs: How many pairs of a query and a key one device can compute with.
+        max_pairs: How many pairs of a query and a key one device can compute with.
         name: `"all_to_all"` or `"all_gather"` for that alone.
 
     Raises:
@@ -210,7 +210,7 @@ def choose_exchange(
     candidates = [  # of those that send equally much, the first: it has the fewest collectives
         exchange
         for exchange in (all_to_all, gather, *grouped)
-        if exchange is gather or (heads % exchange.members == 0 and pairs * exchange.members <= most_pairs)
+        if exchange is gather or (heads % exchange.members == 0 and pairs * exchange.members <= max_pairs)
     ]
     return min(candidates, key=lambda exchange: exchange.elements_sent(queries, keys))
 

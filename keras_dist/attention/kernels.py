@@ -22,10 +22,10 @@ KEPT = "kept_for_backward"  # name of what a rematerialized kernel keeps
 _LANES = 128  # lengths of splash attention's blocks are multiples of this
 _BLOCK_SIZES = 512, 1024  # MaxText's default, and the largest that fits into the fast memory of a TPU core
 _TABLE_BYTES = 768 * 1024  # of scalar memory for three bytes a block of queries and keys; a TPU core has 1 MiB
-MOST_PAIRS_OF_SPLASH = _TABLE_BYTES // 3 * _BLOCK_SIZES[-1] ** 2  # of a query and a key on one device, under a mask
+MAX_SPLASH_PAIRS = _TABLE_BYTES // 3 * _BLOCK_SIZES[-1] ** 2  # of a query and a key on one device, under a mask
 _QUERIES_AT_ONCE = 64  # of attention by XLA in blocks
 # Since which compute capability GPUs have units that multiply a dtype and sum in float32: Ampere, Volta.
-_CAPABILITY_FOR = {"bfloat16": "8.0", "float16": "7.0"}
+_MIN_CAPABILITY = {"bfloat16": "8.0", "float16": "7.0"}
 
 # ------------------------------------------------------------------------------------------- splash attention (TPU)
 
@@ -263,7 +263,7 @@ def xla_attention(
     in Gemma 2 and in splash attention.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    capability = _CAPABILITY_FOR.get(str(query.dtype))
+    capability = _MIN_CAPABILITY.get(str(query.dtype))
     if capability is not None and jax.default_backend() == "gpu" and not _has_capability(capability):
         # JAX asks for products of this dtype, which XLA refuses. In other layers, XLA multiplies in float32 instead.
         dtype = query.dtype
@@ -344,18 +344,18 @@ class Kernel(NamedTuple):
     """A way to compute attention on a device.
 
     `run_multiple` is what the lengths of runs of queries must be a multiple of; None if it takes all positions only.
-    `most_pairs` is how many pairs of a query and a key it takes under a mask.
+    `max_pairs` is how many pairs of a query and a key it takes under a mask.
     """
 
     name: str
     compute: Callable[..., jax.Array]
     why_not: Callable[..., str | None]
     run_multiple: int | None
-    most_pairs: float = math.inf
+    max_pairs: float = math.inf
 
 
 FUSED_KERNELS = {
-    "tpu": Kernel("splash attention", splash_attention, why_not_splash, _LANES, MOST_PAIRS_OF_SPLASH),
+    "tpu": Kernel("splash attention", splash_attention, why_not_splash, _LANES, MAX_SPLASH_PAIRS),
     "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None),
 }
 XLA_IN_BLOCKS = Kernel("XLA in blocks", xla_attention_in_blocks, lambda *operands: None, 1)

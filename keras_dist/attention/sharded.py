@@ -75,7 +75,7 @@ class Shards:
             (key.shape[1], key_heads),
             is_balanced=has_array or (mask.lower is None) == (mask.upper is None),
             is_grouped=not has_array,
-            most_pairs=kernel.most_pairs if mask.has_band else math.inf,
+            max_pairs=kernel.max_pairs if mask.has_band else math.inf,
             name=name,
         )
 
@@ -93,7 +93,7 @@ class Shards:
                 f"divide the {heads} query heads of each; use fewer devices along the sequence"
             )
         queries = query.shape[1] // groups
-        if mask.has_band and queries * key.shape[1] > kernel.most_pairs:
+        if mask.has_band and queries * key.shape[1] > kernel.max_pairs:
             return (
                 f"{kernel.name} has no scalar memory for a mask of {queries} queries and {key.shape[1]} keys on one "
                 "device; shard sequences over more devices"

@@ -16,9 +16,9 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 
 SEVERAL_RULES = "several rules match"  # the reason why a variable has no layout
 
-_MOST_GROUPS = {"weights": 30, "optimizer": 6, "other": 6}  # rows per part of the model
-_MOST_FINDINGS = 20
-_MOST_LAYERS = 12  # listed that gather sequences
+_MAX_GROUPS = {"weights": 30, "optimizer": 6, "other": 6}  # rows per part of the model
+_MAX_FINDINGS = 20
+_MAX_LAYERS = 12  # listed that gather sequences
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,17 @@ class Coverage(Report):
         parameters = sum(math.prod(v.shape) for v in self.variables if v.part == "weights")
         yield f"{self.model}, {counted(count_text(parameters), 'parameter')}", [Lines(tuple(self._summary()))]
         if self.findings:
-            yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MOST_FINDINGS, ".findings")))]
+            yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MAX_FINDINGS, ".findings")))]
         if self.gathered_sequences:
             yield "Layers that gather sequences", [Table(("layer", "reason"), self._gathered_sequence_rows())]
-        rows = variable_rows(self.variables, _MOST_GROUPS, lambda variable: variable.why)
+        rows = variable_rows(self.variables, _MAX_GROUPS, lambda variable: variable.why)
         footer = ("total per device", "", "", "", bytes_text(self.bytes))
         yield "Variables, and their bytes per device", [Table(("path, reason", *VARIABLE_COLUMNS), rows, footer)]
 
     def _gathered_sequence_rows(self) -> list[tuple[str, str]]:
         rows = list(self.gathered_sequences.items())
-        more = len(rows) - _MOST_LAYERS
-        return rows if more <= 0 else [*rows[:_MOST_LAYERS], (f"... and {more} more", "see .gathered_sequences")]
+        more = len(rows) - _MAX_LAYERS
+        return rows if more <= 0 else [*rows[:_MAX_LAYERS], (f"... and {more} more", "see .gathered_sequences")]
 
     def _summary(self) -> Iterator[str]:
         kind = self.distribution.lstrip("<").split()[0]

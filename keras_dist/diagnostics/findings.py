@@ -21,8 +21,8 @@ from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout
 
 _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more are reported
 _SMALL_FRACTION = 0.002  # groups that take less are not listed
-_MOST_REPLICAS = 5  # groups listed
-_MOST_PATHS = 8  # listed for a rule without a match
+_MAX_REPLICAS = 5  # groups listed
+_MAX_PATHS = 8  # listed for a rule without a match
 _ENTIRE_PATHS_FIRST = (
     "A match of the entire path takes precedence over one without the name that Keras generated for the model"
 )
@@ -148,7 +148,7 @@ def _unmatched_rules(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iter
     for pattern, group, fix in unmatched:
         what = "layer" if is_for_activations(pattern) else "variable"
         message = f"Layout map rule {pattern!r} matches no {what} of {coverage.model!r}. {fix}"
-        yield Finding("no match", message, _whole_bytes(group), tuple(v.path for v in group[:_MOST_PATHS]), pattern)
+        yield Finding("no match", message, _whole_bytes(group), tuple(v.path for v in group[:_MAX_PATHS]), pattern)
 
 
 def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
@@ -227,7 +227,7 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         return
     replicas = [v for v in candidates if not set(axes) <= set(axis_names(v.axes))]
     size = _whole_bytes(replicas)
-    groups = sorted(group_variables(replicas), key=_whole_bytes, reverse=True)[:_MOST_REPLICAS]
+    groups = sorted(group_variables(replicas), key=_whole_bytes, reverse=True)[:_MAX_REPLICAS]
     groups = groups[:1] + [group for group in groups[1:] if _whole_bytes(group) > _SMALL_FRACTION * total]
     named = " or ".join(f"{axis!r} (size {sizes[axis]})" for axis in axes)
     sharding = {axis for weight in weights for axis in axis_names(weight.axes)}

@@ -10,7 +10,7 @@ from keras_dist.diagnostics.coverage import numbered_lines
 from keras_dist.diagnostics.explain import explain
 from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES
 
-_MOST_FINDINGS = 5
+_MAX_FINDINGS = 5
 
 
 class LayoutMapWarning(UserWarning):
@@ -32,7 +32,7 @@ def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
     text = "\n".join(
         [
             f"{counted(len(findings), 'possible problem')} in the layout map for {model.name!r}:",
-            *numbered_lines(findings, _MOST_FINDINGS, "keras_dist.explain(model, distribution).findings"),
+            *numbered_lines(findings, _MAX_FINDINGS, "keras_dist.explain(model, distribution).findings"),
             "print(keras_dist.explain(model, distribution)) shows the layout of each variable.",
         ]
     )

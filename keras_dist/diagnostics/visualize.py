@@ -24,7 +24,7 @@ from keras_dist.mesh.render import visible_indices
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_COLUMNS, _MOST_ROWS, _MOST_RANGES, _MOST_WRITTEN = 12, 32, 4, 1024
+_MAX_COLUMNS, _MAX_ROWS, _MAX_RANGES, _MAX_WRITTEN = 12, 32, 4, 1024
 
 Range = tuple[int, int]  # start and stop of a shard along one dim
 
@@ -70,7 +70,7 @@ class TensorPicture:
         edges = [[*(part[0] for part in parts), parts[-1][1]] for parts in (columns, rows)]
         numbers = [[colors[ids] for ids in row] for row in grid]
         axes.pcolormesh(*edges, numbers, cmap="viridis", alpha=0.4, edgecolors="white", vmin=0, vmax=len(colors))
-        if len(rows) * len(columns) <= _MOST_WRITTEN:
+        if len(rows) * len(columns) <= _MAX_WRITTEN:
             for row, ids_of_row in zip(rows, grid, strict=True):
                 for column, ids in zip(columns, ids_of_row, strict=True):
                     axes.text(sum(column) / 2, sum(row) / 2, _ids_text(ids), ha="center", va="center", fontsize=8)
@@ -93,11 +93,11 @@ class TensorPicture:
 
     def _table(self) -> Table:
         rows, columns = self._rows_and_columns()
-        shown = visible_indices(len(columns), _MOST_COLUMNS)
+        shown = visible_indices(len(columns), _MAX_COLUMNS)
         corner = " \\ ".join(f"dim {dim}" for dim in self.dims)
         heads = ["..." if j is None else "{}:{}".format(*columns[j]) if self.dims else "all" for j in shown]
         lines = []
-        for i in visible_indices(len(rows), _MOST_ROWS):
+        for i in visible_indices(len(rows), _MAX_ROWS):
             if i is None:
                 lines.append(["..."] * (1 + len(shown)))
                 continue
@@ -210,6 +210,6 @@ def _ids_text(ids: Sequence[int]) -> str:
     by_offset = itertools.groupby(enumerate(ids), lambda pair: pair[1] - pair[0])  # equal for consecutive ids
     runs = [[number for _, number in run] for _, run in by_offset]
     texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    if len(texts) > _MOST_RANGES:
-        texts = [*texts[: _MOST_RANGES - 2], "..", texts[-1]]
+    if len(texts) > _MAX_RANGES:
+        texts = [*texts[: _MAX_RANGES - 2], "..", texts[-1]]
     return ",".join(texts)

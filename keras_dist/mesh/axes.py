@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-Axes = Mapping[str, int] | Sequence[tuple[str, int]] | Sequence[int] | str
+MeshAxes = Mapping[str, int] | Sequence[tuple[str, int]] | Sequence[int] | str
 
 MAX_AXES = 32  # NumPy allows 64 dims, and arranging devices doubles their number
 _FORMS = '{"data": 2, "model": 4}, [("data", 2), ("model", 4)], "data:2,model:4", or (2, 4) or "2,4" with axis_names'
 
 
-def parse_axes(axes: Axes, axis_names: Sequence[str] | None = None) -> dict[str, int]:
+def parse_axes(axes: MeshAxes, axis_names: Sequence[str] | None = None) -> dict[str, int]:
     """Parses the axes of a mesh, in any of `_FORMS`, to an ordered `{name: size}`, outermost axis first.
 
     One size may be -1, which stands for the remaining devices. If `axes` includes names, `axis_names` must be the same

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
-from keras_dist.mesh.axes import Axes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
+from keras_dist.mesh.axes import MeshAxes, default_names, known_product, parse_axes, solve_axes, spell_axes, spread_axes
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh, create_device_mesh
 from keras_dist.mesh.devices import as_device_array, force_cpu, how_to_simulate, platform_devices
 from keras_dist.mesh.topology import arrange_devices
@@ -62,7 +62,7 @@ class DeviceMeshManager:
         return len(self.devices)
 
     @_OnClassOrInstance
-    def create_device_mesh(self, mesh_shape: Axes, devices: Sequence[Any] | None = None) -> Mesh:
+    def create_device_mesh(self, mesh_shape: MeshAxes, devices: Sequence[Any] | None = None) -> Mesh:
         """Creates a mesh of any axes.
 
         Args:
@@ -159,7 +159,7 @@ class DeviceMeshManager:
 
 
 def create_mesh(
-    axis_dims: Axes = _DIMS,
+    axis_dims: MeshAxes = _DIMS,
     axis_names: Sequence[str] | None = _NAMES,
     dcn_mesh_dims: Any = None,
     should_sort_granules_by_key: bool = True,
@@ -210,7 +210,7 @@ def create_mesh(
     return DeviceMesh(axes, devices=arranged, axis_types=axis_types).backend_mesh
 
 
-def create_cpu_mesh(axis_dims: Axes = _DIMS, axis_names: Sequence[str] | None = _NAMES) -> Mesh:
+def create_cpu_mesh(axis_dims: MeshAxes = _DIMS, axis_names: Sequence[str] | None = _NAMES) -> Mesh:
     """Creates a mesh of all CPU devices, also on a machine with accelerators; otherwise like `create_mesh`.
 
     Args:
@@ -245,7 +245,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 
 
 def calculate_host_mesh_shape(
-    global_mesh_shape: Axes, total_devices: int | None = None, num_processes: int | None = None
+    global_mesh_shape: MeshAxes, total_devices: int | None = None, num_processes: int | None = None
 ) -> tuple[int, ...]:
     """Returns the shape of one process's part of a mesh, if processes are placed along the outermost axes.
 

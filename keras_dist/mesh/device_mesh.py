@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from keras_dist._report.units import counted
-from keras_dist.mesh.axes import Axes, parse_axes, solve_axes, spell_axes
+from keras_dist.mesh.axes import MeshAxes, parse_axes, solve_axes, spell_axes
 from keras_dist.mesh.devices import (
     as_device_array,
     available_devices,
@@ -64,7 +64,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
 
     def __init__(
         self,
-        shape: Axes,
+        shape: MeshAxes,
         axis_names: Sequence[str] | None = None,
         devices: Sequence[Any] | np.ndarray | None = None,
         axis_types: AxisType | str | Sequence[AxisType | str] | None = None,
@@ -265,9 +265,9 @@ class DeviceMesh(keras.distribution.DeviceMesh):
 
 
 def create_device_mesh(
-    axes: Axes,
+    axes: MeshAxes,
     devices: Sequence[Any] | np.ndarray | int | None = None,
-    dcn: Axes | Sequence[str] | None = None,
+    dcn: MeshAxes | Sequence[str] | None = None,
     *,
     axis_names: Sequence[str] | None = None,
     axis_types: AxisType | str | Sequence[AxisType | str] | None = None,

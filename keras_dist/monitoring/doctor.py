@@ -19,7 +19,7 @@ _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class SetupProblem:
     """Something that is unusual about a machine.
 
     Attributes:
@@ -39,7 +39,7 @@ class Diagnosis(Report):
     """The facts of a machine and what is found. Prints as a report."""
 
     facts: SystemFacts
-    findings: tuple[Finding, ...]
+    findings: tuple[SetupProblem, ...]
 
     @property
     def must_change(self) -> bool:
@@ -86,7 +86,7 @@ def _row(device: Any) -> list[str]:
     return [device["name"], *texts, *("n/a" if size is None else bytes_text(size) for size in sizes)]
 
 
-def _text(finding: Finding) -> str:
+def _text(finding: SetupProblem) -> str:
     return f"{'Change' if finding.must_change else 'Note'}: {finding.fault} {finding.fix}"
 
 
@@ -97,25 +97,27 @@ def _installed(facts: SystemFacts, *packages: str) -> list[str]:
     return [name for name in packages if name in facts.versions]
 
 
-def _backend(facts: SystemFacts) -> Iterator[Finding]:
+def _backend(facts: SystemFacts) -> Iterator[SetupProblem]:
     backend = facts.environment.get("KERAS_BACKEND", "jax")
     if backend != "jax":
-        yield Finding(f"KERAS_BACKEND is {backend!r}.", "Set KERAS_BACKEND=jax: keras_dist supports no other backend.")
+        yield SetupProblem(
+            f"KERAS_BACKEND is {backend!r}.", "Set KERAS_BACKEND=jax: keras_dist supports no other backend."
+        )
 
 
-def _old_versions(facts: SystemFacts) -> Iterator[Finding]:
+def _old_versions(facts: SystemFacts) -> Iterator[SetupProblem]:
     for package, oldest in OLDEST.items():
         version = facts.versions.get(package)
         if version is not None and _release(version) < _release(oldest):
             fix = f'Run: pip install --upgrade "{package}>={oldest}".'
-            yield Finding(f"{package} {version} is older than {oldest}.", fix)
+            yield SetupProblem(f"{package} {version} is older than {oldest}.", fix)
 
 
-def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
+def _mixed_plugins(facts: SystemFacts) -> Iterator[SetupProblem]:
     plugins = _installed(facts, *_CUDA_PLUGINS)
     if len(plugins) == 2:
         # `jax_plugins.xla_cuda12` looks for kernels in jax_cuda13_plugin first.
-        yield Finding(
+        yield SetupProblem(
             "jax-cuda12-plugin and jax-cuda13-plugin are both installed: CUDA 12 would run with kernels for CUDA 13.",
             "Uninstall one of them with its library. Run: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt.",
         )
@@ -124,31 +126,31 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[Finding]:
         for part in (name, name.replace("plugin", "pjrt")):
             version = facts.versions.get(part, jaxlib)
             if jaxlib is not None and version is not None and _release(version) != _release(jaxlib):
-                yield Finding(
+                yield SetupProblem(
                     f"{part} {version} is not of the version of jaxlib {jaxlib}, which JAX requires.",
                     f"Run: {install_command(name.split('-')[1])}.",
                 )
 
 
-def _xla_flags(facts: SystemFacts) -> Iterator[Finding]:
+def _xla_flags(facts: SystemFacts) -> Iterator[SetupProblem]:
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         values = defaultdict(list)
         for name, value in _flags(facts.environment.get(variable, "")):
             values[name].append(value)
         for name, given in values.items():
             if not name.startswith("--"):
-                yield Finding(
+                yield SetupProblem(
                     f"{variable} contains {name!r}, which is not a flag.",
                     "Write flags as --name=value, with spaces between.",
                 )
             elif len(set(given)) > 1:
-                yield Finding(
+                yield SetupProblem(
                     f"{variable} sets {name} to {' and to '.join(map(repr, given))}, and the last value counts.",
                     "Remove all but one.",
                 )
 
 
-def _no_devices(facts: SystemFacts) -> Iterator[Finding]:
+def _no_devices(facts: SystemFacts) -> Iterator[SetupProblem]:
     if facts.failure is None:
         return
     if "already in use" in facts.output or "did not create" in facts.failure:
@@ -161,10 +163,10 @@ def _no_devices(facts: SystemFacts) -> Iterator[Finding]:
         fix = f"Check JAX_PLATFORMS={facts.environment['JAX_PLATFORMS']}, or unset it."
     else:
         fix = "See all of the error. Run: python -c 'import jax; jax.devices()'."
-    yield Finding(f"JAX has no devices: {facts.failure.rstrip('.')}.", fix)
+    yield SetupProblem(f"JAX has no devices: {facts.failure.rstrip('.')}.", fix)
 
 
-def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
+def _unused_accelerators(facts: SystemFacts) -> Iterator[SetupProblem]:
     if facts.platform != "cpu":
         return
     cuda = _installed(facts, *_CUDA_PLUGINS)
@@ -178,9 +180,11 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
         if not count:
             continue
         if not plugins:
-            yield Finding(f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run: {install_command(extra)}.")
+            yield SetupProblem(
+                f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run: {install_command(extra)}."
+            )
         elif platforms and not any(each in platforms.split(",") for each in names):
-            yield Finding(
+            yield SetupProblem(
                 f"The host has {counted(count, name)}, which JAX_PLATFORMS={platforms} hides.",
                 "Unset JAX_PLATFORMS to use them.",
                 False,
@@ -188,19 +192,19 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[Finding]:
         else:
             reasons = [line.strip() for line in facts.output.splitlines() if re.match(r"\s*\w*Error: ", line)]
             reason = f" ({reasons[-1]})" if reasons else ""
-            yield Finding(
+            yield SetupProblem(
                 f"The host has {counted(count, name)} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
                 f"Install all of its libraries. Run: {install_command(extra)}.",
             )
 
 
-def _simulated_devices(facts: SystemFacts) -> Iterator[Finding]:
+def _simulated_devices(facts: SystemFacts) -> Iterator[SetupProblem]:
     flags = dict(_flags(facts.environment.get("XLA_FLAGS", "")))
     texts = [facts.environment.get("JAX_NUM_CPU_DEVICES"), flags.get(_SIMULATE)]
     count = next((int(text) for text in texts if text is not None and re.fullmatch(r"\d+", text)), 0)
     if facts.platform not in (None, "cpu"):
         if count:
-            yield Finding(
+            yield SetupProblem(
                 f"{count} CPU devices are simulated, but JAX uses the accelerators of platform {facts.platform!r}.",
                 "Set JAX_PLATFORMS=cpu to use the simulated devices, or simulate none.",
                 False,
@@ -209,30 +213,30 @@ def _simulated_devices(facts: SystemFacts) -> Iterator[Finding]:
     threads = facts.environment.get("NPROC", str(facts.cores))
     if count > facts.cores and (not re.fullmatch(r"\d+", threads) or int(threads) < count):
         given = f"NPROC={threads}" if "NPROC" in facts.environment else "NPROC is not set"
-        yield Finding(
+        yield SetupProblem(
             f"{count} devices are simulated on {counted(facts.cores, 'core')}, and {given}: collectives may abort "
             "after 40 s.",
             f"Set NPROC={cpu_thread_count(count)}, or call keras_dist.simulate_devices({count}), which does so.",
         )
 
 
-def _gpu_memory(facts: SystemFacts) -> Iterator[Finding]:
+def _gpu_memory(facts: SystemFacts) -> Iterator[SetupProblem]:
     if facts.platform != "gpu":
         return
     if facts.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
-        yield Finding(
+        yield SetupProblem(
             "XLA_PYTHON_CLIENT_PREALLOCATE is off, so memory is allocated piece by piece and may fragment.",
             "Unset it if no other program needs the memory of the GPUs.",
             False,
         )
     fraction = facts.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
-        yield Finding(
+        yield SetupProblem(
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction} is not a fraction of 1.", "Set it to, for example, .9."
         )
 
 
-_CHECKS: tuple[Callable[[SystemFacts], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[SystemFacts], Iterator[SetupProblem]], ...] = (
     _backend,
     _old_versions,
     _mixed_plugins,

@@ -25,7 +25,7 @@ from keras_dist.monitoring.summary import Summary
 from keras_dist.monitoring.utilization import FlopCounter, planned_flops
 from keras_dist.planning.reports.plan_report import Plan
 
-_MOST_NOT_ADDED = 256  # steps that have ended; adding many at a time costs a third of the time
+_MAX_BUFFERED_STEPS = 256  # steps that have ended; adding many at a time costs a third of the time
 
 
 class Run:
@@ -75,7 +75,7 @@ class Run:
                 return self.steps, self.steps
             execution, before = self._pending.popleft(), self.steps
             self._not_added.append((execution, ended))
-            if len(self._not_added) >= _MOST_NOT_ADDED:
+            if len(self._not_added) >= _MAX_BUFFERED_STEPS:
                 self._add_ended()
             self.steps += len(execution.batches) or 1
             self.ends_are_visible &= is_visible

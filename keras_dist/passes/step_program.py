@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.tracing.jaxpr_dims import read_dims
 
-Axes = Sequence[tuple[str, ...]]
+DimAxes = Sequence[tuple[str, ...]]
 """The axes of the mesh over which each dim of a value is sharded; `()` for an unsharded dim."""
 
 
@@ -30,7 +30,7 @@ class StepProgram:
     jaxpr: ClosedJaxpr
     placer: BatchPlacer
     row_axes: tuple[str, ...]
-    input_axes: Sequence[Axes]
+    input_axes: Sequence[DimAxes]
 
     @property
     def mesh(self) -> Mesh:
@@ -41,7 +41,7 @@ class StepProgram:
         """The platform that the program is compiled for: "cpu", "gpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
 
-    def axes_of(self, variable: Any) -> Axes:
+    def axes_of(self, variable: Any) -> DimAxes:
         """Returns the axes of each dim of a value, as they follow from those of the inputs.
 
         A dim of which nothing is known has none, so a value may be sharded over more axes than these. Positions
@@ -94,7 +94,7 @@ class StepProgram:
         return None if {*inner.manual_axes} == {*inner.axis_names} else inner
 
 
-def batch_axes(leaf: Any, rows: int, row_axes: tuple[str, ...], placer: BatchPlacer) -> Axes:
+def batch_axes(leaf: Any, rows: int, row_axes: tuple[str, ...], placer: BatchPlacer) -> DimAxes:
     """Returns the axes of the dims of an array of a batch.
 
     Args:

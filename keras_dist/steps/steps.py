@@ -23,7 +23,7 @@ from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.passes.compiler_options import compiler_options
 from keras_dist.passes.registry import FORWARD_PASSES, PASSES
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
-from keras_dist.passes.step_program import Axes, StepProgram, batch_axes
+from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.weight_layouts import weight_layouts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
@@ -237,10 +237,10 @@ class Steps:
         axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
         return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes])
 
-    def _axes_of_state(self, model: Any, state: Any) -> list[Axes]:
+    def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
         """Returns the axes of the dims of each array of a step's state; only those of weights are known."""
         weights = model.trainable_variables, model.non_trainable_variables
-        axes: list[Axes] = []
+        axes: list[DimAxes] = []
         for variables, values in itertools.zip_longest(weights, state[: len(weights)], fillvalue=()):
             layouts = [weight_layouts(variable, self._distribution).compute.axes for variable in variables]
             known = [tuple(map(axis_tuple, each)) for each in layouts]

@@ -4,19 +4,17 @@ Nothing in JAX tells how XLA will shard a value inside a jitted function. But it
 query (batch, sequence, heads, features) is dim 1 of the kernel that computed it, and that has a layout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.tracing.jaxpr_dims import regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS, REDUCTIONS, RESIZED, UNCHANGED
 from keras_dist.tracing.traced_values import Node, node_of
-
-Axes = Sequence[str | Sequence[str] | None]
 
 _SAME_DIMS = (*UNCHANGED, "convert_element_type")
 

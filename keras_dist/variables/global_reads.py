@@ -31,7 +31,7 @@ def read(variable: keras.Variable) -> np.ndarray:
     All processes must call it, except inside of `process_zero.run_on_process_zero`. Raises ValueError if another
     process reads another variable, and ProcessFailure if one failed or did not call it within the timeout.
     """
-    if process_zero.is_leading():
+    if process_zero.is_running_for_all():
         process_zero.request_shards(variable)
     elif not _is_agreed.value:
         _require_same_read(variable.path)
@@ -54,7 +54,7 @@ def _require_same_read(what: str) -> None:
 
 def agreed(what: str) -> contextlib.AbstractContextManager:
     """Compares once, for a block, what all processes read."""
-    if not process_zero.is_leading():
+    if not process_zero.is_running_for_all():
         _require_same_read(what)
     return _is_agreed.set_to(True)
 

@@ -34,7 +34,7 @@ def require_same_call(topic: str, message: str, rule: str) -> None:
         )
 
 
-def is_leading() -> bool:
+def is_running_for_all() -> bool:
     """Whether this process is doing work for all, in this thread."""
     return _work.value is not None
 
@@ -47,7 +47,7 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
     0 gets its result and the others None; its exception is raised on all. Raises ValueError if the processes pass other
     models or other tasks (as in "Process 0 could not <task>"), and ProcessFailure if another process failed.
     """
-    if is_leading() or not messaging.is_multi_process():
+    if is_running_for_all() or not messaging.is_multi_process():
         return work()
     variables = list(all_variables(model))
     shapes = ";".join(f"{variable.dtype}{tuple(variable.shape)}" for variable in variables)

@@ -215,7 +215,7 @@ def test_the_exchange_that_sends_least_is_chosen():
     assert chosen(32, 8, 64) == (8, 8)
     assert chosen(4, 1, 32) == (1, 32)  # its one key head goes to all devices in any case
     assert chosen(4, 4, 32) == (4, 8)
-    assert chosen(4, 4, 32, most_pairs=2 * 4096**2 / 32) == (2, 16)
+    assert chosen(4, 4, 32, max_pairs=2 * 4096**2 / 32) == (2, 16)
     assert chosen(7, 7, 8) == (1, 8)
     assert chosen(32, 8, 64, is_grouped=False) == (1, 64)
     causal = choose_exchange(["context"], 2, (4096, 32), (4096, 4), is_balanced=False)

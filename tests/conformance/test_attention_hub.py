@@ -19,7 +19,7 @@ from support.slow_cases import slow, slow_unless
 from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
-from keras_dist.planning.targets.target_platform import answering_as
+from keras_dist.planning.targets.target_platform import platform_overridden
 from keras_dist.steps.step_state import recorded_attention
 
 keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
@@ -195,7 +195,7 @@ def loss_and_gradients(build, policy="float32", platform="cpu"):
     y, loss, weights = targets_of(model)
     optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
     model.compile(optimizer, loss, weighted_metrics=[])
-    with answering_as(DEVICES[platform]):
+    with platform_overridden(DEVICES[platform]):
         loss = model.train_on_batch(inputs_of(model), y, sample_weight=weights)
     names = [variable.path for variable in model.trainable_variables]
     return float(loss), dict(zip(names, [np.asarray(momentum.value) for momentum in optimizer.momentums], strict=True))
@@ -301,7 +301,7 @@ def generated(build, given, platform="cpu"):
     for weight in model.weights:  # otherwise all tokens are about equally likely
         weight.assign(4 * weight if weight.ndim > 1 else weight)
     model.compile(sampler="greedy")
-    with answering_as(DEVICES[platform]):
+    with platform_overridden(DEVICES[platform]):
         return model.generate(prompts(given), stop_token_ids=None)["token_ids"], model
 
 

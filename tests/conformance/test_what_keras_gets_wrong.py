@@ -27,7 +27,7 @@ from support.strategy_models import scope
 
 import keras_dist as kd
 from keras_dist.attention import attention
-from keras_dist.planning.targets.target_platform import answering_as
+from keras_dist.planning.targets.target_platform import platform_overridden
 
 
 def mesh_2x4(api, names=("data", "model")):
@@ -311,7 +311,7 @@ def attention_step(api, devices=None, causal=False):
 def test_attention_on_a_mesh_of_tpus(monkeypatch):
     def lowered(api):
         step, *arguments = attention_step(api)
-        with answering_as(kd.mock_tpus("v5e:2x4")):
+        with platform_overridden(kd.mock_tpus("v5e:2x4")):
             return step.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
 
     with pytest.raises(NotImplementedError, match="Mosaic kernels cannot be automatically partitioned"):
@@ -323,7 +323,7 @@ def test_attention_on_a_mesh_of_tpus(monkeypatch):
 def test_numbers_of_attention_on_one_tpu(monkeypatch):
     def outputs(api):
         step, *arguments = attention_step(api, devices=jax.devices("cpu")[:1])
-        with answering_as(kd.mock_tpus("v5e:1x1")):
+        with platform_overridden(kd.mock_tpus("v5e:1x1")):
             return np.asarray(step(*arguments))
 
     step, *arguments = attention_step(None)
@@ -337,7 +337,7 @@ def test_numbers_of_attention_on_one_tpu(monkeypatch):
 def test_causal_attention_on_tpus_has_no_logits_of_all_tokens(monkeypatch):
     def kernels_and_logits(api):
         step, *arguments = attention_step(api, causal=True)
-        with answering_as(kd.mock_tpus("v5e:2x4")):
+        with platform_overridden(kd.mock_tpus("v5e:2x4")):
             program = str(jax.make_jaxpr(step)(*arguments))
         return program.count("pallas_call["), f"f32[8,4,{TOKENS},{TOKENS}]" in program
 
@@ -364,7 +364,7 @@ def test_memory_of_causal_attention_compiled_for_tpus():
 
     of_keras = model()
     arguments = [value.value for value in of_keras.trainable_variables], np.ones((1, tokens, WIDTH), "float32")
-    with answering_as(tpus):
+    with platform_overridden(tpus):
         step = jax.jit(jax.grad(lambda weights, x: of_keras.stateless_call(weights, [], x)[0].sum()))
         compiled = step.lower(*jax.tree.map(on_one_tpu, arguments)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes > logits

@@ -15,7 +15,7 @@ from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
-from keras_dist.planning.targets.target_platform import answering_as
+from keras_dist.planning.targets.target_platform import platform_overridden
 from keras_dist.steps.options import OptionWithoutEffectError
 from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
@@ -98,7 +98,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
         require_no_arguments(build_model)
     devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
     with (
-        answering_as(devices),
+        platform_overridden(devices),
         distribution.scope(),
         global_state_restored(),
         deferred_variables.deferring(),

@@ -20,7 +20,7 @@ from keras_dist.mesh.topology import coordinates_of, networks_of
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.compiling.lowering import lowered_step
-from keras_dist.planning.costs.forecast import StepTimes, forecast
+from keras_dist.planning.costs.forecast import TimeModel, forecast
 from keras_dist.planning.costs.model_flops import count_step_flops
 from keras_dist.planning.costs.roofline import Roofline, roofline
 from keras_dist.planning.hardware.compiler_options import is_refused, is_unknown, refused_options_explained
@@ -224,7 +224,7 @@ def _costs_and_times(
     reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
     costs = reader.module_costs()
     bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives)
-    times = StepTimes.of(hardware, devices, costs.collectives)
+    times = TimeModel.of(hardware, devices, costs.collectives)
     if times is None or bounds.seconds is None:
         return costs, bounds
     timeline = walk_schedule(reader, times)
@@ -339,7 +339,7 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
     for each in collectives:
         if each.group_size > 1:
             groups[each.kind, each.axes, crosses_network(each.groups)].append(each)
-    return most_sent_first(
+    return by_bytes_sent(
         Traffic(
             kind,
             axes,
@@ -371,6 +371,6 @@ def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
     )
 
 
-def most_sent_first(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def by_bytes_sent(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """Sorts traffic by the bytes that are sent."""
     return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))

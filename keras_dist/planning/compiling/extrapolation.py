@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from keras_dist._report.units import bytes_text
-from keras_dist.planning.compiling.compilation import Compilation, most_sent_first
+from keras_dist.planning.compiling.compilation import Compilation, by_bytes_sent
 from keras_dist.planning.costs.forecast import SECONDS as FORECAST_SECONDS
 from keras_dist.planning.costs.forecast import Forecast
 
@@ -46,7 +46,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
     return replace(
         deep,
         **figures,
-        traffic=most_sent_first(traffic),
+        traffic=by_bytes_sent(traffic),
         attention=attention,
         roofline=replace(deep.roofline, **seconds),
         refusal=deep.refusal or shallow.refusal,

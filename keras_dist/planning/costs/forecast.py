@@ -97,7 +97,7 @@ _REACHED = {
 }
 
 
-class StepTimes:
+class TimeModel:
     """How long the parts of a step take on some hardware, for devices in the shape of a mesh; see `Times`.
 
     * An instruction takes what the compiler estimates: on TPUs cycles over the clock rate; on GPUs the time of fusions
@@ -116,7 +116,7 @@ class StepTimes:
     @classmethod
     def of(
         cls, hardware: Hardware | None, devices: np.ndarray, collectives: Iterable[Collective]
-    ) -> "StepTimes | None":
+    ) -> "TimeModel | None":
         """Returns the times of a step with these collectives; None if a figure that they need is unknown."""
         if hardware is None or hardware.platform not in _REACHED or not hardware.flops_per_second:
             return None

@@ -11,7 +11,7 @@ from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.op_names import layer_path
 
-_MOST_ROWS = 6
+_MAX_ROWS = 6
 
 
 def forecast_section(
@@ -48,14 +48,14 @@ def exposed_rows(collectives: Iterable[Collective]) -> list[tuple[str, ...]]:
             groups[each.kind, each.axes, path_kind(path), is_gradient].append(each)
     ordered = sorted(groups.items(), key=lambda item: -_sum(item[1], "exposed_seconds"))
     rows = []
-    for (kind, axes, _, is_gradient), group in ordered[:_MOST_ROWS]:
+    for (kind, axes, _, is_gradient), group in ordered[:_MAX_ROWS]:
         paths = {layer_path(each.op_name)[0] for each in group}
         path = path_pattern(sorted(paths, key=_by_numbers))
         layer = (path or "several layers") + ", gradient" * is_gradient
         rows.append((kind, "other groups" if axes is None else ", ".join(axes), _fold(layer), *_figures(group)))
-    rest = [each for _, group in ordered[_MOST_ROWS:] for each in group]
+    rest = [each for _, group in ordered[_MAX_ROWS:] for each in group]
     if rest:
-        rows.append((f"... and {len(ordered) - _MOST_ROWS} more", "", "", *_figures(rest)))
+        rows.append((f"... and {len(ordered) - _MAX_ROWS} more", "", "", *_figures(rest)))
     return rows
 
 

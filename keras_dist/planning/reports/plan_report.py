@@ -30,7 +30,7 @@ from keras_dist.steps.options import StepOptions
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
+_MAX_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
 _LABELS = {"other": "other state", "memory": "HBM"}
 
@@ -395,7 +395,7 @@ def _collectives(plan: Plan) -> Section:
 
 
 def _variables(plan: Plan) -> Section:
-    rows = variable_rows(plan.variables, _MOST_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
+    rows = variable_rows(plan.variables, _MAX_ROWS, lambda v: "" if v.is_replicated else v.rule or "no rule")
     weights = [variable for variable in plan.variables if variable.part == "weights"]
     replicated = [variable for variable in weights if variable.is_replicated]
     held = bytes_text(sum(variable.bytes for variable in replicated))

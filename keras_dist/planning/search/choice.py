@@ -13,7 +13,7 @@ from keras_dist.planning.reports.plan_report import Plan, subject_text
 from keras_dist.planning.search.candidates import Candidate
 from keras_dist.strategies.base import Distribution
 
-MOST_ROWS = 10  # candidates in a printed choice
+MAX_ROWS = 10  # candidates in a printed choice
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Choice(Report):
         return f"<Choice of {self.trials[0].candidate} among {counted(len(self.trials), 'candidate')}>"
 
     def _sections(
-        self, most: int | None = MOST_ROWS, how_to_see_all: str = "print(choice.table()) shows all."
+        self, most: int | None = MAX_ROWS, how_to_see_all: str = "print(choice.table()) shows all."
     ) -> Iterator[Section]:
         plan, capacity = self.plan, self.plan.memory.capacity
         devices = f"{plan.mesh.devices.size} x {plan.target}"

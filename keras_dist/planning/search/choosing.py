@@ -204,8 +204,8 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
         needed: float = memory.total
         held = memory.state + memory.batch
     else:
-        closest = min(search.candidates, key=estimates.least_bytes)
-        needed = held = estimates.least_bytes(closest)
+        closest = min(search.candidates, key=estimates.min_bytes)
+        needed = held = estimates.min_bytes(closest)
     of_them = f", {bytes_text(held)} of them" if closest in search.plans else ""
     text = (
         f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "

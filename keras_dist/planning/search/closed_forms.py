@@ -44,7 +44,7 @@ class Sizes:
         shards_state: Whether a variable is sharded over the axes of batches or sequences.
         wire: Least bytes that a device sends, by purpose.
         wire_seconds: The time of that at full bandwidth, by purpose.
-        least_wire_seconds: The time that collectives take at least, if those over different axes overlap.
+        min_wire_seconds: The time that collectives take at least, if those over different axes overlap.
     """
 
     state: int
@@ -57,7 +57,7 @@ class Sizes:
     shards_state: bool
     wire: Mapping[str, float]
     wire_seconds: Mapping[str, float]
-    least_wire_seconds: float
+    min_wire_seconds: float
 
 
 class Workload:
@@ -126,7 +126,7 @@ class Workload:
             shards_state=bool(used & {DATA, CONTEXT}),
             wire={purpose: sum(sent for _, _, sent in parts) for purpose, parts in wire.items()},
             wire_seconds={purpose: sum(of_axes.values()) for purpose, of_axes in seconds.items()},
-            least_wire_seconds=max((s for purpose in _FLOORS for s in seconds[purpose].values()), default=0.0),
+            min_wire_seconds=max((s for purpose in _FLOORS for s in seconds[purpose].values()), default=0.0),
         )
 
     def _seconds(

@@ -20,7 +20,7 @@ _UNSHARDED_ACTIVATIONS = 0.5
 # The most of a collective's time that is expected not to overlap, until a compiled candidate shows it.
 _UNKNOWN_EXPOSURE = 1.0
 # The least fraction of the expected exposure that a candidate may have, if one of its kind is compiled, and if not.
-_DOUBT, _DOUBT_OF_UNKNOWN_KIND = 0.8, 0.5
+_MIN_EXPOSED_FRACTION, _MIN_FRACTION_OF_UNKNOWN_KIND = 0.8, 0.5
 # Fraction of the gathered weights that a step holds if its blocks gather them again for the backward pass.
 _HELD_WEIGHTS = 0.25
 
@@ -76,23 +76,23 @@ class Estimates:
         known = [each for each in candidate.communicating_less if each in self._sizes]
         return [each for each in known if self._sizes[each].tokens <= tokens]
 
-    def least_seconds(self, candidate: Candidate) -> float:
+    def min_seconds(self, candidate: Candidate) -> float:
         """Returns the time of a step at peak rates, if all communication overlaps with the computation."""
         if self._time_base is None:
-            return self._sizes[candidate].least_wire_seconds
+            return self._sizes[candidate].min_wire_seconds
         computed = self._least_matmul_seconds(candidate) + self._update_seconds(candidate)
-        return max(computed, self._sizes[candidate].least_wire_seconds)
+        return max(computed, self._sizes[candidate].min_wire_seconds)
 
     def optimistic_seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
         is_known = any(_kind(each) == _kind(candidate) for each in self._seconds)
-        return self._seconds_with(candidate, _DOUBT if is_known else _DOUBT_OF_UNKNOWN_KIND)
+        return self._seconds_with(candidate, _MIN_EXPOSED_FRACTION if is_known else _MIN_FRACTION_OF_UNKNOWN_KIND)
 
     def bytes(self, candidate: Candidate) -> float:
         """Returns the expected memory of a device."""
-        return self.least_bytes(candidate) + self._temporaries(candidate)
+        return self.min_bytes(candidate) + self._temporaries(candidate)
 
-    def least_bytes(self, candidate: Candidate) -> float:
+    def min_bytes(self, candidate: Candidate) -> float:
         """Returns the memory that variables and batch take."""
         sizes = self._sizes[candidate]
         return sizes.state + sizes.batch

@@ -19,12 +19,12 @@ from keras_dist.strategies.base import Distribution
 # Candidates that cannot be better by more than this are not compiled.
 _TOLERANCE = 0.02
 # Candidates that are expected to take this much longer than the best are not compiled, though they might overlap more.
-_HOPELESS = 1.5
+_MAX_SLOWDOWN = 1.5
 # Candidates that are expected to need this much more than a device has are not compiled if others do not fit.
-_NEAR = 1.2
+_MAX_MEMORY_EXCESS = 1.2
 # Unless `trials` says otherwise, at most this many candidates are compiled, and this fraction of them once one fits,
 # though never fewer than these.
-_MOST, _FRACTION, _FEWEST = 12, 0.25, 3
+_MAX_COMPILED, _FRACTION, _MIN_COMPILED = 12, 0.25, 3
 # Step options are searched for so many candidates that do not fit without them.
 _WITH_OPTIONS = 3
 # Forecasts of two programs of one model for one target are not good enough to tell nearer ones apart.
@@ -107,8 +107,8 @@ class Search:
         if self.trials is not None:
             return self.trials
         if self.best is None:
-            return _MOST
-        return min(_MOST, max(_FEWEST, int(_FRACTION * _count_without_options(self.candidates))))
+            return _MAX_COMPILED
+        return min(_MAX_COMPILED, max(_MIN_COMPILED, int(_FRACTION * _count_without_options(self.candidates))))
 
     @property
     def untried(self) -> list[Candidate]:
@@ -137,14 +137,14 @@ class Search:
         """The candidates that might be the best with step options that make them fit, the most promising first."""
         if not self.plans and not self.refused:
             smallest = min(self.candidates, key=lambda each: self.sizes[each].state - self.sizes[each].optimizer)
-            least = self.estimates.least_bytes(smallest) - self.sizes[smallest].optimizer
+            least = self.estimates.min_bytes(smallest) - self.sizes[smallest].optimizer
             if self.capacity is None or least <= self.capacity:
                 self._compile(smallest)
         best = self.best
         short = [each for each, plan in self.plans.items() if plan.fits is False]
         if best is None:
             return sorted(short, key=lambda each: self.plans[each].memory.total)[:_WITH_OPTIONS]
-        faster = [e for e in short if self.estimates.least_seconds(e) < (1 - _TOLERANCE) * self.cost(self.plans[best])]
+        faster = [e for e in short if self.estimates.min_seconds(e) < (1 - _TOLERANCE) * self.cost(self.plans[best])]
         return sorted(faster, key=self.estimates.seconds)[:_WITH_OPTIONS]
 
     def _compile_with_options(self, candidate: Candidate) -> None:
@@ -177,7 +177,7 @@ class Search:
             return None
         # Nothing fits so far. Estimates may be wrong, but not by much once some candidates are compiled.
         closest = min(self._left(), key=self.estimates.bytes, default=None)
-        is_near = closest is not None and self.estimates.bytes(closest) <= _NEAR * (self.capacity or 0)
+        is_near = closest is not None and self.estimates.bytes(closest) <= _MAX_MEMORY_EXCESS * (self.capacity or 0)
         return closest if len(self.plans) < 2 or is_near else None
 
     def _left(self) -> list[Candidate]:
@@ -187,7 +187,7 @@ class Search:
 
     def _simplest_first(self, candidate: Candidate) -> tuple:
         """Ranks candidates for the first compilation: pure data parallelism with the least state compiles fastest."""
-        return candidate.size(MODEL) > 1, set(candidate.axes) != {DATA}, self.estimates.least_bytes(candidate)
+        return candidate.size(MODEL) > 1, set(candidate.axes) != {DATA}, self.estimates.min_bytes(candidate)
 
     def _is_expected_to_fit(self, candidate: Candidate) -> bool:
         return self.capacity is None or self.estimates.bytes(candidate) <= self.capacity
@@ -197,7 +197,7 @@ class Search:
 
     def _why_not(self, candidate: Candidate) -> str | None:
         """Why a candidate that is not compiled need not be; None if it may be the best."""
-        least = self.estimates.least_bytes(candidate)
+        least = self.estimates.min_bytes(candidate)
         if self.capacity is not None and least > self.capacity:
             return f"cannot fit: variables and batch take {bytes_text(least)}"
         best = self.best
@@ -212,10 +212,10 @@ class Search:
                     return f"sends more than {simpler}"
             elif plan.fits is not False:
                 return f"sends more than {simpler}"
-        bound, expected = self.estimates.least_seconds(candidate), self.estimates.seconds(candidate)
+        bound, expected = self.estimates.min_seconds(candidate), self.estimates.seconds(candidate)
         if bound >= (1 - _TOLERANCE) * cost:
             return f"cannot win: at least {seconds_text(bound)}" if bound > cost else "cannot win by more than 2%"
-        if self.estimates.optimistic_seconds(candidate) >= (1 - _TOLERANCE) * cost or expected >= _HOPELESS * cost:
+        if self.estimates.optimistic_seconds(candidate) >= (1 - _TOLERANCE) * cost or expected >= _MAX_SLOWDOWN * cost:
             slower = f"{100 * (expected / cost - 1):.0f}"
             return f"expected to be {slower}% slower" if int(slower) > 0 else "expected to take as long"
         return None

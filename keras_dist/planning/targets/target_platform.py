@@ -55,7 +55,7 @@ _target: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def answering_as(devices: Sequence[Device]) -> Iterator[None]:
+def platform_overridden(devices: Sequence[Device]) -> Iterator[None]:
     """Makes JAX answer questions about the platform as a machine with these devices would, in this thread, for a block.
 
     Questions are `jax.devices`, `local_devices`, `device_count`, `local_device_count` and `default_backend`, what JAX

@@ -14,7 +14,7 @@ from test_roofline import collective, gpus, groups_along, tpus
 
 import keras_dist as kd
 from keras_dist.planning.compiling.extrapolation import extrapolated
-from keras_dist.planning.costs.forecast import Forecast, StepTimes, forecast
+from keras_dist.planning.costs.forecast import Forecast, TimeModel, forecast
 from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.hlo.module_costs import ModuleReader
@@ -61,13 +61,13 @@ class TestLatency:
         unknown = dataclasses.replace(V5E, name="own", link_latency_seconds=None)
         devices = tpus("v5e:4x4")
         assert latency(unknown, devices, "all-gather", groups_along(devices, 0)) is None
-        assert StepTimes.of(unknown, devices, [collective("all-gather", groups_along(devices, 0))]) is None
+        assert TimeModel.of(unknown, devices, [collective("all-gather", groups_along(devices, 0))]) is None
 
 
 class TestLinks:
     def test_axes_on_different_dims_of_a_torus_have_their_own_links(self):
         devices = tpus("v5e:4x4")
-        times = StepTimes(V5E, devices)
+        times = TimeModel(V5E, devices)
         rows, columns, both = (
             set(times.links(collective("all-gather", groups_along(devices, *axes)))) for axes in ((0,), (1,), (0, 1))
         )
@@ -76,7 +76,7 @@ class TestLinks:
 
     def test_slices_are_joined_by_the_network(self):
         devices = tpus("v5e:2x2", 2)
-        times = StepTimes(V5E, devices)
+        times = TimeModel(V5E, devices)
         across = set(times.links(collective("all-reduce", groups_along(devices, 0))))
         inside = set(times.links(collective("all-reduce", groups_along(devices, 1))))
         assert across == {"network"}
@@ -85,7 +85,7 @@ class TestLinks:
     @pytest.mark.parametrize("target", ["v5e:2x4", "v5e:16x16", "v5p:4x4x4"])
     def test_both_directions_of_a_ring_have_their_own_links(self, target):
         devices = kd.create_device_mesh({"x": -1}, devices=tpus(target).ravel().tolist()).backend_mesh.devices
-        times = StepTimes(hardware[target.partition(":")[0]], devices)
+        times = TimeModel(hardware[target.partition(":")[0]], devices)
         size = devices.size
         forward, backward = (
             set(times.links(collective("collective-permute", [(n, (n + step) % size) for n in range(size)])))
@@ -99,35 +99,35 @@ class TestLinks:
 
     def test_all_gpus_of_a_host_share_their_links(self):
         devices = gpus(2)
-        times = StepTimes(H100, devices)
+        times = TimeModel(H100, devices)
         assert set(times.links(collective("all-gather", groups_along(devices, 1)))) == {"links"}
         assert set(times.links(collective("all-gather", groups_along(devices, 0)))) == {"network"}
 
 
 class TestTimes:
     def test_cycles_count_at_the_clock_rate(self):
-        times = StepTimes(V5E, tpus("v5e:2x2"))
+        times = TimeModel(V5E, tpus("v5e:2x2"))
         assert times.of_work(Work({}, 0.0, cycles=1.5e6)) == (pytest.approx(1e-3), True)
 
     def test_no_estimate_is_below_the_peaks(self):
-        times = StepTimes(V5E, tpus("v5e:2x2"))
+        times = TimeModel(V5E, tpus("v5e:2x2"))
         assert times.of_work(Work({"bf16": 197e12}, 0.0, cycles=3.0)) == (1.0, True)
         assert times.of_work(Work({}, 819e9, cycles=3.0)) == (1.0, True)
-        assert StepTimes(H100, gpus(1)).of_work(Work({}, 3352.32e9, microseconds=1.0))[0] >= 1.0
+        assert TimeModel(H100, gpus(1)).of_work(Work({}, 3352.32e9, microseconds=1.0))[0] >= 1.0
 
     def test_without_an_estimate_programs_reach_a_part_of_the_peak(self):
-        seconds, is_estimate = StepTimes(H100, gpus(1)).of_work(Work({"bf16": 989.4e12}, 0.0))
+        seconds, is_estimate = TimeModel(H100, gpus(1)).of_work(Work({"bf16": 989.4e12}, 0.0))
         assert 1.2 < seconds < 1.4
         assert not is_estimate
 
     def test_xla_knows_no_tensor_cores(self):
-        times = StepTimes(H100, gpus(1))
+        times = TimeModel(H100, gpus(1))
         assert times.of_work(Work({"bf16": 1e12}, 0.0, microseconds=1e6)) == times.of_work(Work({"bf16": 1e12}, 0.0))
 
     def test_a_collective_takes_its_latency_and_its_bytes(self):
         devices = tpus("v5p:4x4x4")
         small, large = (
-            StepTimes(V5P, devices).of_collective(collective("all-gather", groups_along(devices, 0), size))
+            TimeModel(V5P, devices).of_collective(collective("all-gather", groups_along(devices, 0), size))
             for size in (1.0, 1e9)
         )
         assert small == pytest.approx(TPU_START + 2 * HOP, rel=1e-4)
@@ -151,17 +151,17 @@ class TestTimes:
         groups = groups_along(devices, group)
         share = (len(groups[0]) - 1) / len(groups[0]) * (2 if kind == "all-reduce" else 1)
         found = collective(kind, groups, share * size)
-        assert StepTimes(entry, devices).of_collective(found) == pytest.approx(measured, rel=0.25)
+        assert TimeModel(entry, devices).of_collective(found) == pytest.approx(measured, rel=0.25)
         _, seconds_per_byte = Interconnect(entry, devices).seconds_per_byte(kind, found.groups)
         assert seconds_per_byte * found.wire_bytes < measured
 
     def test_hardware_without_figures_has_no_forecast(self):
         devices = tpus("v5e:2x2")
-        assert StepTimes.of(None, devices, []) is None
-        assert StepTimes.of(hardware["cpu"], devices, []) is None
+        assert TimeModel.of(None, devices, []) is None
+        assert TimeModel.of(hardware["cpu"], devices, []) is None
         for figure in ("memory_bytes_per_second", "link_bytes_per_second"):
             changed = dataclasses.replace(V5E, name="own", **{figure: None})
-            assert StepTimes.of(changed, devices, [collective("all-gather", groups_along(devices, 0))]) is None
+            assert TimeModel.of(changed, devices, [collective("all-gather", groups_along(devices, 0))]) is None
 
 
 def test_a_forecast_is_never_below_the_bound():
@@ -246,7 +246,7 @@ class TestCompiled:
         for threshold in (0, 1_000_000):
             text = lowered.compile({"xla_jf_spmd_threshold_for_windowed_einsum_mib": threshold}).as_text()
             assert ("collective-permute" in text) == (threshold == 0)
-            found[threshold] = walk_schedule(ModuleReader(text), StepTimes(V5E, mesh.devices))
+            found[threshold] = walk_schedule(ModuleReader(text), TimeModel(V5E, mesh.devices))
         [(total, exposed)] = found[1_000_000].collectives.values()
         assert exposed == total
         assert found[0].exposed_seconds < 0.9 * exposed
@@ -270,7 +270,7 @@ class TestCompiled:
         operand = jax.ShapeDtypeStruct((size, size), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(made[0]))
         options = {"xla_tpu_scoped_vmem_limit_kib": 98304}
         text = jax.jit(jnp.matmul).lower(operand, operand).compile(options).as_text()
-        found = walk_schedule(ModuleReader(text), StepTimes(made.hardware, np.array(made[:1])))
+        found = walk_schedule(ModuleReader(text), TimeModel(made.hardware, np.array(made[:1])))
         assert found.seconds == pytest.approx(measured, rel=0.12)
         assert found.estimated_seconds > 0.9 * found.compute_seconds
 

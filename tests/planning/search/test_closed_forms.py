@@ -66,7 +66,7 @@ def test_a_step_that_predicts_sends_no_gradients():
 def test_collectives_over_different_axes_may_overlap():
     hybrid = sizes_of(perceptron)["hsdp", False, (2, 4)]
     assert hybrid.wire_seconds["weights"] == pytest.approx(hybrid.wire["weights"] / NOMINAL_LINK)
-    assert hybrid.least_wire_seconds == pytest.approx(2 * 3 / 4 * KERNELS / NOMINAL_LINK)
+    assert hybrid.min_wire_seconds == pytest.approx(2 * 3 / 4 * KERNELS / NOMINAL_LINK)
 
 
 def test_state_and_batch_are_those_of_plans():

@@ -17,7 +17,7 @@ from jax._src.lib import gpu_rnn  # pyright: ignore[reportPrivateImportUsage]
 import keras_dist as kd
 from keras_dist.attention.kernels import why_not_cudnn
 from keras_dist.attention.mask import AttentionMask
-from keras_dist.planning.targets.target_platform import answering_as
+from keras_dist.planning.targets.target_platform import platform_overridden
 
 TPUS = kd.mock_tpus("v5e:4x4")
 H100S = [dataclasses.replace(gpu, device_kind="NVIDIA H100 80GB HBM3") for gpu in kd.mock_gpus(2, 4)]
@@ -111,7 +111,7 @@ HUB_QUESTIONS = {
 def test_answers_are_those_of_the_target(platform):
     place = list(ON).index(platform)
     expected = {question: answers[place] for question, (_, *answers) in QUESTIONS.items()}
-    with answering_as(ON[platform]):
+    with platform_overridden(ON[platform]):
         found = {question: ask() for question, (ask, *_) in QUESTIONS.items()}
     assert found == expected
 
@@ -121,7 +121,7 @@ def test_answers_to_keras_hub_are_those_of_the_target(platform):
     pytest.importorskip("keras_hub", exc_type=ImportError)
     place = list(ON).index(platform)
     expected = {question: answers[place] for question, answers in HUB_QUESTIONS.items()}
-    with answering_as(ON[platform]):
+    with platform_overridden(ON[platform]):
         found = {question: getattr(module("keras_hub.src.utils.keras_utils"), question)() for question in HUB_QUESTIONS}
     found["get_gpu_names"] = sorted(set(found["get_gpu_names"]))
     assert found == expected
@@ -139,7 +139,7 @@ def test_answers_to_keras_hub_are_those_of_the_target(platform):
     ],
 )
 def test_answers_follow_the_generation(kind, cudnn, is_ampere, is_hopper):
-    with answering_as([dataclasses.replace(T4S[0], device_kind=kind)]):
+    with platform_overridden([dataclasses.replace(T4S[0], device_kind=kind)]):
         assert cudnn_version() == cudnn
         assert fused_attention_stablehlo.check_compute_capability("8.0") is is_ampere
         assert fused_attention_stablehlo.is_cuda_compute_capability_equal("9.0") is is_hopper
@@ -150,7 +150,7 @@ def test_cudnn_computes_attention_where_it_can():
     tensor = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
     reasons = []
     for devices in (H100S, T4S, H100S):
-        with answering_as(devices):
+        with platform_overridden(devices):
             reasons.append(why_not_cudnn(tensor, tensor, tensor, None, AttentionMask()))
     assert reasons[0] is reasons[2] is None
     assert "8.0" in reasons[1]
@@ -158,7 +158,7 @@ def test_cudnn_computes_attention_where_it_can():
 
 @pytest.mark.parametrize(("devices", "head_size"), [(H100S, 256), (A100S, 128)])
 def test_the_largest_head_of_cudnn_follows_the_generation(devices, head_size):
-    with answering_as(devices):
+    with platform_overridden(devices):
         for size in (head_size, 2 * head_size):
             tensor = jax.ShapeDtypeStruct((2, 128, 4, size), "bfloat16")
             reason = why_not_cudnn(tensor, tensor, tensor, None, AttentionMask())
@@ -166,7 +166,7 @@ def test_the_largest_head_of_cudnn_follows_the_generation(devices, head_size):
 
 
 def test_processes_of_the_target():
-    with answering_as(H100S):
+    with platform_overridden(H100S):
         assert jax.local_devices() == H100S[:4]
         assert jax.local_devices(process_index=1) == H100S[4:]
         with pytest.raises(RuntimeError, match="tpu"):
@@ -174,7 +174,7 @@ def test_processes_of_the_target():
 
 
 def test_arrays_stay_on_this_machine():
-    with answering_as(H100S):
+    with platform_overridden(H100S):
         eager = jnp.arange(4) * 2
         jitted = jax.jit(lambda x: x + 1)(eager)
         assert {*eager.devices(), *jitted.devices()} == {jax.devices("cpu")[0]}
@@ -193,13 +193,13 @@ def functions_of_jax():
 
 def test_devices_of_this_process_replace_nothing():
     before = functions_of_jax()
-    with answering_as(jax.devices()):
+    with platform_overridden(jax.devices()):
         assert functions_of_jax() == before
 
 
 def test_an_error_restores_everything():
     before = functions_of_jax()
-    with pytest.raises(RuntimeError, match="gpu"), answering_as(TPUS):
+    with pytest.raises(RuntimeError, match="gpu"), platform_overridden(TPUS):
         jax.devices("gpu")
     assert functions_of_jax() == before
     assert jax.default_backend() == "cpu"
@@ -207,10 +207,10 @@ def test_an_error_restores_everything():
 
 def test_blocks_nest():
     before = functions_of_jax()
-    with answering_as(TPUS):
-        with answering_as(H100S):
+    with platform_overridden(TPUS):
+        with platform_overridden(H100S):
             assert jax.default_backend() == "gpu"
-            with answering_as(jax.devices("cpu")):  # the devices of this process change nothing
+            with platform_overridden(jax.devices("cpu")):  # the devices of this process change nothing
                 assert jax.default_backend() == "gpu"
         assert jax.default_backend() == "tpu"
     assert functions_of_jax() == before
@@ -220,14 +220,14 @@ def test_other_threads_get_the_true_answers():
     found, asked, ended = [], threading.Event(), threading.Event()
 
     def other_thread():
-        with answering_as(H100S):
+        with platform_overridden(H100S):
             found.append(jax.default_backend())
             asked.set()
             ended.wait(60)
             found.append(jax.default_backend())
 
     before = functions_of_jax()
-    with answering_as(TPUS):
+    with platform_overridden(TPUS):
         thread = threading.Thread(target=other_thread)
         thread.start()
         assert asked.wait(60)
@@ -246,7 +246,7 @@ def test_modules_that_hold_the_functions_get_the_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "later_module", later)
     exec("from jax import devices as all_devices, local_devices", vars(earlier))
     held = earlier.all_devices, earlier.local_devices
-    with answering_as(TPUS):
+    with platform_overridden(TPUS):
         exec("from jax import default_backend", vars(later))
         assert (len(earlier.all_devices()), len(earlier.local_devices()), later.default_backend()) == (16, 4, "tpu")
     assert (earlier.all_devices, earlier.local_devices) == held
@@ -262,7 +262,7 @@ def test_traces_are_not_reused_for_another_platform():
         return x
 
     for devices in (jax.devices("cpu"), TPUS, H100S, TPUS, jax.devices("cpu")):
-        with answering_as(devices):
+        with platform_overridden(devices):
             ask(1.0)
     assert traced == ["cpu", "tpu", "gpu"]
 
@@ -273,7 +273,7 @@ def test_temporary_memory_of_a_recurrent_layer_is_estimated(monkeypatch):
     monkeypatch.setattr(gpu_rnn, name, lambda *settings: (1, 2), raising=False)
     shape = 123, 320, 4, 50, 500, 0.0, False, True
     assert getattr(gpu_rnn, name)(*shape) == (1, 2)
-    with answering_as(H100S):
+    with platform_overridden(H100S):
         workspace, reserve = getattr(gpu_rnn, name)(*shape)
     assert reserve == 736_000_000
     assert 17_730_560 <= workspace < reserve  # more than cuDNN's figure for rows in its own order
