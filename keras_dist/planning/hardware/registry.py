@@ -6,8 +6,7 @@ from keras_dist._report.tables import Table
 from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import canonical_device_kind
 from keras_dist.planning.hardware.figures import DTYPES, Hardware
-from keras_dist.planning.hardware.known_gpus import known_gpus
-from keras_dist.planning.hardware.known_tpus import known_tpus
+from keras_dist.planning.hardware.known import known_hardware
 
 
 class HardwareRegistry(Mapping[str, Hardware]):
@@ -119,4 +118,4 @@ def _row(hardware: Hardware) -> list[str]:
     ]
 
 
-hardware = HardwareRegistry([*known_tpus(), *known_gpus(), Hardware("cpu", "cpu", "cpu")])
+hardware = HardwareRegistry([*known_hardware(), Hardware("cpu", "cpu", "cpu")])
