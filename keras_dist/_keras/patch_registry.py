@@ -120,9 +120,9 @@ class PatchGroup:
             expected, passes_on_more = parameters, False
             if expected is None:
                 own_arguments = 0 if isinstance(replacement, type) else 1 if context is None else 2
-                of_replacement = [*inspect.signature(replacement).parameters.values()][own_arguments:]
-                passes_on_more = any(each.kind is each.VAR_POSITIONAL for each in of_replacement)
-                compared = itertools.takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, of_replacement)
+                own_parameters = [*inspect.signature(replacement).parameters.values()][own_arguments:]
+                passes_on_more = any(each.kind is each.VAR_POSITIONAL for each in own_parameters)
+                compared = itertools.takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, own_parameters)
                 expected = tuple(each.name for each in compared)
             self.patches.append(Patch(owner, name, expected, replacement, reason, issue, context, passes_on_more))
             return replacement

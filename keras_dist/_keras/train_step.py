@@ -57,11 +57,11 @@ def compute_gradients(
         logs, metrics = model._update_metrics_variables(metrics, unscaled, x, y, y_pred, sample_weight)
         return loss * scale, (logs, others, metrics)
 
-    def of_weights(weights: Any) -> Any:
+    def loss_of_weights(weights: Any) -> Any:
         arguments = state._replace(weights=weights), batch
         return loss_and_logs(*arguments) if improve is None else improve(loss_and_logs, *arguments)
 
-    return jax.grad(of_weights, has_aux=True)(state.weights)
+    return jax.grad(loss_of_weights, has_aux=True)(state.weights)
 
 
 def apply_gradients(model: Any, state: TrainState, gradients: Sequence[Any]) -> tuple[list, list]:

@@ -77,8 +77,8 @@ def variable_rows(
         rest = [v for group in groups[shown:] for v in group]
         if rest:
             replicated = sum(v.is_replicated for v in rest)
-            of_them = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
-            text = f"... and {counted(len(rest), _REST[part])}" + of_them * (replicated > 0)
+            replicated_text = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
+            text = f"... and {counted(len(rest), _REST[part])}" + replicated_text * (replicated > 0)
             rows.append((text, "", "", "", bytes_text(sum(v.bytes for v in rest))))
     cells = [(each, *(cell for _, *row in rows for cell in row[number].split("\n"))) for number, each in _OTHERS]
     room = max(_MIN_PATH, WIDTH - 2 - sum(2 + max(map(len, column)) for column in cells))  # 2: of indented lines

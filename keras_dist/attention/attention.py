@@ -160,8 +160,8 @@ def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, An
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     structure = AttentionMask() if mask is None else recognize(mask)
-    if mask is None and bias is not None and (of_bias := recognize_bias(bias)) is not None:
-        structure, bias = of_bias, None
+    if mask is None and bias is not None and (bias_structure := recognize_bias(bias)) is not None:
+        structure, bias = bias_structure, None
     if is_causal:
         structure = replace(structure, upper=0 if structure.upper is None else min(structure.upper, 0))
     return structure, bias

@@ -84,9 +84,11 @@ class Exchange:
         (num_queries, heads), (num_keys, key_heads) = queries, keys
         # The device in the middle of an odd number of them has nobody to swap with.
         part = (1 - self.devices % 2 / self.devices) / 2 if self.swaps_queries else 1 - 1 / self.members
-        of_queries = num_queries / self.devices * heads * part
-        of_keys = num_keys * self.key_heads(heads, key_heads) / self.members * (1 - 1 / self.devices)
-        return 4 * of_queries + (4 if self.groups == 1 else 6) * of_keys  # `gather_again` sends keys and values thrice
+        query_elements = num_queries / self.devices * heads * part
+        key_elements = num_keys * self.key_heads(heads, key_heads) / self.members * (1 - 1 / self.devices)
+        return (
+            4 * query_elements + (4 if self.groups == 1 else 6) * key_elements
+        )  # `gather_again` sends keys and values thrice
 
     # --------------------------------------------------------------------------------------------------- positions
 

@@ -127,12 +127,12 @@ def _splash_segments(
         if mask.segments is None
         else [ids.astype(jnp.int32) for ids in mask.segments]
     )
-    of_padding = query_ids.max() + 1  # the id of no query
+    padding_id = query_ids.max() + 1  # the id of no query
     if mask.key_valid is not None:
-        key_ids = jnp.where(mask.key_valid, key_ids, of_padding)
+        key_ids = jnp.where(mask.key_valid, key_ids, padding_id)
     return segment_ids(
         *(
-            jnp.full((rows, length), of_padding, jnp.int32).at[:, : each.shape[1]].set(each)
+            jnp.full((rows, length), padding_id, jnp.int32).at[:, : each.shape[1]].set(each)
             for each, length in zip((query_ids, key_ids), padded, strict=True)
         )
     )

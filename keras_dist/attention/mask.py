@@ -131,8 +131,8 @@ def _has_key_of_its_segment(query_ids: Any, key_ids: Any, key_valid: Any, first:
     rows = max(each.shape[0] for each in (query_ids, key_ids, valid))
     num_queries, num_keys = query_ids.shape[1], key_ids.shape[1]
 
-    def joined(of_queries: Any, of_keys: Any) -> jax.Array:
-        parts = ((of_queries, num_queries), (of_keys, num_keys))
+    def joined(query_part: Any, key_part: Any) -> jax.Array:
+        parts = ((query_part, num_queries), (key_part, num_keys))
         return jnp.concatenate([jnp.broadcast_to(each, (rows, length)) for each, length in parts], axis=1)
 
     order = jnp.arange(num_queries + num_keys)

@@ -38,8 +38,8 @@ class Read(NamedTuple):
             Read(
                 operand,
                 tuple(
-                    place if size == of_result else (None, 0)
-                    for place, size, of_result in zip(self.view, operand.shape, self.node.shape, strict=False)
+                    place if size == result_size else (None, 0)
+                    for place, size, result_size in zip(self.view, operand.shape, self.node.shape, strict=False)
                 ),
             )
             for operand in self.node.inputs

@@ -161,19 +161,19 @@ class ShardedCall:
     ) -> jax.Array:
         """Computes attention on each device. Keys beyond `num_keys` are padding, which no query may see."""
         shards, exchange = self.shards, self.exchange
-        by_rows = of_pairs = replace(shards, sequence=())  # how arrays with a value for each query and key are sharded
+        by_rows = by_pairs = replace(shards, sequence=())  # how arrays with a value for each query and key are sharded
         if exchange is not None:
-            of_pairs = shards if exchange.keeps_positions else replace(by_rows, heads=shards.heads + shards.sequence)
+            by_pairs = shards if exchange.keeps_positions else replace(by_rows, heads=shards.heads + shards.sequence)
         specs: tuple[Any, ...] = (
             *(shards.spec(tensor, heads_dim=2, sequence_dim=1) for tensor in (query, key, value)),
-            None if bias is None else of_pairs.spec(bias, 1, 2),
+            None if bias is None else by_pairs.spec(bias, 1, 2),
             AttentionMask(
                 mask.lower,
                 mask.upper,
                 query_valid=None if mask.query_valid is None else by_rows.spec(mask.query_valid),
                 key_valid=None if mask.key_valid is None else by_rows.spec(mask.key_valid),
                 segments=None if mask.segments is None else tuple(map(by_rows.spec, mask.segments)),  # pyright: ignore
-                dense=None if mask.dense is None else of_pairs.spec(mask.dense, 1, 2),
+                dense=None if mask.dense is None else by_pairs.spec(mask.dense, 1, 2),
             ),
         )
         # Devices compute with other rows, heads and positions. The gradient of what they share is the sum of theirs.

@@ -47,16 +47,16 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
     unique = path_matching.unique_weight_paths([each.path for each in weights], _nested_paths(model, weights))
     saved_as = {id(variable): path for variable, path in zip(weights, unique, strict=True)}
     trainable, non_trainable = model.trainable_variables, model.non_trainable_variables
-    of_optimizer = path_matching.optimizer_paths(
+    optimizer_names = path_matching.optimizer_paths(
         [variable.path for variable in optimizer.variables],
         [(variable.path, saved_as[id(variable)]) for variable in _optimized_first(optimizer, weights)],
     )
-    of_metrics = [variable.path for variable in model.metrics_variables]
+    metric_names = [variable.path for variable in model.metrics_variables]
     return {
         TRAINABLE: _nested(trainable, [saved_as[id(variable)] for variable in trainable]),
         NON_TRAINABLE: _nested(non_trainable, [saved_as[id(variable)] for variable in non_trainable]),
-        OPTIMIZER: _nested(optimizer.variables, path_matching.number_repeated(of_optimizer)),
-        METRICS: _nested(model.metrics_variables, path_matching.number_repeated(of_metrics)),
+        OPTIMIZER: _nested(optimizer.variables, path_matching.number_repeated(optimizer_names)),
+        METRICS: _nested(model.metrics_variables, path_matching.number_repeated(metric_names)),
     }
 
 
@@ -214,22 +214,22 @@ def _match(model, saved: dict[str, Any], with_metrics: bool) -> tuple[dict[str, 
     entries = entries_of(TRAINABLE, NON_TRAINABLE)  # of both kinds: layers may have been frozen or unfrozen since
     seeds = [variable for variable in weights if internals.is_random_state(variable.path)]
     others = [variable for variable in weights if not internals.is_random_state(variable.path)]
-    of_weights = path_matching.match_weights(
+    weight_match = path_matching.match_weights(
         [path for path in entries if not internals.is_random_state(path)],
         [variable.path for variable in others],
         _nested_paths(model, others),
         model_structure.automatic_names(model),
     )
-    of_seeds = path_matching.match_seeds(
+    seed_match = path_matching.match_seeds(
         [path for path in entries if internals.is_random_state(path)],
         path_matching.number_repeated(v.path for v in seeds),
     )
-    groups = [(others, of_weights, entries), (seeds, of_seeds, entries)]
+    groups = [(others, weight_match, entries), (seeds, seed_match, entries)]
 
     optimizer, optimizer_entries = getattr(model, "optimizer", None), entries_of(OPTIMIZER)
     if optimizer is not None and optimizer_entries:
         variables = list(optimizer.variables)
-        pairs = {id(others[number]): path for number, path in of_weights.pairs.items()}
+        pairs = {id(others[number]): path for number, path in weight_match.pairs.items()}
         ordered = _optimized_first(optimizer, others)
         renamed = [(each.path, pairs[id(each)]) for each in ordered if id(each) in pairs]
         paths = [variable.path for variable in variables]

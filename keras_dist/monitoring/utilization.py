@@ -39,7 +39,7 @@ def trace_flops(model: keras.Model, state: Any, batch: Any, device: Device) -> S
     distribution = active_distribution()
     scope = contextlib.nullcontext()
     if isinstance(distribution, Distribution) and distribution.step_options != StepOptions():
-        scope = distribution.with_step_options(distribution.step_options.of_placement).scope()
+        scope = distribution.with_step_options(distribution.step_options.placement_only).scope()
     with scope, recorded_attention() as calls:
         jaxpr = jax.jit(stateless_step(model, "train")).trace(state, batch).jaxpr.jaxpr
     flops, peak = count_step_flops(jaxpr, calls, "train"), peak_flops_per_second(device, main_dtype(jaxpr))

@@ -154,8 +154,8 @@ def _differences(rows: list[list[list]]) -> tuple[list[str], bool]:
     Scalars come first, with their values.
     """
     received: dict[tuple[str, str], dict[int, list]] = {}
-    for process, of_process in enumerate(rows):
-        for name, part, *value in of_process:
+    for process, process_rows in enumerate(rows):
+        for name, part, *value in process_rows:
             received.setdefault((name, part), {})[process] = value
     found: dict[str, tuple[bool, str]] = {}
     is_rounding = True

@@ -27,11 +27,11 @@ def scatters(equation: Any, program: StepProgram) -> Callable | None:
     dims, mesh = _unequal_dims(equation, program), program.partitioned_mesh(equation)
     if mesh is None or not dims:
         return _with_int32 if is_other else None
-    of_indices, of_updates = zip(*dims, strict=True)
+    index_dims, update_dims = zip(*dims, strict=True)
 
     def scatter_unsharded(scatter: Callable, operand: Any, indices: Any, updates: Any) -> Any:
-        indices = with_sharding_constraint(indices, unsharded_along(of_indices, indices.ndim, mesh))
-        updates = with_sharding_constraint(updates, unsharded_along(of_updates, updates.ndim, mesh))
+        indices = with_sharding_constraint(indices, unsharded_along(index_dims, indices.ndim, mesh))
+        updates = with_sharding_constraint(updates, unsharded_along(update_dims, updates.ndim, mesh))
         return _with_int32(scatter, operand, indices, updates) if is_other else scatter(operand, indices, updates)
 
     return scatter_unsharded
@@ -40,8 +40,8 @@ def scatters(equation: Any, program: StepProgram) -> Callable | None:
 def _unequal_dims(equation: Any, program: StepProgram) -> list[tuple[int, int]]:
     """Returns the dims of indices, with those of updates, that are summed over and may have unequal shards."""
     numbers, (_, indices, updates) = equation.params["dimension_numbers"], (v.aval for v in equation.invars)
-    of_updates = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
-    dims = [pair for pair in enumerate(of_updates) if pair[0] not in numbers.scatter_indices_batching_dims]
+    update_dims = [dim for dim in range(updates.ndim) if dim not in numbers.update_window_dims]
+    dims = [pair for pair in enumerate(update_dims) if pair[0] not in numbers.scatter_indices_batching_dims]
     # One dim may have rows and positions in one, and XLA may split it over any axes.
     shards = program.mesh.size if len(dims) == 1 else program.placer.num_sequence_shards
     return [pair for pair in dims if indices.shape[pair[0]] % shards]

@@ -74,8 +74,8 @@ class StepProgram:
     @cached_property
     def _axes_of_nodes(self) -> dict[int, tuple[str, ...]]:
         axes: dict[int, tuple[str, ...]] = {}
-        for dims, of_input in zip(self._graph.inputs, self.input_axes, strict=True):
-            for node, names in zip(self._graph.find(dims), of_input, strict=False):
+        for dims, axes_of_dims in zip(self._graph.inputs, self.input_axes, strict=True):
+            for node, names in zip(self._graph.find(dims), axes_of_dims, strict=False):
                 if node is not None and names:
                     axes.setdefault(node, names)
         for pair in self._graph.successors:

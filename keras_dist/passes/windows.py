@@ -29,8 +29,8 @@ def windows(equation: Any, program: StepProgram) -> Callable | None:
         return with_sharding_constraint(array, unsharded_along(dims, array.ndim, mesh))
 
     def unsharded(operation: Callable, *operands: Any) -> Any:
-        *of_operands, of_result = dims
-        result = unshard(operation(*map(unshard, operands, of_operands)), of_result)
+        *operand_dims, result_dims = dims
+        result = unshard(operation(*map(unshard, operands, operand_dims)), result_dims)
         return program.sequences_sharded(equation, result)
 
     return unsharded
@@ -82,8 +82,8 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
 
     rank = equation.outvars[0].aval.ndim
     *specs, out_spec = (
-        PartitionSpec(*(rows if dim == of_rows else channels if dim == of_group else None for dim in range(rank)))
-        for of_rows, of_group in zip(row_dims, group_dims, strict=True)
+        PartitionSpec(*(rows if dim == row_dim else channels if dim == group_dim else None for dim in range(rank)))
+        for row_dim, group_dim in zip(row_dims, group_dims, strict=True)
     )
     sums = (), () if summed else rows
 

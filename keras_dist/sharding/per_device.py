@@ -40,7 +40,7 @@ def call_per_device(
     # Devices with the same shards repeat each other's work, and have the same residuals.
     specified = jax.tree.leaves((specs, out_spec), is_leaf=lambda each: isinstance(each, PartitionSpec))
     used_axes = {name for spec in specified for name in axis_names(spec)}
-    of_residuals = PartitionSpec(tuple(name for name in mesh.axis_names if name in used_axes))
+    residual_spec = PartitionSpec(tuple(name for name in mesh.axis_names if name in used_axes))
 
     def sharded(body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -56,7 +56,7 @@ def call_per_device(
             # What the backward pass needs stays on its device: one more dim, sharded over all axes in use.
             return output, jax.tree.map(lambda residual: residual[None], gradient)
 
-        return sharded(on_device, tuple(specs), (out_spec, of_residuals))(*arguments)
+        return sharded(on_device, tuple(specs), (out_spec, residual_spec))(*arguments)
 
     def backward(gradient, cotangent):
         def on_device(gradient, cotangent):
@@ -65,7 +65,7 @@ def call_per_device(
                 jax.lax.psum(each, axes) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)
             )
 
-        gradients = sharded(on_device, (of_residuals, out_spec), tuple(specs[:differentiable]))(gradient, cotangent)
+        gradients = sharded(on_device, (residual_spec, out_spec), tuple(specs[:differentiable]))(gradient, cotangent)
         return (*gradients, *[None] * (len(specs) - differentiable))
 
     call.defvjp(forward, backward)

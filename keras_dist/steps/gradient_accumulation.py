@@ -58,11 +58,11 @@ class GradientAccumulation:
     def specs(self, specs: Sequence[Any]) -> list[Any]:
         """Returns shapes, dtypes and shardings of an optimizer's state while steps run, given those of variables."""
 
-        def of_summands(spec: Any, layouts: WeightLayouts) -> jax.ShapeDtypeStruct:
+        def summand_spec(spec: Any, layouts: WeightLayouts) -> jax.ShapeDtypeStruct:
             shape = (self._placer.num_batch_shards, *spec.shape)
             return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._sharding(layouts))
 
-        return self._replaced(specs, list(map(of_summands, self._accumulators_in(specs), self._layouts)))
+        return self._replaced(specs, list(map(summand_spec, self._accumulators_in(specs), self._layouts)))
 
     def shardings(self, shardings: Sequence[Any]) -> list[Any]:
         """Returns the shardings of an optimizer's state while steps run, given those of its variables."""

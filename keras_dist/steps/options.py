@@ -117,7 +117,7 @@ class StepOptions:
         return self.microbatches > 1 or self.reduce_dtype is not None
 
     @property
-    def of_placement(self) -> "StepOptions":
+    def placement_only(self) -> "StepOptions":
         """The options that say where state is, without those that change how a step is computed."""
         return StepOptions(offload=tuple(name for name in self.offload if name == "optimizer"))
 

@@ -119,8 +119,8 @@ def _with_token(values: list[Any]) -> tuple[list[Any], Any]:
 
 
 def _backward(_: None, gradients: tuple[list[Any], Any]) -> tuple[list[Any]]:
-    of_values, token = gradients
-    return ([after([token], gradient) for gradient in of_values],)
+    value_gradients, token = gradients
+    return ([after([token], gradient) for gradient in value_gradients],)
 
 
 _with_token.defvjp(lambda values: (_with_token(values), None), _backward)

@@ -167,7 +167,7 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> flo
     """Returns the FLOP of a traced step, without those that its options add."""
     if step.name == "train" and step.distribution.step_options != StepOptions():
         with recorded_attention() as calls:
-            plain = step.distribution.with_step_options(step.distribution.step_options.of_placement)
+            plain = step.distribution.with_step_options(step.distribution.step_options.placement_only)
             traced = replace(step, distribution=plain).trace()
     return count_step_flops(traced.jaxpr.jaxpr, calls, step.name)
 
@@ -270,9 +270,11 @@ def _compile(
         return lowered.compile(compiler_options=options), None, notes
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error).splitlines()[0]
-        of_partitioner = re.search(r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE)
-        if of_partitioner:  # JAX's, of a kernel of a vendor
-            raise ValueError(of_partitioner[1]) from error
+        partitioner_error = re.search(
+            r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE
+        )
+        if partitioner_error:  # JAX's, of a kernel of a vendor
+            raise ValueError(partitioner_error[1]) from error
         if options and is_refused(error):
             raise
         if "RESOURCE_EXHAUSTED" not in str(error):

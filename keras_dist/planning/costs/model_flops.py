@@ -137,9 +137,9 @@ def _dot_flops(equation: Any) -> float:
 
 def _convolution_flops(equation: Any) -> float:
     kernel = equation.invars[1].aval.shape
-    of_outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    num_outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     # Each output element is a sum over the kernel of one output feature, which has the input features of its group.
-    flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / of_outputs
+    flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / num_outputs
     # Zeros inserted for a stride of the forward pass are not multiplied.
     return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
 

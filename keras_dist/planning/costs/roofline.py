@@ -106,7 +106,7 @@ def roofline(
     platform = devices.flat[0].platform
     hardware = Hardware("unknown", "cpu", "unknown") if hardware is None else hardware
     interconnect = Interconnect(hardware, devices)
-    of_gpus = _OF_PCIE_GPUS if hardware.link_bytes_per_second and not hardware.links else _OF_GPUS
+    gpu_links = _OF_PCIE_GPUS if hardware.link_bytes_per_second and not hardware.links else _OF_GPUS
     busy: dict[bool, dict[Hashable, float | None]] = {False: {}, True: {}}  # by whether they cross the network
     for collective in collectives:
         if collective.wire_bytes > 0:
@@ -121,7 +121,7 @@ def roofline(
         seconds_for(memory_bytes, inverse(hardware.memory_bytes_per_second)),
         _longest(busy[False].values()),
         _longest(busy[True].values()),
-        *_LINK_AND_NETWORK.get(platform, of_gpus),
+        *_LINK_AND_NETWORK.get(platform, gpu_links),
     )
 
 

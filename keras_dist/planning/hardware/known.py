@@ -11,7 +11,7 @@ from keras_dist.planning.hardware.figures import GpuCompilerTarget, Hardware
 def known_hardware() -> Iterator[Hardware]:
     """Yields the GPUs and TPUs that notebooks and large clouds rent."""
     for platform in ("tpu", "gpu"):
-        text = resources.files(__package__).joinpath(f"{platform}s.toml").read_text()
+        text = resources.files("keras_dist.planning.hardware").joinpath(f"{platform}s.toml").read_text()
         for name, entry in tomllib.loads(text).items():
             kind = entry.pop("device_kind")
             figures: dict[str, Any] = {figure: each["value"] for figure, each in entry.items()}

@@ -32,8 +32,8 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
     Source: `HandleDot` and `HandleConvolution` of XLA's `HloCostAnalysis` count the same multiply-adds.
     """
     target = instruction.target
-    if target and (of_kernel := kernel_flops(computation, instruction)):
-        return of_kernel
+    if target and (flops := kernel_flops(computation, instruction)):
+        return flops
     is_dot = instruction.opcode in ("dot", "ragged-dot") or target.startswith(("__cublas$", "__onednn$matmul"))
     is_convolution = instruction.opcode == "convolution" or target.startswith("__cudnn$conv")
     if target == "tpu_custom_call":
@@ -87,7 +87,7 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
     if not labels:
         return 0
     window, spatial = instruction.attribute("window") or "", sorted(set(labels[1]) - {"b", "f"})
-    of_image, of_kernel, of_result = (
+    image_sizes, kernel_sizes, result_sizes = (
         dict(zip(names, array.dims, strict=False))
         for names, array in zip(labels.groups(), (image, kernel, result), strict=True)
     )
@@ -96,10 +96,10 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
         match = re.search(rf"\b{key}=(\S+?)[\s}}]", window)
         return [int(part.split("_")[0]) for part in match[1].split("x")] if match else [default] * len(spatial)
 
-    sizes = ([dims[label] for label in spatial] for dims in (of_image, of_kernel, of_result))
+    sizes = ([dims[label] for label in spatial] for dims in (image_sizes, kernel_sizes, result_sizes))
     options = values("stride", 1), values("pad", 0), values("lhs_dilate", 1), values("rhs_dilate", 1)
     # The kernel's input features are those of one group.
-    return of_result["b"] * of_result["f"] * of_kernel["i"] * math.prod(map(_taps, *sizes, *options))
+    return result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"] * math.prod(map(_taps, *sizes, *options))
 
 
 def _taps(

@@ -39,8 +39,8 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
     kernel = _attention_kernel(instruction)
     if kernel is not None:
         query, key, value = _attention_operands(computation, instruction)
-        of_heads, of_values = _MATMULS[kernel]
-        size = of_heads * query.dims[-1] + of_values * value.dims[-1]
+        num_head_products, num_value_products = _MATMULS[kernel]
+        size = num_head_products * query.dims[-1] + num_value_products * value.dims[-1]
         found = _FRACTION.search(instruction.op_name)
         fraction = float(found[1]) if found else 1.0
         return query.dtype, 2.0 * fraction * math.prod(query.dims[:-1]) * _length(instruction, key) * size

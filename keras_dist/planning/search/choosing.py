@@ -79,13 +79,13 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
     With `is_final`, the chosen candidate is planned as `plan` does it.
     """
     task.report(f"Building the model for {place}")
-    with _recorded_warnings() as of_building:
+    with _recorded_warnings() as building_warnings:
         candidates, sizes, notes = search_space(task.full_model, task.step, task.strategies, place, batch)
-    depths, of_candidates = _COMPARED_DEPTHS, {}
+    depths, candidate_warnings = _COMPARED_DEPTHS, {}
 
     def compile(distribution: Distribution, report: Callable[[str], Any]) -> Plan:
         nonlocal depths
-        with _recorded_warnings() as of_candidates[id(distribution)]:
+        with _recorded_warnings() as candidate_warnings[id(distribution)]:
             try:
                 # Blocks are computed again where they repeat, so a model needs two at least.
                 repeats = distribution.step_options.remat is not None
@@ -112,7 +112,7 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
         )
     distribution = candidates[chosen]
     if is_final:
-        caught = (*of_building, *of_candidates[id(distribution)])
+        caught = (*building_warnings, *candidate_warnings[id(distribution)])
         for warning in {(each.category, str(each.message)): each for each in caught}.values():
             warn(warning.message, warning.category)
     comment = f"# For {place}.\n" if isinstance(place.devices, Target) else ""
@@ -206,10 +206,10 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     else:
         closest = min(search.candidates, key=estimates.min_bytes)
         needed = held = estimates.min_bytes(closest)
-    of_them = f", {bytes_text(held)} of them" if closest in search.plans else ""
+    held_text = f", {bytes_text(held)} of them" if closest in search.plans else ""
     text = (
         f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
-        f"{bytes_text(capacity)} per device{of_them} for variables and batch."
+        f"{bytes_text(capacity)} per device{held_text} for variables and batch."
     )
     if untried := search.untried:
         text += f" {len(untried)} more might fit: to try them, pass trials={search.compiled + len(untried)}."

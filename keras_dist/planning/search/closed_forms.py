@@ -110,9 +110,9 @@ class Workload:
             weights += divided * weight.compute_size
             gradients += divided * weight.compute_size * weight.is_trained
             updated += divided * weight.stored_size * weight.is_trained
-        of_tensor = 0.0 if solution is None else solution.all_reduced_bytes
+        tensor_bytes = 0.0 if solution is None else solution.all_reduced_bytes
         share = rows / parts if step.name == "train" else rows / parts / 2  # activations are sent forward only
-        wire = _wire(candidate, weights, gradients, updated, of_tensor * share, all_reduced * share)
+        wire = _wire(candidate, weights, gradients, updated, tensor_bytes * share, all_reduced * share)
         seconds = self._seconds(candidate, distribution, wire)
         used = {name for layout in layouts.values() for name in axis_names(getattr(layout, "axes", ()))}
         return Sizes(
@@ -125,7 +125,7 @@ class Workload:
             sharded_fraction=0.0 if solution is None else solution.sharded_fraction,
             shards_state=bool(used & {DATA, CONTEXT}),
             wire={purpose: sum(sent for _, _, sent in parts) for purpose, parts in wire.items()},
-            wire_seconds={purpose: sum(of_axes.values()) for purpose, of_axes in seconds.items()},
+            wire_seconds={purpose: sum(by_axes.values()) for purpose, by_axes in seconds.items()},
             min_wire_seconds=max((s for purpose in _FLOORS for s in seconds[purpose].values()), default=0.0),
         )
 
@@ -137,14 +137,14 @@ class Workload:
         interconnect = Interconnect(self._hardware, mesh.devices) if self._hardware is not None else None
         seconds: dict[str, dict[tuple, float]] = {}
         for purpose, parts in wire.items():
-            of_axes = seconds[purpose] = {}
+            by_axes = seconds[purpose] = {}
             for kind, axes, sent in parts:
                 rate = None
                 if interconnect is not None and sent:
                     dims = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
                     _, rate = interconnect.seconds_per_byte(kind, groups_along(mesh.devices.shape, dims))
                 needed = sent * (1 / NOMINAL["link"] if rate is None else rate)
-                of_axes[tuple(axes)] = of_axes.get(tuple(axes), 0.0) + needed
+                by_axes[tuple(axes)] = by_axes.get(tuple(axes), 0.0) + needed
         return seconds
 
 
@@ -186,20 +186,20 @@ def _wire(
     shards = [axis for axis in sharing if axis != REPLICA]
     num_shards, replicas = candidate.size(*shards), candidate.size(REPLICA)
     found: dict[str, list] = {purpose: [] for purpose in PURPOSES}
-    of_weights = found[WEIGHTS]
+    weight_traffic = found[WEIGHTS]
     if candidate.shards_weights:
         gathers = 2 if candidate.regathers else 1
-        of_weights.append(("all-gather", shards, gathers * wire_bytes("all-gather", weights, num_shards)))
-        of_weights.append(("reduce-scatter", shards, wire_bytes("reduce-scatter", gradients, num_shards)))
-        of_weights.append(("all-reduce", [REPLICA], wire_bytes("all-reduce", gradients / num_shards, replicas)))
+        weight_traffic.append(("all-gather", shards, gathers * wire_bytes("all-gather", weights, num_shards)))
+        weight_traffic.append(("reduce-scatter", shards, wire_bytes("reduce-scatter", gradients, num_shards)))
+        weight_traffic.append(("all-reduce", [REPLICA], wire_bytes("all-reduce", gradients / num_shards, replicas)))
     elif candidate.strategy == "zero1":
-        of_weights.append(("reduce-scatter", sharing, wire_bytes("reduce-scatter", gradients, num_shards)))
-        of_weights.append(("all-gather", sharing, wire_bytes("all-gather", updated, num_shards)))
+        weight_traffic.append(("reduce-scatter", sharing, wire_bytes("reduce-scatter", gradients, num_shards)))
+        weight_traffic.append(("all-gather", sharing, wire_bytes("all-gather", updated, num_shards)))
     else:
-        of_weights.append(("all-reduce", sharing, wire_bytes("all-reduce", gradients, candidate.size(*sharing))))
+        weight_traffic.append(("all-reduce", sharing, wire_bytes("all-reduce", gradients, candidate.size(*sharing))))
     parts = candidate.size(CONTEXT)
-    of_tensor = wire_bytes("all-reduce", all_reduced, candidate.size(MODEL))
-    found[SEQUENCE if candidate.sequence_parallel else TENSOR].append(("all-reduce", [MODEL], of_tensor))
+    tensor_bytes = wire_bytes("all-reduce", all_reduced, candidate.size(MODEL))
+    found[SEQUENCE if candidate.sequence_parallel else TENSOR].append(("all-reduce", [MODEL], tensor_bytes))
     exchanged = wire_bytes("all-to-all", 2 * activations, parts) / candidate.size(MODEL)
     found[ATTENTION].append(("all-to-all", [CONTEXT], exchanged))
     return found

@@ -114,14 +114,14 @@ class Estimates:
         base, plan = self._time_base
         ours, theirs = self._sizes[candidate], self._sizes[base]
         busy = _busy_seconds(plan)
-        of_matmuls = min(max(_matmul_seconds(plan), self._weights_seconds(base)), busy)
-        of_update = min(self._update_seconds(base), busy - of_matmuls)
-        rest = busy - of_matmuls - of_update
-        of_conversions = min(rest, self._memory_seconds(_CONVERSIONS * theirs.weights))
+        matmul_seconds = min(max(_matmul_seconds(plan), self._weights_seconds(base)), busy)
+        update_seconds = min(self._update_seconds(base), busy - matmul_seconds)
+        rest = busy - matmul_seconds - update_seconds
+        conversion_seconds = min(rest, self._memory_seconds(_CONVERSIONS * theirs.weights))
         multiplied = max(self._least_matmul_seconds(candidate), self._weights_seconds(candidate))
-        of_activations = (rest - of_conversions) * _activated(candidate) / _activated(base)
-        activated = of_activations * self._tokens_share(candidate)
-        converted = of_conversions * ours.weights / max(theirs.weights, 1.0)
+        activation_seconds = (rest - conversion_seconds) * _activated(candidate) / _activated(base)
+        activated = activation_seconds * self._tokens_share(candidate)
+        converted = conversion_seconds * ours.weights / max(theirs.weights, 1.0)
         seconds = multiplied + activated + converted + self._update_seconds(candidate)
         return seconds * self._slower.get(_kind(candidate), 1.0)
 

@@ -46,12 +46,12 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
 
 
 def _trace_call(model: keras.Model, specs: Any) -> Any:
-    def of_all(variables: Any) -> list[jax.ShapeDtypeStruct]:
+    def specs_of(variables: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(each.shape, internals.stored_dtype(each)) for each in variables]
 
     while True:
         count = len(model.variables)
-        weights, others = of_all(model.trainable_variables), of_all(model.non_trainable_variables)
+        weights, others = specs_of(model.trainable_variables), specs_of(model.non_trainable_variables)
         program = jax.make_jaxpr(model.stateless_call)(weights, others, specs)
         if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
             return program
