@@ -33,6 +33,8 @@ _require_jax_backend()
 import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
 
+from keras_dist._keras.replaced_in_jax import replaces_in_jax  # noqa: E402
+
 
 def unsupported_keras(problem: object) -> str:
     """Returns the text of an error about a Keras release that lacks something this package needs."""
@@ -109,6 +111,11 @@ def process_id() -> int:
     return backend_lib.process_id()
 
 
+@replaces_in_jax(
+    "`jax.distributed.initialize`",
+    "while `keras_dist.initialize` runs",
+    "Keras calls it without a timeout, and it cannot be passed one",
+)
 def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable) -> None:
     """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)`."""
     real = jax.distributed.initialize

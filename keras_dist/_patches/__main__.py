@@ -1,6 +1,7 @@
 """Prints docs/patches.md: `python -m keras_dist._patches > docs/patches.md`."""
 
 from keras_dist._keras.patch_registry import GROUPS, Patch
+from keras_dist._keras.replaced_in_jax import REPLACED
 
 _HEAD = """# Patches of Keras
 
@@ -23,6 +24,11 @@ def document() -> str:
             "| Function of Keras | What is wrong or missing without the patch | Upstream | File |\n"
             f"|---|---|---|---|\n{''.join(rows)}"
         )
+    rows = "".join(f"| {r.functions} | {r.when} | {r.reason} | `{r.module.replace('.', '/')}.py` |\n" for r in REPLACED)
+    parts.append(
+        "## In JAX, for a time\n\nNo patches: these are replaced where they are needed, and then restored.\n\n"
+        f"| Replaced | When | Why | File |\n|---|---|---|---|\n{rows}"
+    )
     return "\n".join(parts)
 
 

@@ -63,27 +63,33 @@ class DataPosition(NamedTuple):
         return cls(values["batches"], began, now, values["source"], *epochs)
 
 
-_resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)
-_tracked_iterator: ContextVar[Callable[[], Any]] = ContextVar("tracked_iterator", default=lambda: None)
+class _Tracking(NamedTuple):
+    """Where the next epoch of training is to start, and a reference to the iterator that is tracked."""
+
+    resume_at: tuple[int, DataPosition | None] | None = None
+    iterator: Callable[[], Any] = lambda: None
+
+
+_NOTHING = _Tracking()
+_tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
 
 
 def resume_next_epoch(batches: int, position: DataPosition | None = None) -> None:
     """Makes this thread's next epoch of training start at a `current_position`, and tracks its iterator from there."""
-    _resume_at.set((batches, position))
+    _tracking.set(_tracking.get()._replace(resume_at=(batches, position)))
 
 
 def begin_tracking(iterator: Any) -> tuple[int, DataPosition | None] | None:
     """Returns the arguments of `resume_next_epoch`, and tracks the iterator, if it was called for this epoch."""
-    start = _resume_at.get()
+    start = _tracking.get().resume_at
     if start is not None:
-        _resume_at.set(None)
-        _tracked_iterator.set(weakref.ref(iterator))
+        _tracking.set(_Tracking(None, weakref.ref(iterator)))
     return start
 
 
 def is_tracked(iterator: Any) -> bool:
     """Whether `current_position` is that of this iterator."""
-    return _tracked_iterator.get()() is iterator
+    return _tracking.get().iterator() is iterator
 
 
 def current_position() -> tuple[int, DataPosition | None]:
@@ -92,5 +98,5 @@ def current_position() -> tuple[int, DataPosition | None]:
     After the end of an epoch the number is 0, and the position is None or that of a new pass, unless the next epoch
     continues the same pass through the data. They are 0 and None if no iterator is tracked.
     """
-    iterator = _tracked_iterator.get()()
+    iterator = _tracking.get().iterator()
     return (0, None) if iterator is None else iterator.position()

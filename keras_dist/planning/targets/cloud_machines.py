@@ -4,7 +4,9 @@ import re
 import tomllib
 from importlib import resources
 
-_MACHINES = tomllib.loads(resources.files("keras_dist.planning.targets").joinpath("machines.toml").read_text())["machines"]
+_MACHINES = tomllib.loads(resources.files("keras_dist.planning.targets").joinpath("machines.toml").read_text())[
+    "machines"
+]
 
 
 def gpus_of_machine(name: str) -> tuple[str, int] | None:
