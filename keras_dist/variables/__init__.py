@@ -9,5 +9,4 @@
 * `global_reads.py`: reading variables whose shards are on several processes.
 * `model_or_builder.py`: accepts a built model, or a function that builds one.
 * `deferred.py`: `deferred` and `materialize`, for models without values.
-* `fused_threefry.py`: JAX's default random bits in one fused pass.
 """

@@ -17,7 +17,6 @@ from keras_dist._keras import deferred_variables, internals, model_structure
 from keras_dist._keras.active_distribution import distribution_of_model
 from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
 from keras_dist._report.units import counted
-from keras_dist.variables.fused_threefry import fused_key
 from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.variable_layouts import all_variables, is_on_attached_devices
 
@@ -177,7 +176,7 @@ def _lower(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: 
     def program(seed):
         seeded = copy.copy(initializer)
         if seed is not None:
-            seeded.seed = fused_key(seed)  # pyright: ignore[reportFunctionMemberAccess]
+            seeded.seed = seed  # pyright: ignore[reportFunctionMemberAccess]
         return keras.ops.convert_to_tensor(seeded(shape, dtype=dtype), dtype=dtype)
 
     return jax.jit(program, out_shardings=sharding).lower(_seed(initializer))

@@ -6,13 +6,11 @@ import jax
 import keras
 import numpy as np
 import pytest
-from jax.extend.random import threefry_prng_impl
 from keras import layers
 from support.planned_models import LAYOUTS, MODELS, gpt
 from support.slow_cases import crossed, slow
 
 import keras_dist as kd
-from keras_dist.variables.fused_threefry import fused_key
 
 
 def build_model(build, distribution, deferred):
@@ -207,21 +205,6 @@ def test_initializer_with_a_seed_generator_advances_it():
     first, _, second, _ = kd.materialize(model).get_weights()
     assert (first != second).all()
     assert not np.array_equal(generator.state.value, [3, 0])
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (16, 3), (5, 0), (128, 129)])
-def test_random_bits_equal_those_of_jax(shape):
-    seed = jax.numpy.array([123456789, 987654321], "uint32")
-    key = jax.random.wrap_key_data(seed, impl=threefry_prng_impl)
-    for width in ("uint8", "uint16", "uint32"):
-        ours, theirs = jax.random.bits(fused_key(seed), shape, width), jax.random.bits(key, shape, width)
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_other_generators_of_jax_are_not_replaced():
-    seed = jax.numpy.array([1, 2], "uint32")
-    with jax.threefry_partitionable(False):
-        assert fused_key(seed) is seed
 
 
 def test_only_built_models_are_materialized():
