@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.tracing.jaxpr_evaluation import bind, with_equations
+from keras_dist.tracing.jaxpr_evaluation import bind, equations_in_place_of, with_equations
 
 Pass = Callable[[Any, StepProgram], Callable | None]
 
@@ -33,11 +33,11 @@ class PassError(ValueError):
 def rewritten(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
     """Returns a program with the operations that passes replace; of several passes, the first one that does."""
 
-    def replaced(equation: Any) -> Any:
+    def replaced(equation: Any) -> Sequence[Any] | None:
         for each in passes:
             if (function := each(equation, program)) is not None:
-                return _calling(program, equation, function, each)
-        return equation
+                return _replaced(program, equation, function, each)
+        return None
 
     return with_equations(program.jaxpr, replaced)
 
@@ -94,19 +94,18 @@ def _cotangent(output: Any) -> Any:
     return jax.ShapeDtypeStruct(output.shape, dtype)
 
 
-def _calling(program: StepProgram, equation: Any, function: Callable, by: Pass) -> Any:
-    """Returns an equation that calls a function of another one's operation and operands, in place of that one."""
+def _replaced(program: StepProgram, equation: Any, function: Callable, by: Pass) -> Sequence[Any]:
+    """Returns equations that compute a function of another one's operation and operands, in place of that one."""
 
     def operation(*operands: Any) -> Any:
         return bind(program.jaxpr.jaxpr, equation, operands)
 
-    shapes = [variable.aval for variable in equation.invars]
     try:
-        (called,) = jax.make_jaxpr(jax.jit(lambda *operands: function(operation, *operands)))(*shapes).eqns
+        return equations_in_place_of(equation, lambda *operands: function(operation, *operands))
     except Exception as error:
         name, layer = by.__name__, str(equation.source_info.name_stack) or "the step"
+        operands = ", ".join(str(variable.aval) for variable in equation.invars)
         raise PassError(
-            f"The pass {name!r} cannot replace {equation.primitive.name} of {', '.join(map(str, shapes))} in {layer}: "
+            f"The pass {name!r} cannot replace {equation.primitive.name} of {operands} in {layer}: "
             f"{type(error).__name__}: {error}. StepOptions(without_passes={name!r}) leaves it out."
         ) from error
-    return called.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)

@@ -65,10 +65,11 @@ def bind(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> Any:
     return as_function(single)(*inputs.values())
 
 
-def with_equations(program: Any, replace: Callable[[Any], Any]) -> Any:
-    """Returns a jaxpr, open or closed, with each equation replaced, also in its inner programs.
+def with_equations(program: Any, replace: Callable[[Any], Sequence[Any] | None]) -> Any:
+    """Returns a jaxpr, open or closed, with each equation replaced by others, also in its inner programs.
 
-    A program whose equations all stay the same object does so, too: JAX lowers each object once.
+    `replace` returns None for an equation that stays. A program whose equations all stay does so, too, as the same
+    object: JAX lowers each object once.
     """
     if not isinstance(program, Jaxpr):
         jaxpr = with_equations(program.jaxpr, replace)
@@ -82,17 +83,40 @@ def with_equations(program: Any, replace: Callable[[Any], Any]) -> Any:
         return value
 
     def unless_same(before: Any, after: Any) -> Any:
-        return before if all(map(operator.is_, before, after)) else after
+        return before if len(before) == len(after) and all(map(operator.is_, before, after)) else after
 
-    def replaced(equation: Any) -> Any:
-        other, values = replace(equation), tuple(equation.params.values())
+    def replaced(equation: Any) -> Sequence[Any]:
+        if (others := replace(equation)) is not None:
+            return others
+        values = tuple(equation.params.values())
         inner = unless_same(values, tuple(map(in_parameter, values)))
-        if other is not equation or inner is values:
-            return other
-        return equation.replace(params=dict(zip(equation.params, inner, strict=True)))
+        if inner is values:
+            return [equation]
+        return [equation.replace(params=dict(zip(equation.params, inner, strict=True)))]
 
-    equations = unless_same(program.eqns, list(map(replaced, program.eqns)))
+    equations = unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
     return program if equations is program.eqns else program.replace(eqns=equations)
+
+
+def equations_in_place_of(equation: Any, function: Callable) -> Sequence[Any]:
+    """Returns equations that compute the results of another one as a function of its operands does."""
+    shapes = [variable.aval for variable in equation.invars]
+    traced = jax.make_jaxpr(function)(*shapes)
+    computed = {id(variable) for inner in traced.jaxpr.eqns for variable in inner.outvars}
+    results = set(map(id, traced.jaxpr.outvars))
+    if traced.consts or len(results) < len(traced.jaxpr.outvars) or not results <= computed:
+        traced = jax.make_jaxpr(jax.jit(function))(*shapes)  # one equation, a call
+    names = dict(zip(traced.jaxpr.invars, equation.invars, strict=True))
+    outputs = zip(traced.jaxpr.outvars, equation.outvars, strict=True)
+    names.update({inner: outer for inner, outer in outputs if type(outer).__name__ != "DropVar"})
+
+    def renamed(variables: Sequence[Any]) -> list[Any]:
+        return [each if isinstance(each, Literal) else names.get(each, each) for each in variables]
+
+    return [
+        each.replace(invars=renamed(each.invars), outvars=renamed(each.outvars), source_info=equation.source_info)
+        for each in traced.jaxpr.eqns
+    ]
 
 
 class Values:

@@ -1,6 +1,5 @@
 """Forward passes: asked once about what is differentiated. A pass that changes nothing changes nothing."""
 
-import collections
 import re
 
 import jax
@@ -92,14 +91,7 @@ DISTRIBUTIONS = {
     "offload": lambda: fsdp(remat="dots", offload="activations"),
     "accumulation": kd.DataParallel,
 }
-FAST = {
-    ("mlp", "DP"),
-    ("lstm", "FSDP"),
-    ("cnn", "ZeRO-1"),
-    ("transformer", "remat"),
-    ("own", "FSDP"),
-    ("mlp", "unreduced"),
-}
+FAST = {("mlp", "unreduced"), ("lstm", "FSDP"), ("own", "ZeRO-1")}
 
 
 def has_no_effect(name, strategy):
@@ -130,11 +122,10 @@ def outcome(name, strategy):
 
 
 def instructions(compiled):
-    """The instructions of a module, without names, what says where they come from, and the order of a loop's state."""
+    """The instructions of a module, without numbers of names and what says where they come from."""
     text = re.sub(r", (metadata|frontend_attributes|backend_config)=\{[^}]*\}", "", compiled.as_text())
-    text = re.sub(r"%[\w.\-]+|/\*index=\d+\*/|, index=\d+", "%", text)
-    lines = [line.strip() for line in text.splitlines() if " = " in line]
-    return collections.Counter("".join(sorted(line)) if "= (" in line or "while(" in line else line for line in lines)
+    text = re.sub(r"%[\w.\-]+", "%", text)
+    return [line.strip() for line in text.splitlines() if " = " in line]
 
 
 def unchanged(equation, program):
@@ -145,6 +136,7 @@ def unchanged(equation, program):
     return lambda operation, *operands: operation(*operands)
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize(("name", "strategy"), [slow_unless(case in FAST, *case) for case in CASES])
 def test_a_pass_that_changes_nothing(name, strategy, monkeypatch):
     expected, program = outcome(name, strategy)
