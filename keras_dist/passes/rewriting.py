@@ -13,6 +13,7 @@ computes sines in float32.
 no pass replaces anything, the program stays the same object.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +104,9 @@ def _replaced(program: StepProgram, equation: Any, function: Callable, by: Pass)
     try:
         return equations_in_place_of(equation, lambda *operands: function(operation, *operands))
     except Exception as error:
-        name, layer = by.__name__, str(equation.source_info.name_stack) or "the step"
+        name = by.__name__
+        # The scope of a gradient is "transpose(jvp(layer))".
+        layer = re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack)).strip("/") or "the step"
         operands = ", ".join(str(variable.aval) for variable in equation.invars)
         raise PassError(
             f"The pass {name!r} cannot replace {equation.primitive.name} of {operands} in {layer}: "

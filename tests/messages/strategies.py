@@ -10,6 +10,7 @@ import pytest
 from support.strategy_models import OwnStep
 
 import keras_dist as kd
+from keras_dist.passes.registry import PASSES
 from keras_dist.steps.host_offload import require_host_memory
 
 
@@ -42,6 +43,17 @@ def fit_with_the_class_of_a_callback():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[kd.StepMonitor])
+
+
+def fit_with_a_pass_that_fails():
+    def sines(equation, program):
+        """Replaces sines by a function that wants more operands."""
+        return (lambda sine, x, y: sine(x)) if equation.primitive.name == "sin" else None
+
+    with kd.DataParallel().scope(), mock.patch.dict(PASSES, sines=sines):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation=keras.ops.sin, name="wave")])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
 
 
 def with_processes(number, function):
@@ -166,6 +178,8 @@ CASES = {
     "an unknown kind of offloading": lambda: kd.StepOptions(offload="weights"),
     "offloaded activations without dots": lambda: kd.StepOptions(offload="activations"),
     "offloading on devices without such memory": lambda: require_host_memory(without_host_memory()),
+    "an unknown pass": lambda: kd.StepOptions(without_passes="window"),
+    "a pass that fails": fit_with_a_pass_that_fails,
     "something else as rematerialization": lambda: kd.StepOptions(remat=True),
     "something else as step options": lambda: kd.DataParallel(step_options={"microbatches": 4}),
     "microbatches of arrays with other numbers of rows": lambda: fit_with(Paired, np.ones((5, 4)), microbatches=2),

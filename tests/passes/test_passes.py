@@ -16,7 +16,7 @@ from support.strategy_models import assert_same_numbers, scope
 import keras_dist as kd
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.passes.registry import PASSES
-from keras_dist.passes.rewriting import rewritten
+from keras_dist.passes.rewriting import PassError, rewritten
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
 
@@ -90,6 +90,20 @@ def test_other_programs_are_not_changed():
     assert [after_passes(program, mesh) is program for program in programs] == [True] * 3
     program = jax.make_jaxpr(lambda x: convolved(x, 2))(x)
     assert after_passes(program, mesh) is not program
+
+
+def test_a_pass_that_fails_is_named_and_can_be_left_out(monkeypatch):
+    def sines(equation, program):
+        return (lambda sine, x: undefined) if equation.primitive.name == "sin" else None  # noqa: F821
+
+    def weights(**options):
+        return trained(jnp.sin, 8, kd.DataParallel(step_options=kd.StepOptions(**options)))
+
+    expected = weights()
+    monkeypatch.setitem(PASSES, "sines", sines)
+    with pytest.raises(PassError, match=r"'sines'.* sin of float32\[.*applied.*without_passes='sines'"):
+        weights()
+    assert_same_numbers(weights(without_passes="sines"), expected, 0)
 
 
 def sorted_by_jax(x):

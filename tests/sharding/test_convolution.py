@@ -126,3 +126,26 @@ def test_eager_arrays_elsewhere_are_not_moved():
         kernel = jax.device_put(np.ones((3, 3, 4), "float32"), jax.devices()[1])
         outputs: Any = ops.conv(images, kernel)
         assert outputs.devices() == {jax.devices()[1]}
+
+
+def test_positions_are_sharded_again_after_a_convolution():
+    """Each device computes its positions of the layers behind a convolution, not all of them."""
+    start_anew()
+    shapes = []
+    with scope(kd.DataParallel(kd.DeviceMesh((2, 4), ["data", "context"]), sequence_dim_name="context")):
+        inputs = keras.Input((16, CHANNELS))
+        x = layers.Conv1D(CHANNELS, 3, padding="same", activation=seen_by(shapes))(inputs)
+        model = keras.Model(inputs, layers.Dense(3)(x))
+        model.predict_on_batch(np.ones((4, 16, CHANNELS), "float32"))
+    assert shapes == [(2, 4, CHANNELS)]
+
+
+def seen_by(shapes):
+    """Returns an activation that notes the shape of shards."""
+
+    def activation(x):
+        if not isinstance(x, keras.KerasTensor):
+            jax.debug.inspect_array_sharding(x, callback=lambda found: shapes.append(found.shard_shape(x.shape)))
+        return ops.relu(x)
+
+    return activation
