@@ -29,18 +29,16 @@ class StepObserver:
         self._note = note
         self._begin: float | None = None
         self._compilations = 0
-        self._seen: Any = None  # the newest train function that is known to be observed
         self._follows = False
-        self._model.train_function = _unwrapped(self._model.train_function)  # a fit that failed leaves it wrapped
+        *_, self._model.train_function = _layers(self._model.train_function)  # a fit that failed leaves it wrapped
         self.specs: dict[BatchShape, tuple[Any, Any]] = {}
 
     def begin_step(self) -> None:
         """Notes that Keras begins a step. Called by the thread of `fit`."""
         function = self._model.train_function
-        if function is not self._seen:  # first, and when the function is made anew for another distribution
-            if self not in _observers(function):
-                self._model.train_function = self._wrap(function)
-            self._seen = self._model.train_function
+        # It is not observed at first, and when it is made anew for another distribution.
+        if all(getattr(layer, "observer", None) is not self for layer in _layers(function)):
+            self._model.train_function = self._wrap(function)
         self._compilations = compilations_in_this_thread()
         self._begin = self._clock()
 
@@ -77,27 +75,19 @@ class StepObserver:
         return observing
 
 
-def _unwrapped(function: Any) -> Any:
-    while hasattr(function, "observer"):
-        function = function.observed
-    return function
-
-
-def _observers(function: Any) -> list[StepObserver]:
-    found = []
-    while hasattr(function, "observer"):
-        found.append(function.observer)
-        function = function.observed
-    return found
+def _layers(function: Any) -> Iterator[Any]:
+    """Yields a train function, and those below it if it is wrapped: the last one is the model's own."""
+    while function is not None:
+        yield function
+        function = getattr(function, "observed", None)
 
 
 def _specs(values: Any) -> Any:
     """Returns shapes, dtypes and shardings of arrays, which need not have values any more."""
 
     def spec(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        is_array = isinstance(leaf, jax.Array)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if is_array else leaf
 
     return jax.tree.map(spec, values)
 

@@ -22,7 +22,11 @@ from keras_dist.monitoring.plan_comparison import (
 )
 from keras_dist.monitoring.step_times import Execution, StepTimes, measure
 from keras_dist.monitoring.summary import Summary
-from keras_dist.monitoring.utilization import FlopCounter, planned_flops
+from keras_dist.monitoring.utilization import (
+    planned_seconds_at_peak,
+    proportional_seconds,
+    traced_seconds_at_peak,
+)
 from keras_dist.planning.reports.plan_report import Plan
 
 _MAX_BUFFERED_STEPS = 256  # steps that have ended; adding many at a time costs a third of the time
@@ -48,8 +52,7 @@ class Run:
         self._ended: float | None = None
         self._trained_seconds = 0.0
         self._devices: list[Device] = []
-        self._flops: FlopCounter | None = None
-        self._looked_at: set[BatchShape] = set()
+        self._seconds_at_peak: dict[BatchShape, float | None] = {}  # that one device would need
         self._epoch, self._window = StepTimes(), StepTimes()
         self.steps = 0
         self.progress_bar_names = ("step_time_ms", "data_wait")  # and a rate, once it is known which one there is
@@ -147,54 +150,46 @@ class Run:
 
     def _look_at_new_batches(self) -> None:
         """Compares the first batch with the plan, and counts the FLOP of new ones."""
-        if len(self._looked_at) == len(self._observer.specs):
-            return
-        for batch, (state, arrays) in list(self._observer.specs.items()):
-            if batch in self._looked_at:
-                continue
-            if self._flops is None:
+        known = self._seconds_at_peak
+        for batch, (state, arrays) in list(self._observer.specs.items())[len(known) :]:
+            seconds = None
+            if not known:
                 self._devices = _devices_of((state, arrays))
-                self._flops = FlopCounter(self._model, self._devices[0])
-                self._compare_with_plan(batch, self._flops)
-            self._looked_at.add(batch)
-            self._flops.count(batch, state, arrays)
-        if self._flops is not None:
-            rate = "mfu" if self._flops.has_counted else "samples_per_second"
+                seconds = self._compare_with_plan(batch)
+            if seconds is None:
+                seconds = proportional_seconds(batch, known)
+            if seconds is None:
+                seconds = traced_seconds_at_peak(self._model, state, arrays, self._devices[0])
+            known[batch] = seconds
+            rate = "samples_per_second" if set(known.values()) == {None} else "mfu"
             self.progress_bar_names = ("step_time_ms", rate, "data_wait")
 
-    def _compare_with_plan(self, batch: BatchShape, flops: FlopCounter) -> None:
+    def _compare_with_plan(self, batch: BatchShape) -> float | None:
+        """Returns the plan's seconds at peak, if it is of what runs. Warns if it is not."""
         if self._plan is None:
-            return
-        distribution = current_distribution()
-        self._plan_differences = differences_from_run(self._plan, batch, self._devices, distribution)
+            return None
+        self._plan_differences = differences_from_run(self._plan, batch, self._devices, current_distribution())
         if not self._plan_differences:
-            flops.add(batch, planned_flops(self._plan))
-            return
+            return planned_seconds_at_peak(self._plan)
         advice = "" if is_planned_batch(self._plan, batch) else " A plan has the global batch, as fit gets it."
         warn(
             f"StepMonitor does not compare with the plan of {self._plan.model!r}, which is of another run: "
             f"{'; '.join(self._plan_differences)}. Plan what runs, or leave out plan=.{advice}",
         )
+        return None
 
     def _summary(self, times: StepTimes) -> Summary:
-        is_known = self.ends_are_visible
-        at_peak = None if self._flops is None else times.per_second(self._flops.seconds_at_peak)
-        elapsed = self._clock() - self._begun
+        memory, elapsed = _peak_memory(self._devices), self._clock() - self._begun
+        if not self.ends_are_visible:
+            return Summary(self.steps, times.steps, peak_memory=memory)
+        at_peak = times.per_second(self._seconds_at_peak.get)
         return Summary(
             step=self.steps,
             steps=times.steps,
-            median=times.median() if is_known else None,
-            percentile_95=times.percentile_95() if is_known else None,
-            deviation=times.deviation() if is_known else None,
-            samples_per_second=times.per_second(lambda batch: batch.rows) if is_known else None,
-            tokens_per_second=times.per_second(lambda batch: batch.tokens) if is_known else None,
-            mfu=at_peak / len(self._devices) if at_peak is not None and is_known else None,
-            peak_memory=_peak_memory(self._devices),
-            data_wait=times.data_share() if is_known else None,
-            others_wait=times.others_share() if is_known else None,
-            host_work=times.work_share() if is_known else None,
-            host_wait=times.host_share() if is_known else None,
-            goodput=self._trained_seconds / elapsed if is_known and elapsed > 0 else None,
+            mfu=None if at_peak is None else at_peak / len(self._devices),
+            peak_memory=memory,
+            goodput=self._trained_seconds / elapsed if elapsed > 0 else None,
+            **times.figures(),
         )
 
 

@@ -1,10 +1,13 @@
 """When steps ran and what they processed, and the figures that follow. Knows no clock: every time is an argument."""
 
+import operator
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from keras_dist.monitoring.batches import BatchShape
 
@@ -83,11 +86,7 @@ class StepTimes:
 
     steps: int = 0  # without those that compiled
     compiled: int = 0
-    seconds: float = 0.0
-    data_seconds: float = 0.0
-    others_seconds: float = 0.0
-    host_seconds: float = 0.0
-    gap_seconds: float = 0.0
+    total: Step = field(default_factory=lambda: Step(0.0, 0.0, 0.0, 0.0, 0.0))
     batches: Counter[BatchShape] = field(default_factory=Counter)
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
@@ -98,62 +97,41 @@ class StepTimes:
             self.compiled += count
             return
         self.steps += count
-        self.seconds += step.seconds
-        self.data_seconds += step.data_seconds
-        self.others_seconds += step.others_seconds
-        self.host_seconds += step.host_seconds
-        self.gap_seconds += step.gap_seconds
-        for batch in execution.batches:
-            self.batches[batch] += 1
+        self.total = Step(*map(operator.add, self.total, step))
+        self.batches.update(execution.batches)
         self.newest.append(step.seconds / count)
 
     def per_second(self, amount: Callable[[BatchShape], float | None]) -> float | None:
         """Returns the sum of an amount over all batches per second of steps; None if it is unknown for any batch."""
-        amounts = [(amount(batch), count) for batch, count in self.batches.items()]
-        if not amounts or not self.seconds:
-            return None
         total = 0.0
-        for each, count in amounts:
+        for batch, count in self.batches.items():
+            each = amount(batch)
             if each is None:
                 return None
             total += each * count
-        return total / self.seconds
+        return total / self.total.seconds if self.batches and self.total.seconds else None
 
-    def median(self) -> float | None:
-        """Returns the median time of the newest steps in seconds, None without one."""
-        return statistics.median(self.newest) if self.newest else None
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures that follow, by their names in `Summary`: None without a step.
 
-    def percentile_95(self) -> float | None:
-        """Returns the time within which 95% of the newest steps ended, by nearest rank.
-
-        >>> times = StepTimes()
-        >>> times.newest.extend(range(1, 101))
-        >>> times.median(), times.percentile_95()
+        >>> times = StepTimes(newest=deque(range(1, 101)))
+        >>> times.figures()["median"], times.figures()["percentile_95"]
         (50.5, 95)
         """
+        seconds, data, others, host, gaps = self.total
         ordered = sorted(self.newest)
-        return ordered[-(-95 * len(ordered) // 100) - 1] if ordered else None
 
-    def deviation(self) -> float | None:
-        """Returns the standard deviation of the newest step times in seconds, None for fewer than two."""
-        if len(self.newest) < 2:
-            return None
-        mean = sum(self.newest) / len(self.newest)
-        return (sum((each - mean) ** 2 for each in self.newest) / len(self.newest)) ** 0.5
+        def share(part: float, of: float = seconds) -> float | None:
+            return min(1.0, part / of) if of else None
 
-    def data_share(self) -> float | None:
-        """Returns the share of the time of steps in which devices waited for data, None without a step."""
-        return min(1.0, self.data_seconds / self.seconds) if self.seconds else None
-
-    def others_share(self) -> float | None:
-        """Returns the share of the time of steps in which devices waited for data of other processes."""
-        return min(1.0, self.others_seconds / self.seconds) if self.seconds else None
-
-    def work_share(self) -> float | None:
-        """Returns the share of the time of steps in which devices waited for other work of the host."""
-        return min(1.0, (self.host_seconds - self.data_seconds) / self.seconds) if self.seconds else None
-
-    def host_share(self) -> float | None:
-        """Returns the share of the time, with the gaps between steps, in which devices waited for their own host."""
-        total = self.seconds + self.gap_seconds
-        return min(1.0, (self.host_seconds - self.others_seconds + self.gap_seconds) / total) if total else None
+        return {
+            "median": statistics.median(ordered) if ordered else None,
+            "percentile_95": ordered[-(-95 * len(ordered) // 100) - 1] if ordered else None,  # by nearest rank
+            "deviation": float(np.std(ordered)) if len(ordered) > 1 else None,
+            "samples_per_second": self.per_second(lambda batch: batch.rows),
+            "tokens_per_second": self.per_second(lambda batch: batch.tokens),
+            "data_wait": share(data),
+            "others_wait": share(others),
+            "host_work": share(host - data),
+            "host_wait": share(host - others + gaps, seconds + gaps),
+        }

@@ -1,6 +1,7 @@
 """What steps take follows from when the host began them and the devices ended them. No clock is involved."""
 
 import itertools
+import statistics
 import types
 
 import hypothesis
@@ -63,20 +64,23 @@ def test_figures_of_steps():
     for seconds in range(1, 101):
         times.add(Execution(0, 0, batches=[BATCH]), Step(*(share * seconds for share in (1, 0.25, 0.125, 0.5, 0.5))))
     times.add(Execution(0, 0, batches=[BATCH], is_compiled=True), Step(1000, 0, 0, 0, 0))
-    assert (times.steps, times.compiled, times.seconds) == (100, 1, 5050)
-    assert (times.median(), times.percentile_95()) == (50.5, 95)
-    assert times.deviation() == pytest.approx(np.std(range(1, 101)))
-    assert (times.data_share(), times.others_share(), times.work_share()) == (0.25, 0.125, 0.25)
-    assert times.host_share() == pytest.approx(0.875 / 1.5)
-    assert times.per_second(lambda batch: batch.rows) == 800 / 5050
-    assert times.per_second(lambda batch: batch.tokens) is None
+    assert (times.steps, times.compiled, times.total.seconds) == (100, 1, 5050)
+    figures = times.figures()
+    assert figures.pop("deviation") == pytest.approx(statistics.pstdev(range(1, 101)))
+    assert figures.pop("host_wait") == pytest.approx(0.875 / 1.5)
+    assert figures == {
+        "median": 50.5,
+        "percentile_95": 95,
+        "samples_per_second": 800 / 5050,
+        "tokens_per_second": None,
+        "data_wait": 0.25,
+        "others_wait": 0.125,
+        "host_work": 0.25,
+    }
 
 
 def test_figures_without_a_step():
-    times = StepTimes()
-    figures = times.median(), times.percentile_95(), times.deviation(), times.data_share(), times.host_share()
-    assert figures == (None,) * 5
-    assert times.per_second(lambda batch: batch.rows) is None
+    assert set(StepTimes().figures().values()) == {None}
 
 
 @pytest.mark.parametrize(
