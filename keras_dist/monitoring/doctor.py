@@ -48,8 +48,7 @@ class Diagnosis(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the diagnosis as numbers, strings, lists and dicts, which JSON can encode."""
-        facts = to_plain_data(self.facts)
-        return facts | {"findings": [to_plain_data(finding) for finding in self.findings]}
+        return to_plain_data(self.facts) | to_plain_data({"findings": self.findings})
 
     def _sections(self) -> Iterator[Section]:
         facts = self.facts
@@ -57,8 +56,8 @@ class Diagnosis(Report):
         yield "Versions", [Lines((f"Python {facts.python}, {versions}",))]
         if facts.environment:
             yield "Environment", [Lines(tuple(f"{name}={value}" for name, value in facts.environment.items()))]
-        counts = [counted(facts.cores, "core")]
-        counts += [counted(count, name) for count, name in ((facts.gpus, "NVIDIA GPU"), (facts.tpus, "TPU")) if count]
+        accelerators = (facts.gpus, "NVIDIA GPU"), (facts.tpus, "TPU")
+        counts = [counted(facts.cores, "core"), *(counted(count, name) for count, name in accelerators if count)]
         parts: list[Table | Lines] = [Lines((f"The host has {', '.join(counts)}.",))]
         if facts.devices:
             columns = ("name", "kind", "hardware", "links", ">process", ">memory", ">in use")
@@ -66,7 +65,8 @@ class Diagnosis(Report):
             if len(facts.devices) > 1:
                 parts.append(Lines((f"Longest link between neighbors in JAX's order: {facts.longest_link}.",)))
         yield "Devices", parts
-        yield "Findings", [Lines(tuple(map(_text, self.findings)) or ("Nothing to change.",))]
+        lines = [f"{'Change' if each.must_change else 'Note'}: {each.fault} {each.fix}" for each in self.findings]
+        yield "Findings", [Lines(tuple(lines) or ("Nothing to change.",))]
 
 
 def diagnose(facts: SystemFacts) -> Diagnosis:
@@ -84,10 +84,6 @@ def _row(device: Any) -> list[str]:
     sizes = [device["memory_bytes"], device["used_bytes"]]
     texts = [device["kind"], device["hardware"] or "n/a", device["links"] or "n/a", str(device["process"])]
     return [device["name"], *texts, *("n/a" if size is None else bytes_text(size) for size in sizes)]
-
-
-def _text(finding: SetupProblem) -> str:
-    return f"{'Change' if finding.must_change else 'Note'}: {finding.fault} {finding.fix}"
 
 
 # ------------------------------------------------------------------------------------------------------- the checks

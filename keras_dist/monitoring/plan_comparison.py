@@ -35,25 +35,22 @@ def require_plan(plan: Any) -> None:
 def differences_from_run(
     plan: Plan, batch: BatchShape, devices: Sequence[Device], distribution: Any
 ) -> tuple[str, ...]:
-    """Returns in what a plan differs from what runs, so that its figures are of something else.
-
-    Args:
-        plan: The plan.
-        batch: A batch that runs.
-        devices: The devices that run it, in all processes.
-        distribution: The active distribution; None without one.
-    """
+    """Returns in what a plan differs from what runs on the devices of all processes, under a distribution or none."""
     found = []
-    running = _name_of(devices[0])
+    known = hardware.of_device(devices[0])
+    running = devices[0].device_kind if known is None else known.name
     if (plan.target, plan.mesh.devices.size) != (running, len(devices)):
         found.append(f"planned for {plan.mesh.devices.size} x {plan.target}, running on {len(devices)} x {running}")
     if not is_planned_batch(plan, batch):
-        found.append(f"planned for batch {_batch_text(_planned_arrays(plan))}, running with {batch_text(batch)}")
-    planned_axes, axes = plan.mesh.axis_sizes, getattr(distribution, "device_mesh", None)
+        planned, given = ", ".join(jax.tree.leaves(plan.batch)), ", ".join(_array_texts(batch))
+        found.append(f"planned for batch ({planned}), running with ({given})")
+    mesh = getattr(distribution, "device_mesh", None)
+    axes = None if mesh is None else dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if distribution is None:
         found.append(f"planned under {distribution_name(plan)}, running without a distribution")
-    elif axes is None or planned_axes != dict(zip(axes.axis_names, axes.shape, strict=True)):
-        found.append(f"planned for mesh {spell_axes(planned_axes)}, running on {_mesh_text(axes)}")
+    elif axes != plan.mesh.axis_sizes:
+        active = "no mesh" if axes is None else f"mesh {spell_axes(axes)}"
+        found.append(f"planned for mesh {spell_axes(plan.mesh.axis_sizes)}, running on {active}")
     elif _without_devices(plan.distribution) != _without_devices(repr(_with_planned_remat(distribution, plan))):
         found.append(f"planned under {distribution_name(plan)}, running under {type(distribution).__name__}")
     return tuple(found)
@@ -61,11 +58,11 @@ def differences_from_run(
 
 def is_planned_batch(plan: Plan, batch: BatchShape) -> bool:
     """Whether a plan is of batches with these shapes and dtypes."""
-    return _planned_arrays(plan) == [_array_text(shape, dtype) for shape, dtype in batch.arrays]
+    return jax.tree.leaves(plan.batch) == _array_texts(batch)
 
 
-def batch_text(batch: BatchShape) -> str:
-    return _batch_text([_array_text(shape, dtype) for shape, dtype in batch.arrays])
+def _array_texts(batch: BatchShape) -> list[str]:
+    return [f"{dtype}{list(shape)}" for shape, dtype in batch.arrays]
 
 
 def comparison_text(plan: Plan, summary: Summary) -> str:
@@ -110,28 +107,10 @@ def _causes(excess: float, summary: Summary) -> str:
     if excess < 0.005:
         return ""
     data, host = summary.data_wait or 0.0, summary.host_work or 0.0
-    parts = [f"waiting for data {percent_text(data)}"] if data >= 0.005 else []
-    parts += [f"other work of the host {percent_text(host)}"] if host >= 0.005 else []
     rest = excess / (1 + excess) - data - host
-    if rest >= 0.005:
-        parts.append(f"on the devices {percent_text(rest)}")
+    shares = (("waiting for data", data), ("other work of the host", host), ("on the devices", rest))
+    parts = [f"{name} {percent_text(share)}" for name, share in shares if share >= 0.005]
     return ", ".join(parts) + " of the step" if parts else ""
-
-
-def _planned_arrays(plan: Plan) -> list[str]:
-    return jax.tree.leaves(plan.batch)
-
-
-def _array_text(shape: tuple[int, ...], dtype: Any) -> str:
-    return f"{dtype}{list(shape)}"
-
-
-def _batch_text(arrays: Sequence[str]) -> str:
-    return f"({', '.join(arrays)})"
-
-
-def _mesh_text(mesh: Any) -> str:
-    return "no mesh" if mesh is None else f"mesh {spell_axes(dict(zip(mesh.axis_names, mesh.shape, strict=True)))}"
 
 
 def _with_planned_remat(distribution: Any, plan: Plan) -> Any:
@@ -148,8 +127,3 @@ def _without_devices(text: str) -> str:
     '<DataParallel>'
     """
     return re.sub(r" device_mesh=<[^>]*>", "", text)
-
-
-def _name_of(device: Device) -> str:
-    known = hardware.of_device(device)
-    return device.device_kind if known is None else known.name

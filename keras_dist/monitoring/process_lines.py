@@ -42,8 +42,8 @@ def summary_of_all(summaries: Mapping[int, Summary], processes: int) -> tuple[Su
     texts = []
     if found.host_wait is not None:
         data = percent_text((found.data_wait or 0.0) - (found.others_wait or 0.0))
-        text = f"slowest process {slowest} of {processes} (its devices waited {percent_text(found.host_wait)} of the "
-        texts.append(f"{text}time for their host, data wait {data})")
+        waited = f"its devices waited {percent_text(found.host_wait)} of the time for their host, data wait {data}"
+        texts.append(f"slowest process {slowest} of {processes} ({waited})")
     if missing:
         listed = ", ".join(map(str, missing))
         texts.append(f"without process{'es' * (len(missing) > 1)} {listed}, not heard of in time")

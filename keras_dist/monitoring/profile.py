@@ -8,8 +8,6 @@ import jax
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 
-DEFAULT_DIRECTORY = "profile"
-
 
 def require_profile(profile: Any, directory: Any) -> None:
     """Raises an error unless a range of steps can be profiled."""
@@ -70,11 +68,9 @@ class StepProfile:
                 self._stop()
         if count is None or (self._is_done and not was_tracing):
             return
-        steps = counted(count, "step")
+        fault = f"was never reached: fit ran {counted(count, 'step')}, so no trace was written"
         if was_tracing:
             fault = f"ends with step {count}, because fit did. The trace in {self._directory!r} has fewer steps"
-        else:
-            fault = f"was never reached: fit ran {steps}, so no trace was written"
         warn(
             f"profile=({self._first}, {self._last}) {fault}. Choose steps from 1 to {count}; they count over all "
             "epochs of a fit.",

@@ -64,13 +64,9 @@ class Run:
         self._observer.begin_step()
 
     def end_step(self, is_visible: bool) -> tuple[int, int]:
-        """Notes that the oldest step that was begun has ended on the devices.
+        """Notes that the oldest step has ended on the devices. Returns the number of steps of the fit without and with it.
 
-        Args:
-            is_visible: Whether the step returned logs, for which Keras has waited.
-
-        Returns:
-            The number of steps of the fit without and with it.
+        `is_visible` is whether the step returned logs, for which Keras has waited.
         """
         ended = self._clock()
         with self._lock:

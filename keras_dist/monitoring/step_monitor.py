@@ -1,8 +1,10 @@
 """`StepMonitor`: how fast training is, what it waits for, and how that compares with a plan, while it runs."""
 
+import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,8 +12,7 @@ import keras
 from keras_dist._report.user_warnings import warn
 from keras_dist.monitoring.plan_comparison import require_plan
 from keras_dist.monitoring.process_lines import ProcessLines
-from keras_dist.monitoring.profile import DEFAULT_DIRECTORY, StepProfile, require_profile
-from keras_dist.monitoring.progress_bar import ShortProgressBar
+from keras_dist.monitoring.profile import StepProfile, require_profile
 from keras_dist.monitoring.run import Run
 from keras_dist.monitoring.summary import Summary
 from keras_dist.multihost import messaging
@@ -91,20 +92,10 @@ class StepMonitor(keras.callbacks.Callback):
         self.log_every = log_every
         self.plan = plan
         self.profile = profile
-        self.profile_directory = profile_directory or DEFAULT_DIRECTORY
+        self.profile_directory = profile_directory or "profile"
         self._run: Run | None = None
-        self._profile: StepProfile | None = None
-        self._lines: ProcessLines | None = None
         self._lock = threading.Lock()
-        self._progress_bar: ShortProgressBar | None = None
-        self._begun = self._windows = 0
-        self._steps_per_execution = 1
-        self._epoch = self._newest = 0  # the epoch, and its newest batch
-        self._first: int | None = None  # the first batch that fit ran of the epoch
-        self._loss: float | None = None
-        self._logs: dict[str, float] = {}
-        self._refreshed = 0.0  # when, and at which step of the epoch, the logs were computed
-        self._refreshed_at = self._steps_before_epoch = 0
+        self._ending = contextlib.ExitStack()  # ends what a fit has begun
 
     def on_train_begin(self, logs=None):
         """Starts to measure."""
@@ -112,20 +103,29 @@ class StepMonitor(keras.callbacks.Callback):
         model: Any = self.model
         self._run = Run(model, self.plan)
         self._steps_per_execution = model.steps_per_execution
-        self._profile = None if self.profile is None else StepProfile(*self.profile, self.profile_directory)
+        self._begun = self._windows = 0
+        self._logs, self._refreshed = {}, 0.0  # the figures in the logs of batches, and when they were computed
+        self._profile: StepProfile | None = None
+        if self.profile is not None:
+            self._profile = StepProfile(*self.profile, self.profile_directory)
+            self._ending.callback(self._profile.close)
+        self._lines: ProcessLines | None = None
         if messaging.is_multi_process() and self.log_every is not None:
             self._lines = ProcessLines(self._print)
+            self._ending.callback(self._lines.close)
         history = getattr(model, "history", None)
         if self._fit_param("verbose") and isinstance(history, keras.callbacks.History):
-            self._progress_bar = ShortProgressBar(history, self._names_not_in_progress_bar)
-        self._begun = self._windows = 0
+            self._ending.enter_context(self._short_progress_bar(history))
+        self.on_epoch_begin(epoch=-1)  # for loops that begin none
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the figures of an epoch."""
         run = self._started_run()
         run.begin_epoch()
-        self._steps_before_epoch, self._refreshed_at = run.steps, 0
-        self._epoch, self._first, self._newest, self._loss = epoch + 1, None, 0, None
+        self._epoch, self._steps_before_epoch = epoch + 1, run.steps
+        self._first: int | None = None  # the first batch that fit ran of the epoch
+        self._newest, self._loss = 0, None  # the newest batch, and the loss in its logs
+        self._refreshed_at = 0  # the step of the epoch at which the logs were computed
 
     def on_train_batch_begin(self, batch, logs=None):
         """Notes that a step begins."""
@@ -177,7 +177,6 @@ class StepMonitor(keras.callbacks.Callback):
         run.close()
         if self._profile is not None:
             self._profile.close(run.steps)
-            self._profile = None
         if run.steps == 0:
             warn(
                 "StepMonitor measured nothing, because fit ran no step that it could observe. Check initial_epoch and "
@@ -204,21 +203,30 @@ class StepMonitor(keras.callbacks.Callback):
             self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
         return self._logs
 
-    def _names_not_in_progress_bar(self) -> set[str]:
-        """Returns the names of figures of the epoch that its progress bar does not show."""
-        return set() if self._run is None else {*self._logs} - {*self._run.progress_bar_names}
+    @contextlib.contextmanager
+    def _short_progress_bar(self, history: Any) -> Iterator[None]:
+        """Removes the figures that the progress bar does not show from the logs of an epoch, once they are recorded.
+
+        Keras passes one dict of logs to all callbacks, and adds two of its own at the end: first `History`, then the
+        progress bar, which shows all that it finds. So the method of the history is the place where all are known.
+        """
+        record = history.on_epoch_end
+
+        def on_epoch_end(epoch: int, logs: dict[str, Any]) -> None:
+            record(epoch, logs)
+            for name in {*self._logs} - {*self._started_run().progress_bar_names}:
+                logs.pop(name, None)
+
+        history.on_epoch_end = on_epoch_end
+        yield
+        vars(history).pop("on_epoch_end", None)
 
     def _fit_param(self, name: str) -> Any:
         """Returns what Keras tells callbacks about `fit`: epochs, steps per epoch, verbosity."""
         return (self.params or {}).get(name)
 
     def _show(self, window: int, steps: int) -> None:
-        """Prints the line of a window of steps, or leaves that to the thread that knows all processes.
-
-        Args:
-            window: Number of the window.
-            steps: Number of steps of the fit that have ended.
-        """
+        """Prints the line of a window after so many steps, or leaves that to the thread that knows all processes."""
         with self._lock:
             self._windows = max(window, self._windows)
             summary = self._started_run().take_window()
@@ -247,13 +255,8 @@ class StepMonitor(keras.callbacks.Callback):
         print(f"\n{line}" if has_bar else line, flush=True)
 
     def _close(self) -> None:
-        if self._profile is not None:
-            self._profile.close()
-        if self._lines is not None:
-            self._lines.close()
-        if self._progress_bar is not None:
-            self._progress_bar.close()
-        self._run = self._profile = self._lines = self._progress_bar = None
+        self._ending.close()
+        self._run = None
 
 
 def _not_training_error(method: str) -> ValueError:

@@ -1,6 +1,8 @@
 """The figures of some steps: as values for Keras's logs, and as one line of text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from keras_dist._report.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -53,18 +55,18 @@ class Summary:
         >>> Summary(step=8, steps=7, median=0.25, mfu=0.5, peak_memory=3 * 2**30).logs()
         {'step_time_ms': 250.0, 'mfu': 0.5, 'peak_memory_gib': 3.0}
         """
-        values = {
-            "step_time_ms": _scaled(self.median, 1e3),
-            "step_time_p95_ms": _scaled(self.percentile_95, 1e3),
-            "step_time_std_ms": _scaled(self.deviation, 1e3),
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-            "peak_memory_gib": _scaled(self.peak_memory, 2**-30),
-            "data_wait": self.data_wait,
-            "goodput": self.goodput,
-        }
-        return {name: float(value) for name, value in values.items() if value is not None}
+        figures = (
+            ("step_time_ms", self.median, 1e3),
+            ("step_time_p95_ms", self.percentile_95, 1e3),
+            ("step_time_std_ms", self.deviation, 1e3),
+            ("samples_per_second", self.samples_per_second, 1.0),
+            ("tokens_per_second", self.tokens_per_second, 1.0),
+            ("mfu", self.mfu, 1.0),
+            ("peak_memory_gib", self.peak_memory, 2**-30),
+            ("data_wait", self.data_wait, 1.0),
+            ("goodput", self.goodput, 1.0),
+        )
+        return {name: value * factor for name, value, factor in figures if value is not None}
 
     def line(self) -> str:
         """Returns the figures that are available as one line.
@@ -72,7 +74,13 @@ class Summary:
         >>> print(Summary(8, 7, steps_per_epoch=9, epoch=1, epochs=2, loss=0.5, median=0.25, data_wait=0.02).line())
         epoch 1/2 step 8/9 loss 0.5000: 250 ms, data wait 2%
         """
-        figures = (
+        place = f"step {_of(self.step, self.steps_per_epoch)}"
+        if self.epoch is not None:
+            place = f"epoch {_of(self.epoch, self.epochs)} {place}"
+        if self.loss is not None:
+            place += f" loss {self.loss:.4f}" if not 0 < abs(self.loss) < 1e-3 else f" loss {self.loss:.4e}"
+        figures = _texts(
+            ("{}", self._times_text, self.median),
             ("{} samples/s", count_text, self.samples_per_second),
             ("{} tokens/s", count_text, self.tokens_per_second),
             ("MFU {}", percent_text, self.mfu),
@@ -80,28 +88,17 @@ class Summary:
             ("data wait {}", percent_text, self.data_wait),
             ("goodput {}", percent_text, self.goodput),
         )
-        parts = self._times() + [text.format(of(value)) for text, of, value in figures if value is not None]
-        return ": ".join([self._place(), *([", ".join(parts)] if parts else [])])
+        if self.median is None and not self.steps:
+            figures.insert(0, "no step time, because each step compiled something")
+        return f"{place}: {', '.join(figures)}" if figures else place
 
-    def _place(self) -> str:
-        """Returns the epoch, the step and the loss."""
-        place = f"step {_of(self.step, self.steps_per_epoch)}"
-        if self.epoch is not None:
-            place = f"epoch {_of(self.epoch, self.epochs)} {place}"
-        if self.loss is not None:
-            place += f" loss {self.loss:.4f}" if not 0 < abs(self.loss) < 1e-3 else f" loss {self.loss:.4e}"
-        return place
-
-    def _times(self) -> list[str]:
-        if self.median is None:
-            return [] if self.steps else ["no step time, because each step compiled something"]
-        spread = (("p95", self.percentile_95), ("deviation", self.deviation))
-        known = [f"{name} {seconds_text(value)}" for name, value in spread if value is not None]
-        return [seconds_text(self.median) + (f" ({', '.join(known)})" if known else "")]
+    def _times_text(self, median: float) -> str:
+        spread = _texts(("p95 {}", seconds_text, self.percentile_95), ("deviation {}", seconds_text, self.deviation))
+        return seconds_text(median) + (f" ({', '.join(spread)})" if spread else "")
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def _texts(*figures: tuple[str, Callable[[Any], str], float | None]) -> list[str]:
+    return [text.format(format_value(value)) for text, format_value, value in figures if value is not None]
 
 
 def _of(number: int, total: int | None) -> str:

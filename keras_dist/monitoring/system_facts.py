@@ -1,5 +1,6 @@
 """What can be found out about a machine: versions, environment, hardware, and the devices that JAX finds."""
 
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -9,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax._src import hardware_utils  # public JAX does not say what a host has before it starts its devices
@@ -71,7 +72,7 @@ class SystemFacts:
     gpus: int = 0
     tpus: int = 0
     cuda_extra: str = "cuda13"
-    devices: tuple[Mapping[str, Any], ...] = ()
+    devices: Sequence[Mapping[str, Any]] = ()
     longest_link: str | None = None
     output: str = ""
     failure: str | None = None
@@ -87,15 +88,15 @@ def collect(keras_backend: str | None) -> SystemFacts:
 
     JAX creates its devices in another process.
     """
-    environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if keras_backend is None:
-        environment.pop("KERAS_BACKEND", None)
-    else:
-        environment["KERAS_BACKEND"] = keras_backend
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    variables = {**os.environ, "KERAS_BACKEND": keras_backend}
     facts = SystemFacts(
         python=platform.python_version(),
-        versions=_versions(),
-        environment=environment,
+        versions=versions,
+        environment={name: value for name in VARIABLES if (value := variables.get(name)) is not None},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=len(glob.glob("/dev/nvidia[0-9]*")),
         cuda_extra=cuda_extra(),
@@ -108,20 +109,7 @@ def collect(keras_backend: str | None) -> SystemFacts:
         return dataclasses.replace(facts, failure=f"JAX did not create its devices within {TIMEOUT} seconds")
     if done.returncode != 0:
         return dataclasses.replace(facts, output=done.stderr, failure=_reason(done.stderr))
-    found = json.loads(done.stdout.splitlines()[-1])
-    return dataclasses.replace(
-        facts, devices=tuple(found["devices"]), longest_link=found["longest_link"], output=done.stderr
-    )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return dataclasses.replace(facts, output=done.stderr, **json.loads(done.stdout.splitlines()[-1]))
 
 
 def _reason(output: str) -> str:
