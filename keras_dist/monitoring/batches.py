@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -32,8 +33,8 @@ class BatchShape(NamedTuple):
         1024
         >>> batch_shape((np.zeros((8, 128), "float32"), np.zeros((8,), "int32"))).tokens
         """
-        ids = (shape for shape, dtype in self.arrays[: self.inputs] if len(shape) == 2 and _is_integer(dtype))
-        return max(map(math.prod, ids), default=None)
+        pairs = [(shape, dtype) for shape, dtype in self.arrays[: self.inputs] if len(shape) == 2 and dtype is not None]
+        return max((math.prod(shape) for shape, dtype in pairs if jnp.issubdtype(dtype, np.integer)), default=None)
 
     def with_rows_of(self, other: "BatchShape") -> "BatchShape | None":
         """Returns this batch with the number of rows of another one; None if it has no rows."""
@@ -52,7 +53,3 @@ def batch_shape(batch: Any) -> BatchShape:
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     inputs = 1 if isinstance(x, (np.ndarray, jax.Array)) else len(jax.tree.leaves(x))
     return BatchShape(tuple((np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves), inputs)
-
-
-def _is_integer(dtype: Any) -> bool:
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.integer)

@@ -20,18 +20,11 @@ _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 @dataclasses.dataclass(frozen=True)
 class SetupProblem:
-    """Something that is unusual about a machine.
-
-    Attributes:
-        fault: What is found, with its values.
-        fix: What to do.
-        must_change: Whether training fails, or does not use the hardware, until it is fixed. Otherwise it works, but is
-            probably not meant.
-    """
+    """Something that is unusual about a machine, with its values, and what to do about it."""
 
     fault: str
     fix: str
-    must_change: bool = True
+    must_change: bool = True  # training fails, or does not use the hardware; otherwise it is probably not meant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +36,6 @@ class Diagnosis(Report):
 
     @property
     def must_change(self) -> bool:
-        """Whether something must be changed."""
         return any(finding.must_change for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import keras
 
+from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.monitoring.batches import BatchShape, batch_shape
-from keras_dist.monitoring.compilations import compilations_in_this_thread
 from keras_dist.monitoring.step_times import Execution
+
+_compilations: ThreadValue[int] = ThreadValue(0)  # how often this process has traced or compiled something
 
 
 class StepObserver:
@@ -24,6 +26,7 @@ class StepObserver:
     """
 
     def __init__(self, model: keras.Model, clock: Callable[[], float], note: Callable[[Execution], Any]):
+        _count_compilations()
         self._model: Any = model
         self._clock = clock
         self._note = note
@@ -39,7 +42,7 @@ class StepObserver:
         # It is not observed at first, and when it is made anew for another distribution.
         if all(getattr(layer, "observer", None) is not self for layer in _layers(function)):
             self._model.train_function = self._wrap(function)
-        self._compilations = compilations_in_this_thread()
+        self._compilations = _compilations.value
         self._begin = self._clock()
 
     def interrupt(self) -> None:
@@ -61,7 +64,7 @@ class StepObserver:
             outputs = function(state, batches)
             dispatched = self._clock()
             shapes = [batch_shape(batch) for batch in batches.taken]
-            is_compiled = compilations_in_this_thread() != self._compilations
+            is_compiled = _compilations.value != self._compilations
             for shape, batch in zip(shapes, batches.taken, strict=True):
                 if shape not in self.specs:
                     self.specs[shape] = _specs(tuple(map(list, outputs[1]))), _specs(batch)
@@ -73,6 +76,15 @@ class StepObserver:
         observing: Any = observed
         observing.observer, observing.observed = self, function
         return observing
+
+
+@functools.cache
+def _count_compilations() -> None:
+    def note(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            _compilations.value += 1
+
+    jax.monitoring.register_event_duration_secs_listener(note)
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -44,9 +44,9 @@ class Run:
         self._model = model
         self._plan = plan
         self._plan_differences: tuple[str, ...] = ()
-        self._observer = StepObserver(model, clock, self._note)
+        self._pending: deque[Execution] = deque()  # handed to the devices
+        self._observer = StepObserver(model, clock, self._pending.append)
         self._lock = threading.Lock()
-        self._pending: deque[Execution] = deque()
         self._not_added: list[tuple[Execution, float]] = []  # with the time at which it ended
         self._begun = clock()
         self._ended: float | None = None
@@ -64,7 +64,7 @@ class Run:
         self._observer.begin_step()
 
     def end_step(self, is_visible: bool) -> tuple[int, int]:
-        """Notes that the oldest step has ended on the devices. Returns the number of steps of the fit without and with it.
+        """Notes that the oldest step has ended. Returns the number of steps of the fit without and with it.
 
         `is_visible` is whether the step returned logs, for which Keras has waited.
         """
@@ -139,10 +139,6 @@ class Run:
         """Ends the observation of the model."""
         self._look_at_new_batches()
         self._observer.close()
-
-    def _note(self, execution: Execution) -> None:
-        with self._lock:
-            self._pending.append(execution)
 
     def _look_at_new_batches(self) -> None:
         """Compares the first batch with the plan, and counts the FLOP of new ones."""

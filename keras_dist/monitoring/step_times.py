@@ -15,44 +15,25 @@ NEWEST = 4096  # steps of which median, p95 and deviation are computed, so that 
 
 
 class Execution(NamedTuple):
-    """One call of the train function as the host saw it, in seconds of one clock.
+    """One call of the train function as the host saw it, in seconds of one clock."""
 
-    Attributes:
-        begin: When Keras began it, before it asked for data.
-        dispatched: When the host had handed it to the devices.
-        waits: When it waited for data, as pairs of begin and end.
-        waits_for_others: The part of these waits in which this process had read its data and others had not.
-        batches: The batches that it took: one, or `steps_per_execution`.
-        is_compiled: Whether something was compiled for it.
-        follows: Whether it directly follows the execution before it, with neither the end of an epoch nor validation
-            between them.
-    """
-
-    begin: float
-    dispatched: float
-    waits: Sequence[tuple[float, float]] = ()
-    waits_for_others: Sequence[tuple[float, float]] = ()
-    batches: Sequence[BatchShape] = ()
-    is_compiled: bool = False
-    follows: bool = True
+    begin: float  # when Keras began it, before it asked for data
+    dispatched: float  # when the host had handed it to the devices
+    waits: Sequence[tuple[float, float]] = ()  # for data, as pairs of begin and end
+    waits_for_others: Sequence[tuple[float, float]] = ()  # the part in which only other processes had no data yet
+    batches: Sequence[BatchShape] = ()  # that it took: one, or `steps_per_execution`
+    is_compiled: bool = False  # whether something was compiled for it
+    follows: bool = True  # whether neither the end of an epoch nor validation was between it and the one before it
 
 
 class Step(NamedTuple):
-    """What one execution took, in seconds.
+    """What one execution took, in seconds."""
 
-    Attributes:
-        seconds: From the end of the step before it, or from its own begin if that was later, to its end.
-        data_seconds: The part of it in which devices had nothing to do because the host waited for data.
-        others_seconds: The part of `data_seconds` in which it waited for data of other processes.
-        host_seconds: The part in which they had nothing to do because of the host: waiting for data, or other work.
-        gap_seconds: Before it, while callbacks ran.
-    """
-
-    seconds: float
-    data_seconds: float
-    others_seconds: float
-    host_seconds: float
-    gap_seconds: float
+    seconds: float  # from the end of the step before it, or from its own begin if that was later, to its end
+    data_seconds: float  # of these, devices had nothing to do because the host waited for data
+    others_seconds: float  # of `data_seconds`, for data of other processes
+    host_seconds: float  # devices had nothing to do because of the host: it waited for data, or did other work
+    gap_seconds: float  # before it, while callbacks ran
 
 
 def measure(execution: Execution, ended: float, ended_before: float | None) -> Step:

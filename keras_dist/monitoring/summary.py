@@ -9,45 +9,26 @@ from keras_dist._report.units import bytes_text, count_text, percent_text, secon
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of steps; None where something is not available.
+    """Figures of steps; None where something is not available. Step times are in seconds."""
 
-    Attributes:
-        step: The newest step of the epoch, counted from 1.
-        steps: How many steps were measured; those for which something was compiled are not.
-        steps_per_epoch: Number of steps of the epoch; unknown for a generator.
-        epoch: The epoch, counted from 1, of `epochs`.
-        loss: The mean loss of the epoch so far.
-        median: Median step time in seconds, and so are `percentile_95` and `deviation` (standard deviation).
-        samples_per_second: Rows of the global batch per second of steps.
-        tokens_per_second: Tokens of the global batch per second of steps.
-        mfu: Model FLOP utilization, as a fraction of the peak of all devices.
-        peak_memory: The most bytes that were in use on a device of this process since it started.
-        data_wait: Share of the time of steps in which devices waited for data.
-        others_wait: The part of `data_wait` in which this process had read its data and other processes had not.
-        host_work: Share of the time of steps in which they waited for other work of the host.
-        host_wait: Share of the time in which they waited for their own host: for data that it read, other work,
-            or callbacks.
-        goodput: Share of the time since `fit` began in which steps trained.
-    """
-
-    step: int
-    steps: int
-    steps_per_epoch: int | None = None
-    epoch: int | None = None
+    step: int  # the newest one of the epoch, counted from 1
+    steps: int  # how many were measured: those for which something was compiled are not
+    steps_per_epoch: int | None = None  # unknown for a generator
+    epoch: int | None = None  # counted from 1
     epochs: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # the mean of the epoch so far
     median: float | None = None
     percentile_95: float | None = None
-    deviation: float | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    peak_memory: int | None = None
-    data_wait: float | None = None
-    others_wait: float | None = None
-    host_work: float | None = None
-    host_wait: float | None = None
-    goodput: float | None = None
+    deviation: float | None = None  # the standard deviation
+    samples_per_second: float | None = None  # rows of the global batch
+    tokens_per_second: float | None = None  # of the global batch
+    mfu: float | None = None  # model FLOP utilization, as a fraction of the peak of all devices
+    peak_memory: int | None = None  # the most bytes that were in use on a device of this process since it started
+    data_wait: float | None = None  # share of the time of steps in which devices waited for data
+    others_wait: float | None = None  # the part of it in which this process had its data and other processes had not
+    host_work: float | None = None  # share of the time of steps in which devices waited for other work of the host
+    host_wait: float | None = None  # share of all time for their own host: data that it read, other work, callbacks
+    goodput: float | None = None  # share of the time since `fit` began in which steps trained
 
     def logs(self) -> dict[str, float]:
         """Returns the figures that are available, by their names in Keras's logs.

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from keras_dist._report.install_advice import install_command
-from keras_dist.monitoring import device_facts, system_facts
+from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.monitoring.system_facts import SystemFacts
 from keras_dist_cli import main
@@ -90,7 +90,7 @@ def test_what_must_change_comes_first():
 
 
 def test_facts_of_devices():
-    found = device_facts.collect()
+    found = system_facts.collect_devices()
     assert [each["name"] for each in found["devices"]] == [f"cpu:{number}" for number in range(jax.device_count())]
     assert found["longest_link"] == "1 hop"
 

@@ -6,6 +6,7 @@ import types
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -169,6 +170,16 @@ def test_several_monitors_observe_the_same_step():
             observer.begin_step()
         model.train_function(([], [], [], []), iter([(np.zeros((8, 4)),)]))
     assert (len(first), len(second)) == (3, 3)
+
+
+def test_a_step_for_which_something_is_compiled():
+    noted, compute = [], jax.jit(lambda x: x + 1)
+    model = model_of(lambda state, iterator: (compute(next(iterator)[0]), state))
+    observer = StepObserver(model, lambda: 0.0, noted.append)
+    for _ in range(2):
+        observer.begin_step()
+        model.train_function(([], [], [], []), iter([(np.zeros((8, 4)),)]))
+    assert [execution.is_compiled for execution in noted] == [True, False]
 
 
 def test_an_epoch_that_resumes_at_its_end_has_no_step():
