@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -89,8 +90,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _auto(options: argparse.Namespace) -> tuple[str, int]:
-    if options.target is None and options.slices != 1:
-        raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
+    _check_slices(options)
     if options.target is not None and len(options.target) > 1 and options.objective != "devices":
         raise ValueError(
             f"Several targets ({', '.join(options.target)}) need --objective devices, which chooses the smallest on "
@@ -115,11 +115,15 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
         )
     except NothingFitsError as error:
         if options.json:
-            return json.dumps(
-                {"fits": False, "error": str(error), "candidates": trials_data(error.trials)}, indent=2
-            ), 1
+            data = {"fits": False, "error": str(error), "candidates": trials_data(error.trials)}
+            return json.dumps(data, indent=2), 1
         return f"{render_text([trials_section(error.trials, *shown)])}\n\n{textwrap.fill(str(error), WIDTH)}", 1
     return choice.to_json() if options.json else render_text(choice._sections(*shown)), 0
+
+
+def _check_slices(options: argparse.Namespace) -> None:
+    if options.target is None and options.slices != 1:
+        raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
 
 
 def _batch(text: str) -> Any:
@@ -154,11 +158,10 @@ def _step_option(text: str) -> tuple[str, Any]:
     names = [field.name for field in dataclasses.fields(kd.StepOptions)]
     if name not in names or not value:
         close = difflib.get_close_matches(name, names, 1)
-        example = f"{close[0]}={value or 4}" if close else "microbatches=4"
+        example = f"--step-option {close[0] if close else 'microbatches'}={value if close and value else 4}"
+        fix = f"Did you mean {example}?" if close and value else f"Write, for example, {example}."
         raise ValueError(
-            f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. "
-            f"{'Did you mean' if close and value else 'Write, for example,'} --step-option {example}"
-            f"{'?' if close and value else '.'}"
+            f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. {fix}"
         )
     if name == "offload":
         return name, tuple(value.split(","))
@@ -166,8 +169,7 @@ def _step_option(text: str) -> tuple[str, Any]:
 
 
 def _mesh(options: argparse.Namespace) -> tuple[str, int]:
-    if options.target is None and options.slices != 1:
-        raise ValueError(f"--slices {options.slices} needs --target. Add, for example, --target v5e:4x4.")
+    _check_slices(options)
     devices = options.devices if options.target is None else _target(options.target, options.slices)
     axes = parse_axes(options.axes)
     needed = known_product(axes)
@@ -183,29 +185,30 @@ def _mesh(options: argparse.Namespace) -> tuple[str, int]:
     links = ", ".join(f"{axis} {link}" for axis, link in info["longest_link"].items())
     info |= {"axes": spell_axes(info["axes"]), "longest_link": links}
     width = max(map(len, info))
-    lines = [f"{name.replace('_', ' ').ljust(width)}  {value}" for name, value in info.items()]
-    return "\n".join([*lines, "", mesh.picture()]), 0
+    lines = [f"{name.replace('_', ' ').ljust(width)}  {value}\n" for name, value in info.items()]
+    return f"{''.join(lines)}\n{mesh.picture()}", 0
 
 
 def _devices(options: argparse.Namespace) -> tuple[str, int]:
     if options.hardware:
         return json.dumps(to_plain_data(kd.hardware), indent=2) if options.json else repr(kd.hardware), 0
-    rows = [
-        {
+    rows = []
+    for device in jax.devices():
+        known, reported = kd.hardware.of_device(device), device.memory_stats() or {}
+        row = {
             "name": device_name(device),
             "kind": device.device_kind,
             "platform": device.platform,
             "process": device.process_index,
-            "memory_bytes": _memory_bytes(device),
+            "memory_bytes": reported.get("bytes_limit", None if known is None else known.memory_bytes),
         }
-        for device in jax.devices()
-    ]
+        rows.append(row)
     if options.json:
         return json.dumps(rows, indent=2), 0
-    cells = []
-    for row in rows:
-        *named, memory = row.values()
-        cells.append([*map(str, named), "unknown" if memory is None else bytes_text(memory)])
+    cells = [
+        [*map(str, named), "unknown" if memory is None else bytes_text(memory)]
+        for *named, memory in (row.values() for row in rows)
+    ]
     return Table(("name", "kind", "platform", ">process", ">memory"), cells).to_text(), 0
 
 
@@ -218,16 +221,14 @@ def _launch(options: argparse.Namespace) -> int:
     program = ["-m", options.program] if options.module else [options.program]
     command = [sys.executable, *program, *options.arguments]
     show = print_all_processes if options.all_output else print_first_process
-    counts = options.processes, options.devices_per_process
-    stop_grace = options.stop_grace
+    elastic = functools.partial(launch_elastic, min_processes=options.min_processes or 1)
+    start = elastic if options.elastic else launch
     try:
         if not options.elastic and options.min_processes is not None:
             raise ValueError(f"--min-processes {options.min_processes} needs --elastic. Add it.")
-        if options.elastic:
-            least = options.min_processes or 1
-            outcome = launch_elastic(command, *counts, min_processes=least, show=show, stop_grace=stop_grace)
-        else:
-            outcome = launch(command, *counts, show=show, stop_grace=stop_grace)
+        outcome = start(
+            command, options.processes, options.devices_per_process, show=show, stop_grace=options.stop_grace
+        )
     except ValueError as error:
         print(f"keras-dist: error: {error}", file=sys.stderr)
         return 2
@@ -244,7 +245,11 @@ def _function(name: str) -> Callable:
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
         raise ValueError(f"{name!r} does not name a function. Write 'path/to/file.py:function' or 'module:function'.")
-    module = _file(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
+    file = Path(module_name).resolve() if module_name.endswith(".py") else None
+    directory = str(Path.cwd() if file is None else file.parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # as Python does for a script
+    module = _module(module_name) if file is None else _file(file)
     found = getattr(module, attribute, None)
     if not callable(found):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -256,7 +261,6 @@ def _function(name: str) -> Callable:
 
 
 def _module(name: str) -> Any:
-    _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -269,15 +273,11 @@ def _module(name: str) -> Any:
 
 
 def _file(path: Path) -> Any:
-    path = path.resolve()
     name = str(path.with_suffix(""))  # unique among files
     if name not in sys.modules:
         if not path.is_file():
             raise ValueError(f"File not found: {str(path)!r}.")
-        _look_in(path.parent)  # as Python does for a script
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -285,11 +285,6 @@ def _file(path: Path) -> Any:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-def _look_in(directory: Path) -> None:
-    if str(directory) not in sys.path:
-        sys.path.insert(0, str(directory))
 
 
 def _target(name: str, slices: int) -> kd.Target:
@@ -316,9 +311,3 @@ def _distribution(layout: Callable | None, mesh: kd.DeviceMesh) -> kd.Distributi
             "Make the LayoutMap with keras_dist.LayoutMap(mesh)."
         )
     return made
-
-
-def _memory_bytes(device: Any) -> int | None:
-    """Returns the memory that a device reports, or that of its hardware."""
-    known = kd.hardware.of_device(device)
-    return (device.memory_stats() or {}).get("bytes_limit", None if known is None else known.memory_bytes)

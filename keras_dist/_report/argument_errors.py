@@ -110,10 +110,6 @@ def _what_to_write(name: str, unknown: str, args: tuple, kwargs: Mapping[str, An
     return ""
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
 def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
     signature = inspect.signature(function)
     try:
@@ -127,19 +123,18 @@ def _explain(function: Callable, name: str, args: tuple, kwargs: dict[str, Any])
     plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     text = f"{name}{inspect.Signature(plain)}"
     names = [each.name for each in parameters]
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    most = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     unknown = next((key for key in kwargs if key not in names), None)
     fix = ""
     if unknown is not None:
         fault = f"there is no argument {unknown!r}"
         fix = _what_to_write(name, unknown, args, kwargs) or did_you_mean(unknown, names)
-    elif len(args) > len(positional):
+    elif len(args) > most:
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        kinds = ", ".join(type(each).__name__ for each in args[len(positional) :])
-        most = len(positional)
+        kinds = ", ".join(type(each).__name__ for each in args[most:])
         fault = f"it takes {counted(most, 'positional argument')}, but got {len(args)} (too many: {kinds})"
         if by_name:
-            passed = [_snake_case(type(each).__name__) for each in args]
+            passed = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(each).__name__).lower() for each in args]
             passed = ", ".join(f"{each}={each}" for each in passed) if {*passed} <= {*names} else f"{by_name[0]}=..."
             fix = f" Pass arguments by name: {name}({passed})."
     return f"{name}() cannot be called like this: {fault}.{fix} Its arguments are {text}."

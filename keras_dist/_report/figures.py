@@ -40,13 +40,7 @@ def new_figure(width: float, height: float) -> "Figure":
 def draw_bars(axes: "Axes", title: str, bars: Iterable[Bar], width: float, quantity: str, note: str = "") -> None:
     """Draws a bar chart whose bars of equal label and figures share a row.
 
-    Args:
-        axes: Where to draw it.
-        title: Written above it.
-        bars: Fractions of the width; those that are limits for others are drawn lighter.
-        width: What the width stands for, in bytes or seconds.
-        quantity: `"bytes"` or `"seconds"`.
-        note: Written after the unit of the axis.
+    The bars are fractions of a width in bytes or seconds, as `quantity` says. A note is written after the unit.
     """
     unit, size = next((each for each in _UNITS[quantity] if width >= each[1]), _UNITS[quantity][-1])
     rows: dict[str, int] = {}

@@ -33,8 +33,7 @@ def install_command(extra: str) -> str:
 def cuda_extra(by_cuda_13: bool = True) -> str:
     """Returns the extra for NVIDIA GPUs: that of JAX's installed plugin, else of the newest CUDA that can be used.
 
-    Args:
-        by_cuda_13: Whether CUDA 13 supports the GPUs.
+    `by_cuda_13` is whether CUDA 13 supports the GPUs.
     """
     for extra in ("cuda12", "cuda13"):
         if importlib.util.find_spec(f"jax_{extra}_plugin"):

@@ -70,11 +70,9 @@ def from_plain_data(kind: Any, data: Any) -> Any:
     ((2, 3), ())
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType and data is None:
-        return None
     if origin is types.UnionType:
         [kind] = [each for each in arguments if each is not types.NoneType]
-        return from_plain_data(kind, data)
+        return None if data is None else from_plain_data(kind, data)
     if origin is tuple and isinstance(data, list):
         return tuple(from_plain_data(arguments[0], each) for each in data)
     if dataclasses.is_dataclass(kind) and isinstance(data, dict):

@@ -6,7 +6,6 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 WIDTH = 120  # columns of text, whatever the terminal
 _BAR_WIDTH = 60
@@ -32,6 +31,7 @@ class Table:
     def to_text(self) -> str:
         """Returns lines of at most `WIDTH` columns; cells that do not fit are folded."""
         from rich import box
+        from rich.console import Console
         from rich.table import Table as RichTable
 
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
@@ -41,15 +41,26 @@ class Table:
             table.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=is_figure)
         for row in [*self.rows, *([] if self.footer is None else [self.footer])]:
             table.add_row(*row)
-        return _print_plain(table)
+        file = io.StringIO()
+        console = Console(  # which depends neither on the terminal, nor on the notebook, nor on the environment
+            file=file,
+            width=WIDTH,
+            color_system=None,
+            force_terminal=False,
+            force_jupyter=False,
+            legacy_windows=False,
+            markup=False,  # variable paths may contain brackets
+            emoji=False,
+        )
+        console.print(table)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def to_html(self) -> str:
         def line(cells: Iterable[str], tag: str, colors: Sequence[str | None]) -> str:
             elements = []
             for column, cell, color in zip(self.columns, cells, colors, strict=True):
                 style = _FIGURE_STYLE if column.startswith(">") else _TEXT_STYLE
-                style += f"; background: {color}" if color else ""
-                elements.append(_element(tag, cell, style))
+                elements.append(_element(tag, cell, style + (f"; background: {color}" if color else "")))
             return f"<tr>{''.join(elements)}</tr>"
 
         uncolored = [None] * len(self.columns)
@@ -182,22 +193,3 @@ def _blocks(bar: Bar) -> str:
     if end == start:
         return " " * min(start, _BAR_WIDTH - 1) + "▏"
     return " " * start + ("░" if bar.is_limit else "█") * (end - start)
-
-
-def _print_plain(renderable: Any) -> str:
-    """Prints with rich, independently of the terminal, the notebook and the environment."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    Console(
-        file=file,
-        width=WIDTH,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        markup=False,  # variable paths may contain brackets
-        emoji=False,
-        highlight=False,
-    ).print(renderable)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

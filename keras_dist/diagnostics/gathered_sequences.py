@@ -2,34 +2,27 @@
 
 from collections.abc import Mapping
 
-import keras
 import numpy as np
+from keras import Layer, layers
 
 _CONVOLUTIONS = (
-    *(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
-    *(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose),
-    *(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D),
-    *(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D),
+    *(layers.Conv1D, layers.Conv2D, layers.Conv3D),
+    *(layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose),
+    *(layers.DepthwiseConv1D, layers.DepthwiseConv2D, layers.SeparableConv1D, layers.SeparableConv2D),
 )
-_MAX_POOLING = keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D
-_ADAPTIVE_MAX_POOLING = (
-    keras.layers.AdaptiveMaxPooling1D,
-    keras.layers.AdaptiveMaxPooling2D,
-    keras.layers.AdaptiveMaxPooling3D,
-)
+_MAX_POOLING = layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D
+_ADAPTIVE_MAX_POOLING = layers.AdaptiveMaxPooling1D, layers.AdaptiveMaxPooling2D, layers.AdaptiveMaxPooling3D
 
 
-def layers_that_gather_sequences(layers: Mapping[str, keras.Layer]) -> dict[str, str]:
+def layers_that_gather_sequences(layers_by_path: Mapping[str, Layer]) -> dict[str, str]:
     """Returns the reasons of those of Keras's layers, by path, that gather the sequences that they are called with."""
-    reasons = {path: _reason(layer) for path, layer in layers.items()}
-    return {path: reason for path, reason in reasons.items() if reason is not None}
+    return {path: reason for path, layer in layers_by_path.items() if (reason := _reason(layer))}
 
 
-def _reason(layer: keras.Layer) -> str | None:
-    if isinstance(layer, keras.layers.RNN):
+def _reason(layer: Layer) -> str | None:
+    if isinstance(layer, layers.RNN):
         return "recurrent: computes one position after another"
-    is_pointwise = isinstance(layer, _CONVOLUTIONS) and {*layer.kernel_size, *np.atleast_1d(layer.strides)} == {1}
-    if isinstance(layer, _CONVOLUTIONS) and not is_pointwise:
+    if isinstance(layer, _CONVOLUTIONS) and {*layer.kernel_size, *np.atleast_1d(layer.strides)} != {1}:
         return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
     if isinstance(layer, _MAX_POOLING):
         return f"max pooling: reads neighboring positions (window {layer.pool_size}, strides {layer.strides})"

@@ -62,11 +62,10 @@ class TensorPicture:
         Raises:
             ImportError: Matplotlib is not installed.
         """
-        rows, columns = self._rows_and_columns()
+        rows, columns, grid = self._grid()
         colors = {ids: number for number, ids in enumerate(dict.fromkeys(self.cells.values()))}
         figure = new_figure(8, 6)
         axes = figure.subplots()
-        grid = [[self._ids(i, j) for j in range(len(columns))] for i in range(len(rows))]
         edges = [[*(part[0] for part in parts), parts[-1][1]] for parts in (columns, rows)]
         numbers = [[colors[ids] for ids in row] for row in grid]
         axes.pcolormesh(*edges, numbers, cmap="viridis", alpha=0.4, edgecolors="white", vmin=0, vmax=len(colors))
@@ -83,16 +82,15 @@ class TensorPicture:
         axes.set_yticks(edges[1] if vertical is not None and len(edges[1]) <= 33 else [])
         return figure
 
-    def _rows_and_columns(self) -> tuple[Sequence[Range], Sequence[Range]]:
+    def _grid(self) -> tuple[Sequence[Range], Sequence[Range], list[list[tuple[int, ...]]]]:
+        """Returns the ranges of rows, those of columns, and the ids of devices for each; a dim not shown has one."""
         unsharded: tuple[Sequence[Range], ...] = (((0, 1),), ((0, 1),))
         rows, columns = (unsharded + self.parts)[-2:]
-        return rows, columns
-
-    def _ids(self, row: int, column: int) -> tuple[int, ...]:
-        return self.cells[(row, column)[2 - len(self.dims) :]]
+        start = 2 - len(self.dims)
+        return rows, columns, [[self.cells[(i, j)[start:]] for j in range(len(columns))] for i in range(len(rows))]
 
     def _table(self) -> Table:
-        rows, columns = self._rows_and_columns()
+        rows, columns, grid = self._grid()
         shown = visible_indices(len(columns), _MAX_COLUMNS)
         corner = " \\ ".join(f"dim {dim}" for dim in self.dims)
         heads = ["..." if j is None else "{}:{}".format(*columns[j]) if self.dims else "all" for j in shown]
@@ -102,7 +100,7 @@ class TensorPicture:
                 lines.append(["..."] * (1 + len(shown)))
                 continue
             label = "{}:{}".format(*rows[i]) if len(self.dims) == 2 else "device"
-            lines.append([label, *("..." if j is None else _ids_text(self._ids(i, j)) for j in shown)])
+            lines.append([label, *("..." if j is None else _ids_text(grid[i][j]) for j in shown)])
         return Table([corner, *heads], lines)
 
 
