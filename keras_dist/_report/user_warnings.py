@@ -15,10 +15,6 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     `skip_file_prefixes` is for this, too.
     """
     frame, level = sys._getframe(1), 2
-    while frame is not None and _package(frame) in _LIBRARIES | _BETWEEN:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES | _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
-
-
-def _package(frame) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]

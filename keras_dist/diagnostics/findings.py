@@ -124,15 +124,11 @@ def _fix_for_group(coverage: Coverage, pattern: str, group: Group, axes: Axes) -
     wanted = next(rule.layout.axes for rule in coverage.rules if rule.pattern == pattern)
     # Weights that have the layout of their base weight will have its new layout, and need no rule.
     rule_of = {v.path: v.rule for v in coverage.variables}
-    kept = group_variables(v for v in others if v.fits and not _has_rule_of_base(v, rule_of))
+    kept = group_variables(v for v in others if v.fits and (v.base is None or rule_of.get(v.base) != v.rule))
     if len(kept) > 3:
         return f"Narrow the rule so that it does not match these, and add:{_code([rule])}"
     rules = [rule, *(assignment(regex_for(coverage, each), wanted) for each in kept)]
     return f"Replace the rule with:{_code(rules)}"
-
-
-def _has_rule_of_base(variable: CoveredVariable, rule_of: Mapping[str, str | None]) -> bool:
-    return variable.base is not None and rule_of.get(variable.base) == variable.rule
 
 
 def _lora_factor(variable: CoveredVariable) -> str:

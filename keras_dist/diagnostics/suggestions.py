@@ -33,11 +33,7 @@ def variables_with_rules(coverage: Coverage) -> Iterator[CoveredVariable]:
 
 
 def assignment(pattern: str, axes: Axes) -> str:
-    """Returns the Python statement that adds a rule.
-
-    >>> print(assignment("dense/kernel", (None, "model")))
-    layout_map['dense/kernel'] = (None, 'model')
-    """
+    """Returns the Python statement that adds a rule."""
     return f"layout_map[{pattern!r}] = {axes}"
 
 
@@ -60,7 +56,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
     paths, regexes, sizes = _Paths(coverage), {}, coverage.mesh.axis_sizes
     globs = {rule: re.sub(r"(?<![.\])])\*", ".*", rule) for rule in rules}  # `block_*/kernel`
     corrected = {rule: _WORD.sub(paths.correct_word, rule) for rule in rules}
-    rewritten = (paths.with_prefix(rules), paths.with_match(globs), paths.with_match(corrected))
+    rewritten = [paths.with_match(each) for each in (paths.with_prefix(rules), globs, corrected)]
     for pattern in rules:
         is_activation = is_for_activations(pattern)
         better, found = next((each[pattern] for each in rewritten if pattern in each), (None, []))
@@ -72,38 +68,35 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                 group = paths.variables(found)
                 regexes[found[0]] = regex_for(coverage, group) if group else path_regex(found)
             better = regexes[found[0]]
+        group, wanted = (), axes[pattern]
         if better is None:
-            yield Unmatched(pattern, (), "No path resembles it: print(keras_dist.explain(model)) lists the paths.")
-            continue
-        if better in axes and not is_activation:
+            fix = "No path resembles it: print(keras_dist.explain(model)) lists the paths."
+        elif better in axes and not is_activation:
             fix = (
                 f"The path that resembles it most has the rule {better!r} already: delete this rule, or correct its "
                 "path. Optimizer state has the layout of its weight, and needs no rule."
             )
-            yield Unmatched(pattern, (), fix)
-            continue
-        group, wanted = paths.variables(found), axes[pattern]
-        if group and not is_activation and group[0].base is None:
-            wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
-        fix = f"Did you mean:\n    {assignment(better, wanted)}"
-        if _without_numbers(pattern) == _without_numbers(better):
-            fix += (
-                "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. If "
-                "this is one of them, give it a name."
-            )
+        else:
+            group = paths.variables(found)
+            if group and not is_activation and group[0].base is None:
+                wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
+            fix = f"Did you mean:\n    {assignment(better, wanted)}"
+            if _text_of_regex(pattern).replace("#", "") == _text_of_regex(better).replace("#", ""):
+                fix += (
+                    "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. "
+                    "If this is one of them, give it a name."
+                )
         yield Unmatched(pattern, group, fix)
 
 
 def _advice_on_tied_head(coverage: Coverage, embedding: Group, axes: Axes) -> str:
     first = embedding[0]
-    start = (
-        f"The model has no such head: it seems to use its embedding '{first.path}' as its head, too (tied weights). "
-    )
+    start = f"The model has no such head: it seems to use its embedding '{first.path}' as its head, too (tied weights)."
     if any(first.axes):
-        return f"{start}The embedding is sharded already, by {first.why}: delete this rule."
+        return f"{start} The embedding is sharded already, by {first.why}: delete this rule."
     # As a head the embedding is transposed.
     wanted = nearest_fitting_axes(axes[::-1], first.shape, coverage.mesh.axis_sizes)
-    return f"{start}Shard the embedding instead:\n    {assignment(regex_for(coverage, embedding), wanted)}"
+    return f"{start} Shard the embedding instead:\n    {assignment(regex_for(coverage, embedding), wanted)}"
 
 
 class _Paths:
@@ -114,10 +107,8 @@ class _Paths:
         for v in variables_with_rules(coverage):
             self._variables[strip_model_names(v.path)].append(v)
         suffixes = {rule.pattern.rpartition("/")[2] for rule in coverage.rules} & {"output", "input"}
-        activations = [
-            strip_model_names(f"{layer}/{suffix}") for layer in coverage.layers for suffix in sorted(suffixes)
-        ]
-        self._paths = [*self._variables, *activations]
+        activations = [f"{layer}/{suffix}" for layer in coverage.layers for suffix in sorted(suffixes)]
+        self._paths = [*self._variables, *map(strip_model_names, activations)]
         self._kinds: dict[tuple, list[str]] = defaultdict(list)  # paths that differ only in numbers
         for path in self._paths:
             self._kinds[path_kind(path)].append(path)
@@ -133,8 +124,8 @@ class _Paths:
     def variables(self, paths: Sequence[str]) -> Group:
         return [v for path in paths for v in self._variables.get(path, ())]
 
-    def with_prefix(self, rules: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-        """Returns the rules that match the end of paths, with the missing prefix added, and these paths."""
+    def with_prefix(self, rules: Sequence[str]) -> dict[str, str]:
+        """Returns the rules that match the end of paths, with the missing prefix added."""
         regexes, prefixes = Regexes({rule: re.compile(rule) for rule in rules}), defaultdict(dict)
         for path in self._paths:
             start = path.find("/") + 1
@@ -142,14 +133,13 @@ class _Paths:
                 for rule in regexes.full_matches(path[start:]):
                     prefixes[rule].setdefault(path, path[:start])
                 start = path.find("/", start) + 1
-        longer = {rule: (_add_prefix(rule, set(found.values())), list(found)) for rule, found in prefixes.items()}
-        return {rule: (better, paths) for rule, (better, paths) in longer.items() if _is_match(better, paths[0])}
+        return {rule: _add_prefix(rule, set(found.values())) for rule, found in prefixes.items()}
 
     def with_match(self, rewritten: Mapping[str, str]) -> dict[str, tuple[str, list[str]]]:
         """Returns the rules that match once they are rewritten: the new pattern, and the paths that it matches."""
         regexes = Regexes()
         for rule, better in rewritten.items():
-            with contextlib.suppress(re.error):
+            with contextlib.suppress(re.error):  # flags, for example, must be at the start of a regex
                 if better != rule:
                     regexes[rule] = re.compile(better)
         found: dict[str, list[str]] = defaultdict(list)
@@ -172,8 +162,7 @@ class _Paths:
         """Returns the embedding of a model without a head, if the rule is for a head."""
         if not _NAME_OF_HEAD.search(rule) or any(map(_NAME_OF_HEAD.search, self._paths)):
             return ()
-        tables = [v for group in self._variables.values() for v in group if v.path.endswith("embeddings")]
-        tables = [v for v in tables if len(v.shape) == 2]
+        tables = [v for v in self.variables(self._paths) if v.path.endswith("embeddings") and len(v.shape) == 2]
         return [max(tables, key=lambda v: v.shape[0])] if tables else ()
 
     def nearest(self, rule: str, dims: int | None) -> list[str]:
@@ -197,13 +186,6 @@ class _Paths:
         return self._nearest[key]
 
 
-def _is_match(pattern: str, path: str) -> bool:
-    try:
-        return re.fullmatch(pattern, path) is not None
-    except re.error:  # flags, for example, must be at the start of a regex
-        return False
-
-
 def _add_prefix(rule: str, prefixes: set[str]) -> str:
     rule = f"(?:{rule})" if "|" in rule else rule
     is_one_kind = len(set(map(path_kind, prefixes))) == 1
@@ -215,7 +197,3 @@ def _text_of_regex(regex: str) -> str:
     text = re.sub(r"_?(\[0-9\]|\\d|\d)[+*]?", "#", regex)
     text = re.sub(r"\((?:\?:)?([^()|]*)\|[^()]*\)", r"\1", text)
     return re.sub(r"\.[*+?]|\\|[\^$()\[\]?]", "", text).strip("/")
-
-
-def _without_numbers(regex: str) -> str:
-    return _text_of_regex(regex).replace("#", "")
