@@ -10,36 +10,23 @@ from typing import Any
 from keras_dist._report.units import counted
 
 # What other libraries call what this package has, in lower case without underscores.
-_CUSTOMARY = {
-    "fsdp": "FullyShardedDataParallel",
-    "fsdp2": "FullyShardedDataParallel",
-    "fullyshard": "FullyShardedDataParallel",
-    "zero3": "FullyShardedDataParallel",
-    "hsdp": "FullyShardedDataParallel(mesh) of two axes",
-    "zero1": "DataParallel(shard_optimizer_state=True)",
-    "dp": "DataParallel",
-    "ddp": "DataParallel",
-    "distributeddataparallel": "DataParallel",
-    "mirroredstrategy": "DataParallel",
-    "tp": "tensor_parallel_layout_map",
-    "tensorparallel": "tensor_parallel_layout_map",
-    "parallelizemodule": "tensor_parallel_layout_map",
-    "mesh": "create_device_mesh",
-    "makemesh": "create_device_mesh",
-    "initdevicemesh": "create_device_mesh",
-    "partitionspec": "TensorLayout",
-    "namedsharding": "TensorLayout",
-    "p": "TensorLayout",
-    "deviceput": "distribute_tensor",
-    "withshardingconstraint": "distribute_tensor",
-    "initprocessgroup": "initialize",
-    "checkpoint": "TrainingCheckpoint",
-    "checkpointmanager": "TrainingCheckpoint",
-    "devices": "list_devices",
-    "devicecount": "get_device_count",
-    "metadevice": "deferred",
-    "visualizesharding": "visualize",
+_NAMES_ELSEWHERE = {
+    "FullyShardedDataParallel": ("fsdp", "fsdp2", "fullyshard", "zero3"),
+    "FullyShardedDataParallel(mesh) of two axes": ("hsdp",),
+    "DataParallel(shard_optimizer_state=True)": ("zero1",),
+    "DataParallel": ("dp", "ddp", "distributeddataparallel", "mirroredstrategy"),
+    "tensor_parallel_layout_map": ("tp", "tensorparallel", "parallelizemodule"),
+    "create_device_mesh": ("mesh", "makemesh", "initdevicemesh"),
+    "TensorLayout": ("partitionspec", "namedsharding", "p"),
+    "distribute_tensor": ("deviceput", "withshardingconstraint"),
+    "initialize": ("initprocessgroup",),
+    "TrainingCheckpoint": ("checkpoint", "checkpointmanager"),
+    "list_devices": ("devices",),
+    "get_device_count": ("devicecount",),
+    "deferred": ("metadevice",),
+    "visualize": ("visualizesharding",),
 }
+_CUSTOMARY = {customary: name for name, names in _NAMES_ELSEWHERE.items() for customary in names}
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

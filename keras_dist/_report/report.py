@@ -47,11 +47,7 @@ class Report:
 
 
 def to_plain_data(value: Any) -> Any:
-    """Converts dataclasses, mappings and sequences to dicts and lists, recursively.
-
-    >>> to_plain_data({"shape": (2, 3)})
-    {'shape': [2, 3]}
-    """
+    """Converts dataclasses, mappings and sequences to dicts and lists, recursively."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

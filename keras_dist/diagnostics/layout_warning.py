@@ -29,13 +29,9 @@ def check_rules(model: keras.Model, distribution: Any, strict: bool) -> None:
     findings = tuple(each for each in found if each.kind != "replicated" or each.bytes > MIN_SHARD_BYTES)
     if not findings:
         return
-    text = "\n".join(
-        [
-            f"{counted(len(findings), 'possible problem')} in the layout map for {model.name!r}:",
-            *numbered_lines(findings, _MAX_FINDINGS, "keras_dist.explain(model, distribution).findings"),
-            "print(keras_dist.explain(model, distribution)) shows the layout of each variable.",
-        ]
-    )
+    lines = numbered_lines(findings, _MAX_FINDINGS, "keras_dist.explain(model, distribution).findings")
+    text = f"{counted(len(findings), 'possible problem')} in the layout map for {model.name!r}:\n"
+    text += "\n".join([*lines, "print(keras_dist.explain(model, distribution)) shows the layout of each variable."])
     if strict:
         raise ValueError(text)
     text += (

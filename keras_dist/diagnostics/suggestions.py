@@ -1,6 +1,7 @@
 """Rules that a fix suggests: how they are written, and what rules without a match were probably meant to be."""
 
 import contextlib
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         return
     paths, regexes, sizes = _Paths(coverage), {}, coverage.mesh.axis_sizes
     globs = {rule: re.sub(r"(?<![.\])])\*", ".*", rule) for rule in rules}  # `block_*/kernel`
-    corrected = {rule: _WORD.sub(paths.correct_word, rule) for rule in rules}
+    corrected = {rule: _WORD.sub(lambda match: paths.closest_word(match[0]), rule) for rule in rules}
     rewritten = [paths.with_match(each) for each in (paths.with_prefix(rules), globs, corrected)]
     for pattern in rules:
         is_activation = is_for_activations(pattern)
@@ -118,7 +119,7 @@ class _Paths:
                 self._kinds_with_word[word].append(paths)
         words = sorted(self._kinds_with_word)
         self._words, self._word_by_letters = words, {"".join(sorted(word)): word for word in words}
-        self._corrections: dict[str, str] = {}
+        self.closest_word = functools.cache(self._closest_word)
         self._nearest: dict[tuple, list[str]] = {}
 
     def variables(self, paths: Sequence[str]) -> Group:
@@ -148,15 +149,11 @@ class _Paths:
                 found[rule].append(path)
         return {rule: (rewritten[rule], paths) for rule, paths in found.items()}
 
-    def correct_word(self, match: re.Match[str]) -> str:
+    def _closest_word(self, word: str) -> str:
         """Returns the word of the model's paths that is closest to a word of a rule."""
-        word = match[0]
-        if word not in self._corrections:
-            # A short word with two letters swapped has a low ratio: it is found by its letters.
-            default = [self._word_by_letters.get("".join(sorted(word)), word)]
-            close = [word] if word in self._kinds_with_word else get_close_matches(word, self._words, 1, 0.7)
-            self._corrections[word] = (close or default)[0]
-        return self._corrections[word]
+        close = [word] if word in self._kinds_with_word else get_close_matches(word, self._words, 1, 0.7)
+        # A short word with two letters swapped has a low ratio: it is found by its letters.
+        return close[0] if close else self._word_by_letters.get("".join(sorted(word)), word)
 
     def tied_embedding(self, rule: str) -> Group:
         """Returns the embedding of a model without a head, if the rule is for a head."""

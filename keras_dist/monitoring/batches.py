@@ -28,10 +28,6 @@ class BatchShape(NamedTuple):
 
         Inputs of integers with two dims, rows and positions, are token ids. Of several (ids of segments, masks, an
         encoder and a decoder), the one with the most elements counts.
-
-        >>> batch_shape(({"ids": np.zeros((8, 128), "int32")}, np.zeros((8,), "int32"))).tokens
-        1024
-        >>> batch_shape((np.zeros((8, 128), "float32"), np.zeros((8,), "int32"))).tokens
         """
         pairs = [(shape, dtype) for shape, dtype in self.arrays[: self.inputs] if len(shape) == 2 and dtype is not None]
         return max((math.prod(shape) for shape, dtype in pairs if jnp.issubdtype(dtype, np.integer)), default=None)

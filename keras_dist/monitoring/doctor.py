@@ -62,12 +62,7 @@ class Diagnosis(Report):
 
 
 def diagnose(facts: SystemFacts) -> Diagnosis:
-    """Returns what is wrong with a machine, given its facts.
-
-    >>> facts = SystemFacts("3.13.0", {"keras": "3.15.1", "jax": "0.12.0"}, {"KERAS_BACKEND": "torch"}, cores=8)
-    >>> [finding.fault for finding in diagnose(facts).findings]
-    ["KERAS_BACKEND is 'torch'."]
-    """
+    """Returns what is wrong with a machine, given its facts; what must change comes first."""
     found = tuple(finding for check in _CHECKS for finding in check(facts))
     return Diagnosis(facts, tuple(sorted(found, key=lambda finding: not finding.must_change)))
 
@@ -237,11 +232,7 @@ _CHECKS: tuple[Callable[[SystemFacts], Iterator[SetupProblem]], ...] = (
 
 
 def _flags(text: str) -> list[tuple[str, str]]:
-    """Returns the flags of a variable as names and values; none if it names a file, which starts without a dash.
-
-    >>> _flags("--xla_a=1 --xla_b")
-    [('--xla_a', '1'), ('--xla_b', '')]
-    """
+    """Returns the flags of a variable as names and values; none if it names a file, which starts without a dash."""
     if not text.lstrip().startswith("-"):
         return []
     return [(name, value) for name, _, value in (word.partition("=") for word in shlex.split(text))]

@@ -22,11 +22,7 @@ from keras_dist.monitoring.plan_comparison import (
 )
 from keras_dist.monitoring.step_times import Execution, StepTimes, measure
 from keras_dist.monitoring.summary import Summary
-from keras_dist.monitoring.utilization import (
-    planned_seconds_at_peak,
-    proportional_seconds,
-    traced_seconds_at_peak,
-)
+from keras_dist.monitoring.utilization import counted_seconds_at_peak, planned_seconds_at_peak
 from keras_dist.planning.reports.plan_report import Plan
 
 _MAX_BUFFERED_STEPS = 256  # steps that have ended; adding many at a time costs a third of the time
@@ -143,15 +139,13 @@ class Run:
     def _look_at_new_batches(self) -> None:
         """Compares the first batch with the plan, and counts the FLOP of new ones."""
         known = self._seconds_at_peak
-        for batch, (state, arrays) in list(self._observer.specs.items())[len(known) :]:
+        for batch, specs in list(self._observer.specs.items())[len(known) :]:
             seconds = None
             if not known:
-                self._devices = _devices_of((state, arrays))
+                self._devices = _devices_of(specs)
                 seconds = self._compare_with_plan(batch)
             if seconds is None:
-                seconds = proportional_seconds(batch, known)
-            if seconds is None:
-                seconds = traced_seconds_at_peak(self._model, state, arrays, self._devices[0])
+                seconds = counted_seconds_at_peak(self._model, batch, specs, self._devices[0], known)
             known[batch] = seconds
             rate = "samples_per_second" if set(known.values()) == {None} else "mfu"
             self.progress_bar_names = ("step_time_ms", rate, "data_wait")

@@ -150,19 +150,20 @@ class StepMonitor(keras.callbacks.Callback):
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
             self._show(steps // self.log_every, steps)
         if logs is not None:
-            figures = self._newest_logs(run, steps)
+            # The figures are computed anew when the epoch has twice as many steps as before, or in a second.
+            now, count = time.monotonic(), steps - self._steps_before_epoch
+            if count >= 2 * self._refreshed_at or now > self._refreshed + _REFRESH:
+                self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
+            figures = self._logs
             logs.update({name: figures[name] for name in run.progress_bar_names if name in figures})
 
     def on_test_begin(self, logs=None):
         """Notes that validation interrupts training."""
-        if self._run is None:
-            raise _not_training_error("evaluate")
-        self._run.interrupt()
+        self._started_run("evaluate").interrupt()
 
     def on_predict_begin(self, logs=None):
         """Raises an error, since prediction has no steps to measure."""
-        if self._run is None:
-            raise _not_training_error("predict")
+        self._started_run("predict")
 
     def on_epoch_end(self, epoch, logs=None):
         """Adds the figures of the epoch to its logs."""
@@ -191,17 +192,16 @@ class StepMonitor(keras.callbacks.Callback):
             self._show(self._windows + 1, run.steps)
         self._close()
 
-    def _started_run(self) -> Run:
-        if self._run is None:
+    def _started_run(self, method: str | None = None) -> Run:
+        """Returns the run of `fit`. Raises an error without one, if Keras calls the monitor for another method."""
+        if self._run is not None:
+            return self._run
+        if method is None:
             raise ValueError("StepMonitor was called outside of fit. Pass it to model.fit(..., callbacks=[...]).")
-        return self._run
-
-    def _newest_logs(self, run: Run, steps: int) -> dict[str, float]:
-        """Returns the figures of the epoch, computed anew when it has twice as many steps as before, or in a second."""
-        now, count = time.monotonic(), steps - self._steps_before_epoch
-        if count >= 2 * self._refreshed_at or now > self._refreshed + _REFRESH:
-            self._logs, self._refreshed, self._refreshed_at = run.logs(), now, count
-        return self._logs
+        raise ValueError(
+            f"StepMonitor measures steps of fit, and {method} has none. Remove it from the callbacks of {method}, and "
+            "pass it to fit."
+        )
 
     @contextlib.contextmanager
     def _short_progress_bar(self, history: Any) -> Iterator[None]:
@@ -257,10 +257,3 @@ class StepMonitor(keras.callbacks.Callback):
     def _close(self) -> None:
         self._ending.close()
         self._run = None
-
-
-def _not_training_error(method: str) -> ValueError:
-    return ValueError(
-        f"StepMonitor measures steps of fit, and {method} has none. Remove it from the callbacks of {method}, and pass "
-        "it to fit."
-    )

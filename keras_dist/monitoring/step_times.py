@@ -93,12 +93,7 @@ class StepTimes:
         return total / self.total.seconds if self.batches and self.total.seconds else None
 
     def figures(self) -> dict[str, Any]:
-        """Returns the figures that follow, by their names in `Summary`: None without a step.
-
-        >>> times = StepTimes(newest=deque(range(1, 101)))
-        >>> times.figures()["median"], times.figures()["percentile_95"]
-        (50.5, 95)
-        """
+        """Returns the figures that follow, by their names in `Summary`: None without a step."""
         seconds, data, others, host, gaps = self.total
         ordered = sorted(self.newest)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import keras
@@ -30,24 +30,22 @@ def planned_seconds_at_peak(plan: Plan) -> float | None:
     return plan.model_flops * seconds / plan.flops if seconds and plan.model_flops else None
 
 
-def proportional_seconds(batch: BatchShape, known: Mapping[BatchShape, float | None]) -> float | None:
-    """Returns the seconds of a batch that differs from a known one only in its rows, as the last one of an epoch."""
-    for other, seconds in known.items():
+def counted_seconds_at_peak(
+    model: Any, batch: BatchShape, specs: tuple[Any, Any], device: Device, counted: Mapping[BatchShape, float | None]
+) -> float | None:
+    """Returns how long one device would need at its peak for a step; None if that is unknown.
+
+    If a batch differs from a counted one only in its rows, as the last one of an epoch, FLOP are in proportion to them.
+    For others, the step is traced with the specs of the state and the batch, unless the device has no known peak.
+    """
+    for other, seconds in counted.items():
         if seconds is not None and other.rows and batch.rows and other.with_rows_of(batch) == batch:
             return seconds * batch.rows / other.rows
-    return None
-
-
-def traced_seconds_at_peak(model: keras.Model, state: Any, batch: Any, device: Device) -> float | None:
-    """Returns how long one device would need at its peak for a step, given specs of state and batch; None if unknown.
-
-    Takes as long as tracing a step, unless the device has no known peak.
-    """
-    known, trainer = hardware.of_device(device), cast(Any, model)
-    if known is None or not known.flops_per_second or trainer.run_eagerly or not trainer.jit_compile:
+    known = hardware.of_device(device)
+    if known is None or not known.flops_per_second or model.run_eagerly or not model.jit_compile:
         return None
     try:
-        flops, dtype = trace_flops(model, state, batch)
+        flops, dtype = trace_flops(model, *specs)
     except Exception as error:  # the step itself runs, so training goes on
         warn(
             f"StepMonitor cannot count the FLOP of {model.name!r}, because its train step cannot be traced a second "
