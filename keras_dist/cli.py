@@ -233,10 +233,8 @@ def _launch(options: argparse.Namespace) -> int:
         print(f"keras-dist: error: {error}", file=sys.stderr)
         return 2
     if outcome.failed is not None:
-        print(
-            f"keras-dist: process {outcome.failed} was the first to fail, with exit status {outcome.status}.",
-            file=sys.stderr,
-        )
+        text = f"keras-dist: process {outcome.failed} was the first to fail, with exit status {outcome.status}."
+        print(text, file=sys.stderr)
     return outcome.status
 
 

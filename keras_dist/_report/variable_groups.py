@@ -94,12 +94,11 @@ def _group_row(group: Sequence[PlacedVariable], note: str) -> tuple[str, ...]:
     first = group[0]
     path = "\n".join(text for text in (path_pattern([v.path for v in group]), note) if text)
     shape, size = f"{first.dtype}{list(first.shape)}", bytes_text(sum(v.bytes for v in group))
-    place = "\non hosts" if first.is_on_host else ""
-    if first.is_replicated:
-        return path, f"{len(group)}", shape, f"replicated{place}", size
-    shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
-    layout = ", ".join("+".join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)
-    return path, f"{len(group)}", shape, f"({layout}){place}", size
+    layout = "replicated"
+    if not first.is_replicated:
+        shape += f"\n{' ' * len(first.dtype)}{list(first.shard_shape)}"
+        layout = f"({', '.join('+'.join(axis) if isinstance(axis, tuple) else str(axis) for axis in first.axes)})"
+    return path, f"{len(group)}", shape, layout + "\non hosts" * first.is_on_host, size
 
 
 def _fold(text: str, room: int) -> str:

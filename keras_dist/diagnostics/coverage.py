@@ -136,10 +136,9 @@ class Coverage(Report):
         figures = {
             name: getattr(self, name) for name in ("bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies")
         }
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mesh = {"mesh": self.mesh.axis_sizes, "devices": self.mesh.devices.size}
         rules = {rule.pattern: rule.layout.axes for rule in self.rules}
-        return to_plain_data(figures | fields | mesh | {"rules": rules})
+        return to_plain_data(figures | vars(self) | mesh | {"rules": rules})
 
     def __repr__(self) -> str:
         counts = f"{counted(len(self.variables), 'variable')}, {counted(len(self.findings), 'finding')}"

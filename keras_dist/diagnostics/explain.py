@@ -81,9 +81,8 @@ def explain(
                 "keras_dist.set_distribution(...) first."
             )
     if not isinstance(distribution, Distribution):
-        raise TypeError(
-            f"explain takes a distribution of keras_dist, but got {what_instead_of_a_distribution(distribution)}"
-        )
+        given = what_instead_of_a_distribution(distribution)
+        raise TypeError(f"explain takes a distribution of keras_dist, but got {given}")
     if isinstance(model_or_builder, keras.Layer):
         with built(model_or_builder) as model:
             return _coverage(model, distribution)

@@ -165,7 +165,7 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
             f"Layout map rule {pattern!r} has no effect, because other rules take precedence for all paths that it "
             f"matches: {counts}{more}. {fix}"
         )
-        yield Finding("shadowed", message, 0, (), pattern)
+        yield _finding("shadowed", message, (), pattern)
     yield from _partly_shadowed_rules(coverage)
 
 
@@ -249,12 +249,11 @@ def _idle_axes(coverage: Coverage) -> Iterator[Finding]:
     for axis in coverage.idle_axes:
         size = coverage.mesh.axis_sizes[axis]
         empty = "" if coverage.rules or kind == "DataParallel" else "The layout map is empty: "
-        yield Finding(
+        yield _finding(
             "idle axis",
             f"{empty}{'m' if empty else 'M'}esh axis {axis!r} (size {size}) shards nothing, so the {size} devices "
             f"along it do the same work. Shard weights over it with layout map rules ({_DERIVE_RULES} derives them), "
             f"or give its devices to the batch axis{batch}.",
-            0,
             (),
             None,
         )

@@ -171,9 +171,15 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
             f"Cannot visualize {str(tensor)[:80]} ({type(tensor).__name__}) with layout={layout!r}. Pass a jax.Array "
             'or a variable, or a shape and a layout: visualize((16, 8), TensorLayout(("data", None), device_mesh)).'
         )
+    shape: tuple[int, ...] = tuple(tensor) if is_shape else tuple(getattr(tensor, "shape", ()))
+    if isinstance(layout, Sharding):
+        return shape, layout
     if is_shape:
-        return tuple(tensor), _sharding_of_layout(layout, tuple(tensor))
-    shape: tuple[int, ...] = tuple(getattr(tensor, "shape", ()))
+        layout = as_layout_on_mesh(layout, internals.current_distribution())
+        problem = layout_error(layout.axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
+        if problem:
+            raise ValueError(f"Cannot shard a tensor of shape {shape} as {layout.axes}: {problem}")
+        return shape, layout.backend_layout
     value = internals.variable_value(tensor) if isinstance(tensor, keras.Variable) else tensor
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         return shape, value.sharding
@@ -184,16 +190,6 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
             "is active, or pass a shape and a layout."
         )
     return shape, internals.as_sharding(given)
-
-
-def _sharding_of_layout(layout: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(layout, jax.sharding.Sharding):
-        return layout
-    layout = as_layout_on_mesh(layout, internals.current_distribution())
-    problem = layout_error(layout.axes, shape, as_device_mesh(layout.device_mesh).axis_sizes)
-    if problem:
-        raise ValueError(f"Cannot shard a tensor of shape {shape} as {layout.axes}: {problem}")
-    return layout.backend_layout
 
 
 def _layout_text(sharding: Any) -> str:

@@ -32,15 +32,10 @@ class BatchShape(NamedTuple):
         pairs = [(shape, dtype) for shape, dtype in self.arrays[: self.inputs] if len(shape) == 2 and dtype is not None]
         return max((math.prod(shape) for shape, dtype in pairs if jnp.issubdtype(dtype, np.integer)), default=None)
 
-    def with_rows_of(self, other: "BatchShape") -> "BatchShape | None":
-        """Returns this batch with the number of rows of another one; None if it has no rows."""
-        if self.rows is None or other.rows is None:
-            return None
-        arrays = tuple(
-            ((other.rows, *shape[1:]) if shape and shape[0] == self.rows else shape, dtype)
-            for shape, dtype in self.arrays
-        )
-        return BatchShape(arrays, self.inputs)
+    def with_rows(self, rows: int) -> "BatchShape":
+        """Returns this batch with another number of rows."""
+        arrays = [((rows, *shape[1:]) if shape[:1] == (self.rows,) else shape, dtype) for shape, dtype in self.arrays]
+        return BatchShape(tuple(arrays), self.inputs)
 
 
 def batch_shape(batch: Any) -> BatchShape:

@@ -83,9 +83,8 @@ def _installed(facts: SystemFacts, *packages: str) -> list[str]:
 def _backend(facts: SystemFacts) -> Iterator[SetupProblem]:
     backend = facts.environment.get("KERAS_BACKEND", "jax")
     if backend != "jax":
-        yield SetupProblem(
-            f"KERAS_BACKEND is {backend!r}.", "Set KERAS_BACKEND=jax: keras_dist supports no other backend."
-        )
+        fix = "Set KERAS_BACKEND=jax: keras_dist supports no other backend."
+        yield SetupProblem(f"KERAS_BACKEND is {backend!r}.", fix)
 
 
 def _old_versions(facts: SystemFacts) -> Iterator[SetupProblem]:
@@ -109,10 +108,8 @@ def _mixed_plugins(facts: SystemFacts) -> Iterator[SetupProblem]:
         for part in (name, name.replace("plugin", "pjrt")):
             version = facts.versions.get(part, jaxlib)
             if jaxlib is not None and version is not None and _release(version) != _release(jaxlib):
-                yield SetupProblem(
-                    f"{part} {version} is not of the version of jaxlib {jaxlib}, which JAX requires.",
-                    f"Run: {install_command(name.split('-')[1])}.",
-                )
+                fault = f"{part} {version} is not of the version of jaxlib {jaxlib}, which JAX requires."
+                yield SetupProblem(fault, f"Run: {install_command(name.split('-')[1])}.")
 
 
 def _xla_flags(facts: SystemFacts) -> Iterator[SetupProblem]:
@@ -122,15 +119,11 @@ def _xla_flags(facts: SystemFacts) -> Iterator[SetupProblem]:
             values[name].append(value)
         for name, given in values.items():
             if not name.startswith("--"):
-                yield SetupProblem(
-                    f"{variable} contains {name!r}, which is not a flag.",
-                    "Write flags as --name=value, with spaces between.",
-                )
+                fault = f"{variable} contains {name!r}, which is not a flag."
+                yield SetupProblem(fault, "Write flags as --name=value, with spaces between.")
             elif len(set(given)) > 1:
-                yield SetupProblem(
-                    f"{variable} sets {name} to {' and to '.join(map(repr, given))}, and the last value counts.",
-                    "Remove all but one.",
-                )
+                fault = f"{variable} sets {name} to {' and to '.join(map(repr, given))}, and the last value counts."
+                yield SetupProblem(fault, "Remove all but one.")
 
 
 def _no_devices(facts: SystemFacts) -> Iterator[SetupProblem]:
@@ -162,23 +155,17 @@ def _unused_accelerators(facts: SystemFacts) -> Iterator[SetupProblem]:
     for count, name, plugins, extra, names in kinds:
         if not count:
             continue
+        host = f"The host has {counted(count, name)}"
         if not plugins:
-            yield SetupProblem(
-                f"The host has {counted(count, name)}, but JAX uses CPUs.", f"Run: {install_command(extra)}."
-            )
+            yield SetupProblem(f"{host}, but JAX uses CPUs.", f"Run: {install_command(extra)}.")
         elif platforms and not any(each in platforms.split(",") for each in names):
-            yield SetupProblem(
-                f"The host has {counted(count, name)}, which JAX_PLATFORMS={platforms} hides.",
-                "Unset JAX_PLATFORMS to use them.",
-                False,
-            )
+            fault = f"{host}, which JAX_PLATFORMS={platforms} hides."
+            yield SetupProblem(fault, "Unset JAX_PLATFORMS to use them.", must_change=False)
         else:
             reasons = [line.strip() for line in facts.output.splitlines() if re.match(r"\s*\w*Error: ", line)]
             reason = f" ({reasons[-1]})" if reasons else ""
-            yield SetupProblem(
-                f"The host has {counted(count, name)} and {plugins[0]} is installed, but JAX uses CPUs{reason}.",
-                f"Install all of its libraries. Run: {install_command(extra)}.",
-            )
+            fault = f"{host} and {plugins[0]} is installed, but JAX uses CPUs{reason}."
+            yield SetupProblem(fault, f"Install all of its libraries. Run: {install_command(extra)}.")
 
 
 def _simulated_devices(facts: SystemFacts) -> Iterator[SetupProblem]:
@@ -187,11 +174,9 @@ def _simulated_devices(facts: SystemFacts) -> Iterator[SetupProblem]:
     count = next((int(text) for text in texts if text is not None and re.fullmatch(r"\d+", text)), 0)
     if facts.platform not in (None, "cpu"):
         if count:
-            yield SetupProblem(
-                f"{count} CPU devices are simulated, but JAX uses the accelerators of platform {facts.platform!r}.",
-                "Set JAX_PLATFORMS=cpu to use the simulated devices, or simulate none.",
-                False,
-            )
+            fault = f"{count} CPU devices are simulated, but JAX uses the accelerators of platform {facts.platform!r}."
+            fix = "Set JAX_PLATFORMS=cpu to use the simulated devices, or simulate none."
+            yield SetupProblem(fault, fix, must_change=False)
         return
     threads = facts.environment.get("NPROC", str(facts.cores))
     if count > facts.cores and (not re.fullmatch(r"\d+", threads) or int(threads) < count):
@@ -207,16 +192,13 @@ def _gpu_memory(facts: SystemFacts) -> Iterator[SetupProblem]:
     if facts.platform != "gpu":
         return
     if facts.environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
-        yield SetupProblem(
-            "XLA_PYTHON_CLIENT_PREALLOCATE is off, so memory is allocated piece by piece and may fragment.",
-            "Unset it if no other program needs the memory of the GPUs.",
-            False,
-        )
+        fault = "XLA_PYTHON_CLIENT_PREALLOCATE is off, so memory is allocated piece by piece and may fragment."
+        fix = "Unset it if no other program needs the memory of the GPUs."
+        yield SetupProblem(fault, fix, must_change=False)
     fraction = facts.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     if fraction is not None and not re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction):
-        yield SetupProblem(
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction} is not a fraction of 1.", "Set it to, for example, .9."
-        )
+        fault = f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction} is not a fraction of 1."
+        yield SetupProblem(fault, "Set it to, for example, .9.")
 
 
 _CHECKS: tuple[Callable[[SystemFacts], Iterator[SetupProblem]], ...] = (

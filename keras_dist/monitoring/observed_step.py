@@ -113,18 +113,16 @@ class _ObservedBatches(Iterator):
         self.waits: list[tuple[float, float]] = []
         self.waits_for_others: list[tuple[float, float]] = []
         self.taken: list[Any] = []
+        # When the newest batch was compared with those of other processes, for which it waited.
+        self.compared: tuple[float, float] | None = None
 
     def __next__(self) -> Any:
         begin = self._clock()
         batch = next(self._batches)
         end = self._clock()
+        self.compared = getattr(self._batches, "compared", None)
         self.waits.append((begin, end))
         if self.compared is not None:
             self.waits_for_others.append((max(begin, self.compared[0]), min(end, self.compared[1])))
         self.taken.append(batch)
         return batch
-
-    @property
-    def compared(self) -> tuple[float, float] | None:
-        """When the newest batch was compared with those of other processes, for which it waited; None if it was not."""
-        return getattr(self._batches, "compared", None)

@@ -71,9 +71,8 @@ def comparison_text(plan: Plan, summary: Summary) -> str:
     forecast = plan.roofline.forecast
     planned, name = (plan.roofline.seconds, "bound") if forecast is None else (forecast.seconds, "forecast")
     if planned and summary.median is not None:
-        parts.append(f"{name} {seconds_text(planned)}, measured {_times(summary.median / planned)}")
-        if named := _causes(summary.median / planned - 1, summary):
-            parts[-1] += f": {named}"
+        ratio = summary.median / planned
+        parts.append(f"{name} {seconds_text(planned)}, measured {_times(ratio)}{_causes(ratio - 1, summary)}")
     if summary.peak_memory is not None:
         parts.append(
             f"planned memory {bytes_text(plan.memory.total)}, peak {_times(summary.peak_memory / plan.memory.total)}"
@@ -110,7 +109,7 @@ def _causes(excess: float, summary: Summary) -> str:
     rest = excess / (1 + excess) - data - host
     shares = (("waiting for data", data), ("other work of the host", host), ("on the devices", rest))
     parts = [f"{name} {percent_text(share)}" for name, share in shares if share >= 0.005]
-    return ", ".join(parts) + " of the step" if parts else ""
+    return f": {', '.join(parts)} of the step" if parts else ""
 
 
 def _with_planned_remat(distribution: Any, plan: Plan) -> Any:

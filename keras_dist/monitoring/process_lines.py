@@ -84,11 +84,10 @@ class ProcessLines:
 
     def _collect(self, number: int, summary: Summary) -> None:
         """Shows the figures when all processes have posted theirs, the next window is there, or patience ends."""
-        while True:
-            others = messaging.posted(self._topic, number)
-            is_late = self._closed is not None and time.monotonic() > self._closed + PATIENCE
+        while len(others := messaging.posted(self._topic, number)) < messaging.process_count() - 1:
             is_next_there = self._closed is None and not self._summaries.empty()
-            if len(others) == messaging.process_count() - 1 or is_next_there or is_late:
+            is_late = self._closed is not None and time.monotonic() > self._closed + PATIENCE
+            if is_next_there or is_late:
                 break
             time.sleep(INTERVAL)
         messaging.remove_posted(self._topic, number)

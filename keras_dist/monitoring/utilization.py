@@ -39,7 +39,7 @@ def counted_seconds_at_peak(
     For others, the step is traced with the specs of the state and the batch, unless the device has no known peak.
     """
     for other, seconds in counted.items():
-        if seconds is not None and other.rows and batch.rows and other.with_rows_of(batch) == batch:
+        if seconds is not None and other.rows and batch.rows and other.with_rows(batch.rows) == batch:
             return seconds * batch.rows / other.rows
     known = hardware.of_device(device)
     if known is None or not known.flops_per_second or model.run_eagerly or not model.jit_compile:

@@ -102,8 +102,9 @@ def test_rows_and_tokens(batch, rows, tokens):
 
 def test_a_batch_with_other_rows():
     small = batch_shape((np.zeros((3, 4), "float32"), np.zeros((3,), "int32")))
-    assert BATCH.with_rows_of(small) == small
-    assert BATCH.with_rows_of(BatchShape((((), np.float32),), 1)) is None
+    assert BATCH.with_rows(3) == small
+    with_a_constant = BatchShape((((8, 2), np.float32), ((), np.float32)), 1)
+    assert with_a_constant.with_rows(3).arrays == (((3, 2), np.float32), ((), np.float32))
 
 
 def model_of(function, **attributes):
