@@ -102,12 +102,11 @@ class Bars:
         for number, bar in enumerate(self.bars):
             figures = "".join(_element("td", figure, _FIGURE_STYLE) for figure in bar.figures)
             color = "currentColor" if bar.is_limit else f"hsl({210 + 47 * number % 360}, 60%, 55%)"
-            opacity = 0.2 if bar.is_limit else 1
             width = max(bar.end - bar.start, 0.002) if bar.end > 0 else 0
             svg = (
                 '<svg width="360" height="12" viewBox="0 0 360 12" role="img">'
                 f'<rect x="{360 * bar.start:.1f}" width="{360 * width:.1f}" height="12" fill="{color}" '
-                f'opacity="{opacity}"/></svg>'
+                f'opacity="{0.2 if bar.is_limit else 1}"/></svg>'
             )
             label = _element("th", bar.label, _TEXT_STYLE)
             rows.append(f'<tr>{label}{figures}<td style="{_TEXT_STYLE}">{svg}</td></tr>')

@@ -18,11 +18,7 @@ def flops_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Formats a count in thousands (k), millions (M), billions (G) or trillions (T).
-
-    >>> count_text(70_553_706_496), count_text(12)
-    ('70.6 G', '12')
-    """
+    """Formats a count in thousands (k), millions (M), billions (G) or trillions (T)."""
     return _scaled(count, 1000, ("", "k", "M", "G", "T")).rstrip()
 
 

@@ -150,15 +150,13 @@ class Coverage(Report):
         if self.findings:
             yield "Possible problems", [Lines(tuple(numbered_lines(self.findings, _MAX_FINDINGS, ".findings")))]
         if self.gathered_sequences:
-            yield "Layers that gather sequences", [Table(("layer", "reason"), self._gathered_sequence_rows())]
+            layers = [*self.gathered_sequences.items()]
+            if len(layers) > _MAX_LAYERS:
+                layers[_MAX_LAYERS:] = [(f"... and {len(layers) - _MAX_LAYERS} more", "see .gathered_sequences")]
+            yield "Layers that gather sequences", [Table(("layer", "reason"), layers)]
         rows = variable_rows(self.variables, _MAX_GROUPS, lambda variable: variable.why)
         footer = ("total per device", "", "", "", bytes_text(self.bytes))
         yield "Variables, and their bytes per device", [Table(("path, reason", *VARIABLE_COLUMNS), rows, footer)]
-
-    def _gathered_sequence_rows(self) -> list[tuple[str, str]]:
-        rows = list(self.gathered_sequences.items())
-        more = len(rows) - _MAX_LAYERS
-        return rows if more <= 0 else [*rows[:_MAX_LAYERS], (f"... and {more} more", "see .gathered_sequences")]
 
     def _summary(self) -> Iterator[str]:
         kind = self.distribution.lstrip("<").split()[0]

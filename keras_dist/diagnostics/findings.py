@@ -75,12 +75,9 @@ def _misfits(coverage: Coverage) -> Iterator[Finding]:
 
 
 def _several_rules(coverage: Coverage) -> Iterator[Finding]:
-    undecided = [v for v in variables_with_rules(coverage) if v.why == SEVERAL_RULES]
-    if not undecided:
-        return
     sizes, rules = coverage.mesh.axis_sizes, dict(coverage.rules)
     regexes = Regexes({pattern: re.compile(pattern) for pattern in rules})
-    for group in group_variables(undecided):
+    for group in group_variables(v for v in variables_with_rules(coverage) if v.why == SEVERAL_RULES):
         patterns = matching_patterns(regexes, group[0].path)
         axes = next((rules[p].axes for p in patterns if not layout_error(rules[p].axes, group[0].shape, sizes)), ())
         keys = [assignment(v.path, axes) for v in group[:3]] + ["..."] * (len(group) > 3)

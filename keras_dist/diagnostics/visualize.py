@@ -84,8 +84,7 @@ class TensorPicture:
 
     def _grid(self) -> tuple[Sequence[Range], Sequence[Range], list[list[tuple[int, ...]]]]:
         """Returns the ranges of rows, those of columns, and the ids of devices for each; a dim not shown has one."""
-        unsharded: tuple[Sequence[Range], ...] = (((0, 1),), ((0, 1),))
-        rows, columns = (unsharded + self.parts)[-2:]
+        rows, columns = (((0, 1),), ((0, 1),), *self.parts)[-2:]
         start = 2 - len(self.dims)
         return rows, columns, [[self.cells[(i, j)[start:]] for j in range(len(columns))] for i in range(len(rows))]
 

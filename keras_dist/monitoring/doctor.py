@@ -73,9 +73,6 @@ def _row(device: Any) -> list[str]:
     return [device["name"], *texts, *("n/a" if size is None else bytes_text(size) for size in sizes)]
 
 
-# ------------------------------------------------------------------------------------------------------- the checks
-
-
 def _installed(facts: SystemFacts, *packages: str) -> list[str]:
     return [name for name in packages if name in facts.versions]
 

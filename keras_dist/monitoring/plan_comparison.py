@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from keras_dist._report.units import bytes_text, percent_text, seconds_text
+from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
@@ -41,7 +42,7 @@ def differences_from_run(
     running = devices[0].device_kind if known is None else known.name
     if (plan.target, plan.mesh.devices.size) != (running, len(devices)):
         found.append(f"planned for {plan.mesh.devices.size} x {plan.target}, running on {len(devices)} x {running}")
-    if not is_planned_batch(plan, batch):
+    if not _is_planned_batch(plan, batch):
         planned, given = ", ".join(jax.tree.leaves(plan.batch)), ", ".join(_array_texts(batch))
         found.append(f"planned for batch ({planned}), running with ({given})")
     mesh = getattr(distribution, "device_mesh", None)
@@ -56,8 +57,19 @@ def differences_from_run(
     return tuple(found)
 
 
-def is_planned_batch(plan: Plan, batch: BatchShape) -> bool:
-    """Whether a plan is of batches with these shapes and dtypes."""
+def warn_of_differences(plan: Plan, batch: BatchShape, devices: Sequence[Device], distribution: Any) -> tuple[str, ...]:
+    """Returns in what a plan differs from what runs, and warns if it does."""
+    differences = differences_from_run(plan, batch, devices, distribution)
+    if differences:
+        advice = "" if _is_planned_batch(plan, batch) else " A plan has the global batch, as fit gets it."
+        warn(
+            f"StepMonitor does not compare with the plan of {plan.model!r}, which is of another run: "
+            f"{'; '.join(differences)}. Plan what runs, or leave out plan=.{advice}",
+        )
+    return differences
+
+
+def _is_planned_batch(plan: Plan, batch: BatchShape) -> bool:
     return jax.tree.leaves(plan.batch) == _array_texts(batch)
 
 

@@ -54,18 +54,18 @@ class StepProfile:
                 ) from None
             self._is_tracing = True
 
-    def end_steps(self, count: int) -> None:
-        """Ends the trace if so many steps have ended that its last one is among them."""
+    def end_steps(self, count: int) -> bool:
+        """Ends the trace if so many steps have ended that its last one is among them. Returns whether it did."""
         with self._lock:
-            if self._is_tracing and count >= self._last:
-                self._stop()
+            if not self._is_tracing or count < self._last:
+                return False
+            self._is_tracing, self._is_done = False, True
+            jax.profiler.stop_trace()
+            return True
 
     def close(self, count: int | None = None) -> None:
         """Ends the trace. Warns if `fit` ended, after `count` steps, before the trace was complete."""
-        with self._lock:
-            was_tracing = self._is_tracing
-            if was_tracing:
-                self._stop()
+        was_tracing = self.end_steps(self._last)
         if count is None or (self._is_done and not was_tracing):
             return
         fault = f"was never reached: fit ran {counted(count, 'step')}, so no trace was written"
@@ -75,7 +75,3 @@ class StepProfile:
             f"profile=({self._first}, {self._last}) {fault}. Choose steps from 1 to {count}; they count over all "
             "epochs of a fit.",
         )
-
-    def _stop(self) -> None:
-        self._is_tracing, self._is_done = False, True
-        jax.profiler.stop_trace()

@@ -10,16 +10,10 @@ import jax
 import keras
 
 from keras_dist._keras.internals import current_distribution
-from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
 from keras_dist.monitoring.observed_step import StepObserver
-from keras_dist.monitoring.plan_comparison import (
-    comparison_text,
-    differences_from_run,
-    forecast_ratio,
-    is_planned_batch,
-)
+from keras_dist.monitoring.plan_comparison import comparison_text, forecast_ratio, warn_of_differences
 from keras_dist.monitoring.step_times import Execution, StepTimes, measure
 from keras_dist.monitoring.summary import Summary
 from keras_dist.monitoring.utilization import counted_seconds_at_peak, planned_seconds_at_peak
@@ -99,12 +93,6 @@ class Run:
             self._add_ended()
             self._epoch = StepTimes()
 
-    def epoch_summary(self) -> Summary:
-        """Returns the figures of the epoch so far."""
-        with self._lock:
-            self._add_ended()
-            return self._summary(self._epoch)
-
     def end_epoch(self) -> dict[str, float]:
         """Returns the figures of an epoch that has ended, by their names in Keras's logs."""
         self._look_at_new_batches()
@@ -119,7 +107,9 @@ class Run:
 
     def logs(self) -> dict[str, float]:
         """Returns the figures of the epoch so far, by their names in Keras's logs."""
-        summary = self.epoch_summary()
+        with self._lock:
+            self._add_ended()
+            summary = self._summary(self._epoch)
         ratio = None if self._plan_differences else forecast_ratio(self._plan, summary)
         return summary.logs() | ({} if ratio is None else {"step_time_vs_forecast": ratio})
 
@@ -143,26 +133,15 @@ class Run:
             seconds = None
             if not known:
                 self._devices = _devices_of(specs)
-                seconds = self._compare_with_plan(batch)
+                if self._plan is not None:
+                    distribution = current_distribution()
+                    self._plan_differences = warn_of_differences(self._plan, batch, self._devices, distribution)
+                    seconds = None if self._plan_differences else planned_seconds_at_peak(self._plan)
             if seconds is None:
                 seconds = counted_seconds_at_peak(self._model, batch, specs, self._devices[0], known)
             known[batch] = seconds
             rate = "samples_per_second" if set(known.values()) == {None} else "mfu"
             self.progress_bar_names = ("step_time_ms", rate, "data_wait")
-
-    def _compare_with_plan(self, batch: BatchShape) -> float | None:
-        """Returns the plan's seconds at peak, if it is of what runs. Warns if it is not."""
-        if self._plan is None:
-            return None
-        self._plan_differences = differences_from_run(self._plan, batch, self._devices, current_distribution())
-        if not self._plan_differences:
-            return planned_seconds_at_peak(self._plan)
-        advice = "" if is_planned_batch(self._plan, batch) else " A plan has the global batch, as fit gets it."
-        warn(
-            f"StepMonitor does not compare with the plan of {self._plan.model!r}, which is of another run: "
-            f"{'; '.join(self._plan_differences)}. Plan what runs, or leave out plan=.{advice}",
-        )
-        return None
 
     def _summary(self, times: StepTimes) -> Summary:
         memory, elapsed = _peak_memory(self._devices), self._clock() - self._begun
