@@ -158,7 +158,7 @@ class CheckpointFiles:
 
     def raise_failure(self) -> None:
         """Raises what `save` raises, if the last checkpoint is known to fail. Does not wait."""
-        if self._writing is not None and (self._writing.error is not None or messaging.known_failure() is not None):
+        if self._writing is not None and (self._writing.error is not None or messaging.known_failure is not None):
             self._finish()
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ def _wait_for(is_done: Callable[[], bool], wait: Callable[[float], Any]) -> None
     """Waits for what may need other processes; raises ProcessFailure when one of them has failed."""
     while not is_done():
         wait(messaging.TICK)
-        failure = messaging.known_failure()
+        failure = messaging.known_failure
         if failure is not None and not is_done():
             raise messaging.ProcessFailure(failure)
 
@@ -251,7 +251,7 @@ class _Writing(threading.Thread):
         context.checkpointables.registry = registry
         # By default threads that nothing ends wait minutes for a folder that could not be created.
         context.asynchronous.create_directories_asynchronously = False
-        context.asynchronous.timeout_secs = max(context.asynchronous.timeout_secs, int(messaging.timeout()))
+        context.asynchronous.timeout_secs = max(context.asynchronous.timeout_secs, int(messaging.timeout))
         try:
             with context:
                 response = orbax.save_checkpointables_async(*self._arguments)

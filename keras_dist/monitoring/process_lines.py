@@ -78,18 +78,19 @@ class ProcessLines:
                 if messaging.process_index() == 0:
                     self._collect(number, summary)
                 else:
-                    messaging.post(self._topic, number, dataclasses.asdict(summary))
+                    messaging.set_status(f"{self._topic}/{number}", dataclasses.asdict(summary))
         except (jax.errors.JaxRuntimeError, ConnectionError):
             return  # process 0 is gone, which ends training with an error of its own
 
     def _collect(self, number: int, summary: Summary) -> None:
         """Shows the figures when all processes have posted theirs, the next window is there, or patience ends."""
-        while len(others := messaging.posted(self._topic, number)) < messaging.process_count() - 1:
+        topic = f"{self._topic}/{number}"
+        while len(others := messaging.statuses(topic)) < messaging.process_count() - 1:
             is_next_there = self._closed is None and not self._summaries.empty()
             is_late = self._closed is not None and time.monotonic() > self._closed + PATIENCE
             if is_next_there or is_late:
                 break
             time.sleep(INTERVAL)
-        messaging.remove_posted(self._topic, number)
+        messaging.remove_statuses(topic)
         summaries = {0: summary} | {process: Summary(**values) for process, values in others.items()}
         self._show(*summary_of_all(summaries, messaging.process_count()))

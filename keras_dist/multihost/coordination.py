@@ -21,11 +21,10 @@ from keras_dist._keras.replaced_in_jax import replaces_in_jax
 from keras_dist._report.units import counted
 
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
-_JAX_HEARTBEAT_TIMEOUT = 100  # seconds, the default of `jax.distributed.initialize`
 _RETRY_INTERVAL = 0.5  # seconds
 _JAX_MARGIN = 5  # seconds that JAX waits for other processes beyond its `init_timeout`
 
-_heartbeat_timeout = _JAX_HEARTBEAT_TIMEOUT
+heartbeat_timeout = 100  # that of this program; at first JAX's default, for processes that JAX itself has joined
 _make_cpu_collectives = _jax.make_gloo_tcp_collectives
 
 
@@ -46,28 +45,17 @@ def is_joined() -> bool:
 
 
 def process_count() -> int:
-    """Returns the number of processes. Does not initialize JAX's backends."""
+    """Returns the number of processes, without initializing JAX's backends."""
     return _jax_distributed.global_state.num_processes if is_joined() else 1
 
 
 def process_index() -> int:
-    """Returns the index of this process."""
     return _jax_distributed.global_state.process_id if is_joined() else 0
 
 
 def address() -> str:
     """Returns the address of the service, as `"host:port"`."""
     return str(_jax_distributed.global_state.coordinator_address)
-
-
-def has_shutdown_barrier() -> bool:
-    """Whether `jax.distributed.shutdown` waits for all processes: not after `join`, which makes them recoverable."""
-    return not jax.config.jax_enable_recoverability  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def heartbeat_timeout() -> int:
-    """Returns after how many seconds without a heartbeat a process counts as dead."""
-    return _heartbeat_timeout
 
 
 @replaces_in_jax(
@@ -77,11 +65,8 @@ def heartbeat_timeout() -> int:
     "the address of the host's name, also where all processes are on one machine",
 )
 def join(timeout: float, initialize: Callable, **arguments) -> None:
-    """Calls `jax.distributed.initialize`, bounds its waiting time, and raises an error where JAX would abort.
-
-    The errors are those of `keras_dist.initialize`.
-    """
-    global _heartbeat_timeout
+    """Calls `jax.distributed.initialize`, bounds its waiting time, and raises an error where JAX would abort."""
+    global heartbeat_timeout
     module: Any = _jax_distributed
     address = arguments.get("coordinator_address")
     host = None if address is None else _split_address(address)[0]
@@ -90,16 +75,14 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
         _jax.make_gloo_tcp_collectives = functools.partial(_make_cpu_collectives, hostname=host)
     else:
         _jax.make_gloo_tcp_collectives = _make_cpu_collectives
-    _heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
+    heartbeat_timeout = max(1, int(min(HEARTBEAT_TIMEOUT, timeout)))
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all processes when one dies
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:  # it would take SIGTERM, and do nothing with it by itself
         jax.config.update("jax_enable_preemption_service", False)
     library, module._jax = module._jax, _BoundedLibrary(timeout)
     try:
         initialize(
-            initialization_timeout=max(1, int(timeout)),
-            heartbeat_timeout_seconds=_heartbeat_timeout,
-            **arguments,
+            initialization_timeout=max(1, int(timeout)), heartbeat_timeout_seconds=heartbeat_timeout, **arguments
         )
     except Exception:
         _reset()
@@ -138,8 +121,7 @@ class _BoundedLibrary:
     def get_distributed_runtime_client(self, address: str, process: int, **options) -> Any:
         if process != 0:
             self._wait_for_listener(address, process)
-        remaining = self._deadline - time.monotonic() - _JAX_MARGIN
-        options["init_timeout"] = max(1, int(remaining))
+        options["init_timeout"] = max(1, int(self._deadline - time.monotonic() - _JAX_MARGIN))
         # A client of JAX aborts this process when it cannot connect. With a Python callback it raises an exception
         # instead (it cannot convert the callback's argument, so the callback never runs), but then its message at the
         # death of process 0 is only "std::bad_cast". So a first client finds out whether all processes can join, and
@@ -181,10 +163,10 @@ class _BoundedLibrary:
         if "DEADLINE_EXCEEDED" in reason:
             count = "" if self._processes is None else f"{self._processes} "
             return (
-                f"Process {process} waited {counted(self._timeout, 'second')} at {address}, but not all "
-                f"{count}processes joined."
-                " Check the output of the missing processes, that num_processes is the number of processes started, "
-                "and that each has its own process_id; if they only start later, increase initialize(timeout=...)."
+                f"Process {process} waited {counted(self._timeout, 'second')} at {address}, but not all {count}"
+                "processes joined. Check the output of the missing processes, that num_processes is the number of "
+                "processes started, and that each has its own process_id; if they only start later, increase "
+                "initialize(timeout=...)."
             )
         if any(status in reason for status in ("UNAVAILABLE", "ABORTED", "CANCELLED")):
             return (
@@ -212,7 +194,6 @@ def _reset() -> None:
 
 
 def _split_address(address: str) -> tuple[str, int]:
-    """Returns host and port of `"host:port"`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

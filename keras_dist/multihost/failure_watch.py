@@ -42,12 +42,7 @@ _steps, _last_step = 0, 0.0  # how many steps of models this process has begun, 
 
 
 def start() -> None:
-    """Starts to watch the other processes, and to report the failure of this one. Called once.
-
-    Raises:
-        ValueError: The processes were passed different numbers of processes.
-        ProcessFailure: A process does not get here within the timeout.
-    """
+    """Starts to watch the other processes, and to report the failure of this one. Called once."""
     global _last_step
     _last_step = time.monotonic()
     messaging.announce_start()
@@ -101,13 +96,12 @@ def _watch_failures() -> None:
     while not _is_leaving and coordination.is_joined():
         time.sleep(TICK)
         try:
-            report = messaging.reported_failure()
-            if report is not None and report[0] == messaging.process_index():
+            if report := messaging.reported_failure():
+                if report[0] != messaging.process_index():
+                    _fail(report[1])
                 time.sleep(2 * END_GRACE)  # it ends by itself, unless its main thread is blocked in a collective
                 _end(report[1], status=1)
-            if report is not None:
-                _fail(report[1])
-            steps = _steps if time.monotonic() - _last_step > messaging.timeout() else None
+            steps = _steps if time.monotonic() - _last_step > messaging.timeout else None
             if steps != posted:
                 messaging.set_status(_STEPS, steps)
                 posted = steps
@@ -130,14 +124,14 @@ def _require_equal_steps(steps: dict[int, int]) -> None:
     if behind:
         message = (
             f"{messaging.describe(behind).capitalize()} has not begun step {newest} of this program, in which other "
-            f"processes have waited {counted(messaging.timeout(), 'second')}. {messaging.SLOW_PROCESS_FIX}"
+            f"processes have waited {counted(messaging.timeout, 'second')}. {messaging.SLOW_PROCESS_FIX}"
         )
         messaging.report_failure(messaging.ProcessFailure(message))
         _fail(message)
 
 
 def _fail(message: str) -> None:
-    messaging.set_known_failure(message)
+    messaging.known_failure = message
     # For the main thread, unless it is blocked in a collective. JAX aborts the others when process 0 ends.
     time.sleep(END_GRACE + (_LAST_MARGIN if messaging.process_index() == 0 else 0))
     _end(message)
@@ -185,7 +179,7 @@ def _leave() -> None:
 
 def _wait_for_others() -> None:
     """Waits until the other processes have disconnected; JAX aborts those that lose the service before."""
-    deadline, has_failed = time.monotonic() + messaging.timeout(), False
+    deadline, has_failed = time.monotonic() + messaging.timeout, False
     while _are_others_connected() and time.monotonic() < deadline:
         if not has_failed and _has_failed():
             has_failed = True
@@ -194,13 +188,13 @@ def _wait_for_others() -> None:
 
 
 def _are_others_connected() -> bool:
-    if coordination.has_shutdown_barrier():  # at which they wait for this process
-        return len(messaging.ended_processes()) < messaging.process_count()
-    return len(_live) > 1
+    if jax.config.jax_enable_recoverability:  # pyright: ignore[reportAttributeAccessIssue]
+        return len(_live) > 1
+    return len(messaging.ended_processes()) < messaging.process_count()  # they wait for this one in JAX's shutdown
 
 
 def _has_failed() -> bool:
-    return messaging.known_failure() is not None or messaging.reported_failure() is not None
+    return messaging.known_failure is not None or messaging.reported_failure() is not None
 
 
 def _report_uncaught_exceptions() -> None:
@@ -208,7 +202,7 @@ def _report_uncaught_exceptions() -> None:
 
     def hook(kind, error, trace):
         before(kind, error, trace)
-        reason = _wait_for_reason(error) if _is_device_error(error) else messaging.known_failure()
+        reason = _wait_for_reason(error) if _is_device_error(error) else messaging.known_failure
         messaging.report_failure(error)
         if reason is not None and not isinstance(error, messaging.ProcessFailure):
             _print_reason(reason)
@@ -219,16 +213,14 @@ def _report_uncaught_exceptions() -> None:
 def _wait_for_reason(error: BaseException) -> str | None:
     """Waits to learn which process caused an error of devices, if any did."""
     is_of_connection = re.search("gloo|nccl|connection|peer", str(error), re.IGNORECASE) is not None
-    seconds = coordination.heartbeat_timeout() if is_of_connection else 0
+    seconds = coordination.heartbeat_timeout if is_of_connection else 0
     deadline = time.monotonic() + seconds + 5 * TICK
     while time.monotonic() < deadline:
-        if messaging.known_failure() is not None:
-            return messaging.known_failure()
-        report = messaging.reported_failure()
-        if report is not None:  # perhaps by another thread of this process, at the timeout of a message
+        if messaging.known_failure is not None:
+            return messaging.known_failure
+        if report := messaging.reported_failure():  # perhaps by another thread, at the timeout of a message
             return report[1]
-        ended = messaging.ended_processes()
-        if ended:
+        if ended := messaging.ended_processes():
             return (
                 f"{messaging.describe(ended).capitalize()} ended while other processes needed it. Let every process "
                 "run the same program to its end."

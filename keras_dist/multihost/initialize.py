@@ -15,11 +15,7 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import has_jax_started
 from keras_dist.multihost import coordination, failure_watch, messaging
 
-_KINDS = {
-    str: (str, "a string"),
-    int: (numbers.Integral, "an integer"),
-    float: (numbers.Real, "a number of seconds"),
-}
+_KINDS = {str: (str, "a string"), int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number of seconds")}
 _timeout: float | None = None  # with which this process has joined
 
 
@@ -81,11 +77,10 @@ def initialize(
 def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:
     """Keras calls this in place of `jax.distributed.initialize`, before it draws one random seed for all processes."""
     if has_jax_started():
+        devices = counted(jax.local_device_count(), f"{jax.default_backend()} device")
         raise RuntimeError(
-            f"initialize() was called after JAX created its "
-            f"{counted(jax.local_device_count(), f'{jax.default_backend()} device')}. Call keras_dist.initialize() "
-            "directly after `import keras_dist`, before anything creates a "
-            "Keras layer, a mesh or a JAX array, or lists devices."
+            f"initialize() was called after JAX created its {devices}. Call keras_dist.initialize() directly after "
+            "`import keras_dist`, before anything creates a Keras layer, a mesh or a JAX array, or lists devices."
         )
     try:
         coordination.join(timeout, jax_initialize, **arguments)
@@ -107,7 +102,7 @@ def _watch(timeout: float) -> None:
     _timeout = timeout
     failure_watch.end_with_launcher()
     if messaging.is_multi_process():
-        messaging.set_timeout(timeout)
+        messaging.timeout = timeout
         failure_watch.start()
 
 

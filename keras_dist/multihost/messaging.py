@@ -5,6 +5,7 @@ process that does not take part, and processes must be able to report just that.
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,8 +27,8 @@ SLOW_PROCESS_FIX = "Check what that process is doing; if it only needs longer, i
 _PREFIX = "keras_dist"
 _WAITING = "waiting"  # the topic of where processes wait for a message
 
-_timeout = DEFAULT_TIMEOUT
-_failure: str | None = None  # of another process, once known
+timeout = DEFAULT_TIMEOUT  # seconds for which processes wait for one another
+known_failure: str | None = None  # of another process; `exchange` raises it where it waits
 _numbers: dict[str, "itertools.count[int]"] = collections.defaultdict(itertools.count)  # of the exchanges of each topic
 
 
@@ -36,19 +37,7 @@ class ProcessFailure(RuntimeError):
 
 
 def is_multi_process() -> bool:
-    """Whether the program runs as several processes."""
     return process_count() > 1
-
-
-def timeout() -> float:
-    """Returns for how many seconds processes wait for one another."""
-    return _timeout
-
-
-def set_timeout(seconds: float) -> None:
-    """Sets for how long processes wait for one another."""
-    global _timeout
-    _timeout = seconds
 
 
 def exchange(
@@ -56,16 +45,9 @@ def exchange(
 ) -> list[Any]:
     """Sends a message to all processes and returns the messages of all.
 
-    Every process must call it equally often for each topic. Process 0 collects the messages and distributes them.
-
-    Args:
-        topic: Names the exchange in keys and errors. The calls for one topic are numbered.
-        message: Anything that JSON can represent, a few kilobytes at most.
-        is_cancelled: Whether the answer is no longer needed; called once a second.
-        method: The method of a model that runs, for errors.
-
-    Returns:
-        The messages, in the order of the processes.
+    Every process must call it equally often for each topic, with a message that JSON can represent, a few kilobytes at
+    most. Process 0 collects the messages and distributes them. `is_cancelled` tells whether the answer is no longer
+    needed, and is called once a second. `method` is the method of a model that runs, for errors.
 
     Raises:
         ProcessFailure: Another process failed or did not send within the timeout, or the exchange was cancelled.
@@ -89,23 +71,8 @@ def exchange(
     return messages
 
 
-def post(topic: str, number: int, message: Any) -> None:
-    """Stores a message of this process for `posted`, and waits for no other process."""
-    client().key_value_set(f"{_PREFIX}/{topic}/{number}/from/{process_index()}", json.dumps(message))
-
-
-def posted(topic: str, number: int) -> dict[int, Any]:
-    """Returns the messages that processes have posted so far, by process. Does not wait for more."""
-    return statuses(f"{topic}/{number}/from")
-
-
-def remove_posted(topic: str, number: int) -> None:
-    """Removes the messages that processes have posted so far."""
-    client().key_value_delete(f"{_PREFIX}/{topic}/{number}/")
-
-
 def set_status(topic: str, status: Any) -> None:
-    """Stores what this process does, in place of what it did before; None removes it."""
+    """Stores what this process reports, in place of what it did before; None removes it. Waits for no other process."""
     key = f"{_PREFIX}/{topic}/{process_index()}"
     if status is None:
         client().key_value_delete(key)
@@ -114,34 +81,37 @@ def set_status(topic: str, status: Any) -> None:
 
 
 def statuses(topic: str) -> dict[int, Any]:
-    """Returns what each process that has reported does, by process."""
+    """Returns what processes have reported so far, by process."""
     return {process: json.loads(text) for process, text in sorted(_by_process(f"{_PREFIX}/{topic}/").items())}
+
+
+def remove_statuses(topic: str) -> None:
+    client().key_value_delete(f"{_PREFIX}/{topic}/")
 
 
 def decide(topic: str, value: str) -> str:
     """Stores a value, unless another process has stored one, and returns the one that is stored."""
     key = f"{_PREFIX}/{topic}/decision"
-    _store_first(key, value)
+    with _tolerated("ALREADY_EXISTS"):
+        client().key_value_set(key, value)
     return client().key_value_try_get(key)
 
 
 def decision(topic: str, is_cancelled: Callable[[], bool]) -> str | None:
     """Waits for the value of `decide`, for as long as it takes; None if that is cancelled, asked once a second."""
     while not is_cancelled():
-        try:
+        with _tolerated("DEADLINE_EXCEEDED"):
             return client().blocking_key_value_get(f"{_PREFIX}/{topic}/decision", int(1000 * TICK))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
     return None
 
 
-def _store_first(key: str, value: str) -> None:
-    """Stores a value, unless there is one."""
+@contextlib.contextmanager
+def _tolerated(status: str) -> Iterator[None]:
+    """Ends a block where the coordination service answers with this status."""
     try:
-        client().key_value_set(key, value)
+        yield
     except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):
+        if status not in str(error):
             raise
 
 
@@ -151,23 +121,19 @@ def _by_process(directory: str) -> dict[int, str]:
 
 
 def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], bool]) -> str:
-    key, deadline = f"{directory}/{name}", time.monotonic() + _timeout
+    key, deadline = f"{directory}/{name}", time.monotonic() + timeout
     is_announced = False
     while True:
-        try:
+        with _tolerated("DEADLINE_EXCEEDED"):
             message = client().blocking_key_value_get(key, int(1000 * TICK))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-        else:
             if is_announced:
                 set_status(_WAITING, None)
             return message
         if not is_announced:
             set_status(_WAITING, place)
             is_announced = True
-        if _failure is not None:
-            raise ProcessFailure(_failure)
+        if known_failure is not None:
+            raise ProcessFailure(known_failure)
         if is_cancelled():
             raise ProcessFailure(f"The exchange of {place} was cancelled, because its result is no longer needed.")
         problem, ended = None, ended_processes()
@@ -194,25 +160,19 @@ def _timeout_message(directory: str, place: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
     waiting = {process: other for process, other in statuses(_WAITING).items() if process in missing}
     others = [f"process {process} waits at {other}" for process, other in waiting.items() if other != place]
+    waited = f"Process {process_index()} waited {counted(timeout, 'second')} at {place}"
     if others:
         return (
-            f"Process {process_index()} waited {counted(_timeout, 'second')} at {place}, while {', '.join(others[:4])}."
-            " Let all processes call the same methods of a model in the same order, with the same epochs and "
-            "validation_data."
+            f"{waited}, while {', '.join(others[:4])}. Let all processes call the same methods of a model in the same "
+            "order, with the same epochs and validation_data."
         )
-    return (
-        f"Process {process_index()} waited {counted(_timeout, 'second')} at {place} for "
-        f"{describe(missing) or 'process 0 to distribute the messages'}. {SLOW_PROCESS_FIX}"
-    )
+    return f"{waited} for {describe(missing) or 'process 0 to distribute the messages'}. {SLOW_PROCESS_FIX}"
 
 
 def _look_up(key: str) -> str | None:
-    try:
+    with _tolerated("NOT_FOUND"):
         return client().key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" in str(error):
-            return None
-        raise
+    return None
 
 
 # --------------------------------------------------------------------------------------- the state of each process
@@ -239,36 +199,22 @@ def _host_and_pid() -> str:
 
 def describe(processes: list[int]) -> str:
     """Returns the indices of processes as text, with host and pid of the first four."""
-    parts = []
-    for process in processes[:4]:
-        where = _look_up(f"{_PREFIX}/where/{process}")
-        parts.append(f"process {process}{f' ({where})' if where else ''}")
-    if len(processes) > 4:
-        parts.append(f"{len(processes) - 4} more")
-    return ", ".join(parts)
+    where = {process: _look_up(f"{_PREFIX}/where/{process}") for process in processes[:4]}
+    parts = [f"process {process}{f' ({place})' if place else ''}" for process, place in where.items()]
+    return ", ".join(parts + [f"{len(processes) - 4} more"] * (len(processes) > 4))
 
 
 def report_failure(error: BaseException) -> None:
     """Tells the other processes that this one cannot continue. Only the first report of all processes is kept."""
-    if not is_multi_process() or _failure is not None:
+    if not is_multi_process() or known_failure is not None:
         return
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     message = f"Process {process_index()} ({_host_and_pid()}) failed: {text}"
-    _store_first(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
+    with _tolerated("ALREADY_EXISTS"):
+        client().key_value_set(f"{_PREFIX}/failed", json.dumps([process_index(), message]))
 
 
 def reported_failure() -> tuple[int, str] | None:
     """Returns the process that reported a failure, and its message."""
     report = _look_up(f"{_PREFIX}/failed")
     return None if report is None else tuple(json.loads(report))
-
-
-def known_failure() -> str | None:
-    """Returns the failure of another process that this one knows of."""
-    return _failure
-
-
-def set_known_failure(message: str) -> None:
-    """Sets the failure that `exchange` raises where it waits, from now on."""
-    global _failure
-    _failure = message

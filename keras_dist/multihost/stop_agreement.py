@@ -48,7 +48,7 @@ class StopAgreement:
     def is_reached(self) -> bool:
         """Returns whether all processes stop at this point; if not, they pass it."""
         if self._is_requested and messaging.is_multi_process():
-            self._is_decided.wait(messaging.timeout())  # else this process would pass a point that all can stop at
+            self._is_decided.wait(messaging.timeout)  # else this process would pass a point that all can stop at
         with self._lock:
             is_reached = self._stop_after is not None and self._passed >= self._stop_after
             self._passed += 1
@@ -59,7 +59,7 @@ class StopAgreement:
         if not messaging.is_multi_process():
             return self._is_requested
         is_stop = messaging.decide(self._topic, _END) == _STOP
-        self._is_decided.wait(messaging.timeout())
+        self._is_decided.wait(messaging.timeout)
         return is_stop
 
     def abandon(self) -> None:

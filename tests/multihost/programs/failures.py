@@ -44,7 +44,7 @@ def fail(work, failure, who, wait_seconds):
     """Works with the other process; after three steps, process `who` fails."""
 
     def act():
-        messaging.set_timeout(wait_seconds)
+        messaging.timeout = wait_seconds
         if messaging.process_index() == who:
             FAILURES[failure]()
 
@@ -99,7 +99,7 @@ def cannot_write(directory, who, file, arguments, wait_seconds):
             if batch != 6:
                 return
             checkpoint._files._finish()  # the checkpoint before is complete
-            messaging.set_timeout(wait_seconds)
+            messaging.timeout = wait_seconds
             if messaging.process_index() != who:
                 return
             if file == "progress":
