@@ -37,20 +37,9 @@ def launch_elastic(
 
     The processes share a cache of compiled programs for as long as the launcher runs, if the environment names none.
 
-    Args:
-        command: Program and arguments. It resumes by itself, for example with `kd.TrainingCheckpoint`.
-        processes: Number of processes at first, and after SIGUSR2.
-        devices_per_process: As for `launch`.
-        min_processes: With fewer processes the command is not started again.
-        show: As for `launch`.
-        environment: As for `launch`.
-        stop_grace: As for `launch`; also for the processes that are started again after SIGUSR2.
-
-    Returns:
-        How the processes of the last start ended.
-
-    Raises:
-        ValueError: `processes`, `devices_per_process` or `min_processes` is out of range.
+    Arguments are as for `launch`, except that the program must resume by itself, for example with
+    `kd.TrainingCheckpoint`, that `stop_grace` is also for processes that are started again after SIGUSR2, and that the
+    program is not started again with fewer than `min_processes`. Returns how the processes of the last start ended.
     """
     if not 1 <= min_processes <= processes:
         raise ValueError(f"min_processes={min_processes} is not between 1 and processes={processes}.")
@@ -60,32 +49,22 @@ def launch_elastic(
     with _compiled_programs(environment), launcher.received_signals(signal.SIGUSR2) as events:
         while True:
             outcome, stopped_by = launcher.run(
-                command,
-                count,
-                devices_per_process,
-                events,
-                show=show,
-                environment=environment,
-                grace=_GRACE,
-                stop_grace=stop_grace,
+                command, count, devices_per_process, events, show, environment, None, _GRACE, stop_grace
             )
             if outcome.status == 0:
                 return outcome
             if stopped_by == signal.SIGUSR2:
                 count, reason = processes, "Asked by SIGUSR2"
-            elif outcome.failed is None or not _has_died(outcome, environment) or count == min_processes:
+            elif outcome.failed is None or count == min_processes:
                 return outcome
             else:
-                count -= 1
-                reason = f"Process {outcome.failed} ended with status {outcome.statuses[outcome.failed]}"
+                status = outcome.statuses[outcome.failed]
+                has_died = status < 0 or str(status) in (environment[STATUS_VARIABLE], str(FOLLOWER_STATUS))
+                if not has_died:
+                    return outcome
+                count, reason = count - 1, f"Process {outcome.failed} ended with status {status}"
             noun = "process" if count == 1 else "processes"
             print(f"keras-dist: {reason}. Starting again with {count} {noun}.", file=sys.stderr, flush=True)
-
-
-def _has_died(outcome: Outcome, environment: Mapping[str, str]) -> bool:
-    assert outcome.failed is not None
-    status = outcome.statuses[outcome.failed]
-    return status < 0 or str(status) in (environment[STATUS_VARIABLE], str(FOLLOWER_STATUS))
 
 
 @contextlib.contextmanager

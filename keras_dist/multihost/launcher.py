@@ -27,17 +27,11 @@ _printing = threading.Lock()
 
 
 class Outcome(NamedTuple):
-    """How the processes ended.
+    """How the processes ended."""
 
-    Attributes:
-        status: 0, or the exit status of the first process that failed; 128 + n if signal n ended it.
-        failed: The index of that process, or None if none failed before all were stopped.
-        statuses: Exit status of each process; -n if signal n ended it.
-    """
-
-    status: int
-    failed: int | None
-    statuses: list[int]
+    status: int  # 0, or the exit status of the first process that failed; 128 + n if signal n ended it
+    failed: int | None  # the index of that process, or None if none failed before all were stopped
+    statuses: list[int]  # exit status of each process; -n if signal n ended it
 
 
 Events = queue.SimpleQueue["_Process | int"]  # processes that have ended, and signals that the launcher has received
@@ -71,9 +65,6 @@ def launch(
         grace: Seconds that the others have to end by themselves after one failed.
         stop_grace: Seconds that all have to end by themselves after SIGTERM or SIGUSR1.
 
-    Returns:
-        How the processes ended.
-
     Raises:
         ValueError: `processes` or `devices_per_process` is less than 1.
 
@@ -84,18 +75,7 @@ def launch(
     Outcome(status=0, failed=None, statuses=[0])
     """
     with received_signals() as events:
-        outcome, _ = run(
-            command,
-            processes,
-            devices_per_process,
-            events,
-            show=show,
-            environment=environment,
-            timeout=timeout,
-            grace=grace,
-            stop_grace=stop_grace,
-        )
-    return outcome
+        return run(command, processes, devices_per_process, events, show, environment, timeout, grace, stop_grace)[0]
 
 
 def run(
@@ -103,17 +83,15 @@ def run(
     processes: int,
     devices_per_process: int | None,
     events: Events,
-    *,
     show: Callable[[int, str, str], None] | None,
     environment: Mapping[str, str] | None,
-    timeout: float | None = None,
+    timeout: float | None,
     grace: float,
     stop_grace: float,
 ) -> tuple[Outcome, int | None]:
-    """Does what `launch` does, for signals from a queue, which may hold some that came before; see there.
+    """Does what `launch` does, for signals from a queue, which may hold some that came before.
 
-    Returns:
-        How the processes ended, and the signal to the launcher for which they were stopped.
+    Returns the outcome, and the signal to the launcher for which the processes were stopped.
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
@@ -124,11 +102,16 @@ def run(
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
     group: list[_Process] = []
     with _pipe_to_launcher() as pipe, _reserved_port() as port:
-        common |= _joint_environment(processes, port)
+        common |= {
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
+            "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),
+            "PYTHONUNBUFFERED": "1",
+            PIPE_VARIABLE: f"{pipe}:{os.fstat(pipe).st_ino}",
+        }
         try:
             for rank in range(processes):
-                own = {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank), PIPE_VARIABLE: f"{pipe}:{os.fstat(pipe).st_ino}"}
-                group.append(_Process(rank, command, common | own, pipe, show, events))
+                own = common | {"KERAS_DISTRIBUTION_PROCESS_ID": str(rank)}
+                group.append(_Process(rank, command, own, pipe, show, events))
             status, failed, stopped_by = _wait(group, events, timeout, grace, stop_grace)
         finally:
             _stop(group)
@@ -153,14 +136,6 @@ def _reserved_port() -> Iterator[int]:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         yield reserved.getsockname()[1]
-
-
-def _joint_environment(processes: int, port: int) -> dict[str, str]:
-    return {
-        "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
-        "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
@@ -236,11 +211,7 @@ def print_first_process(process: int, stream: str, line: str) -> None:
 def _wait(
     group: list[_Process], events: Events, timeout: float | None, grace: float, stop_grace: float
 ) -> tuple[int, int | None, int | None]:
-    """Waits until all have ended, or have had the time for it.
-
-    Returns:
-        `Outcome.status` and `.failed`, and the signal to the launcher for which all were stopped.
-    """
+    """Waits until all have ended, or have had the time for it. Returns `Outcome.status`, `.failed`, and as `run`."""
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: list[tuple[int, int]] = []
     running, stopped_by = len(group), None
