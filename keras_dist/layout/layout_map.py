@@ -65,9 +65,7 @@ class LayoutMap(keras.distribution.LayoutMap):
 
     @classmethod
     def from_rules(
-        cls,
-        rules: Iterable[tuple[str, Any]],
-        device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None,
+        cls, rules: Iterable[tuple[str, Any]], device_mesh: keras.distribution.DeviceMesh | jax.sharding.Mesh | None
     ) -> "LayoutMap":
         """Creates a map in which the first rule that matches a path wins.
 

@@ -94,7 +94,7 @@ class DeviceMeshManager:
         if devices is None and self._devices is None and not uses_all and needed < len(given):
             warn(
                 f"Mesh {spell_axes(axes)} leaves {len(given) - needed} of {len(given)} devices idle. Give one axis the "
-                f"size -1 to use all, or pass devices=jax.devices()[:{needed}] if this is intended.",
+                f"size -1 to use all, or pass devices=jax.devices()[:{needed}] if this is intended."
             )
         return create_device_mesh(axes, given if uses_all else given[:needed]).backend_mesh
 

@@ -168,12 +168,7 @@ def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> lis
 
 
 def _arrange(
-    devices: list[Device],
-    axes: Mapping[str, int],
-    dcn: Any,
-    levels: list[Level],
-    sort: bool,
-    allow_split: bool,
+    devices: list[Device], axes: Mapping[str, int], dcn: Any, levels: list[Level], sort: bool, allow_split: bool
 ) -> np.ndarray:
     """Arranges devices level by level: first the groups of a level, then the devices of each group."""
     if not levels:

@@ -59,10 +59,7 @@ def require_same_program(program: Any, name: str) -> None:
 
 
 def program_lines(program: Any) -> list[str]:
-    """Returns a program as text that is equal for equal programs of different processes.
-
-    Memory addresses are removed, sets are sorted, and arrays that are part of the program follow as checksums.
-    """
+    """Returns the lines of a program, then checksums of its arrays, without addresses and with sets in order."""
     text = re.sub(r" at 0x[0-9a-f]+|\bid=\d+", "", str(program))
     text = re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda match: str(sorted(match[1].split(", "))), text)
     return [*text.splitlines(), *map(_checksum, _constants(program.jaxpr, program.consts))]

@@ -34,12 +34,8 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     """Raises a ValueError on all processes if shards that several of them hold differ.
 
     Each process computes checksums of all bits on its own devices, and sends one message. Large arrays that differ by
-    no more than rounding are a warning: GPUs add up some sums in any order.
-
-    Args:
-        owner: The name of the model, for errors.
-        place: Where in the program this is; an error says where processes are if they are at different places.
-        values: Names and arrays, in the same order on all processes.
+    no more than rounding are a warning: GPUs add up some sums in any order. `owner` is the name of the model, and
+    `place` where in the program this is, for errors. The values are in the same order on all processes.
     """
     shards = [shard for name, array in values for shard in _shared_shards(name, array)]
     checksums = [int(checksum) for checksum in jax.device_get([_checksum(_on_device(shard.data)) for shard in shards])]
@@ -60,22 +56,20 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     if all(len({sent[process].get(holders) for process in map(int, holders.split(","))}) == 1 for holders in shared):
         return
     rows = [
-        [s.name, s.part, checksum, _text(s.data), _sums_of(s.data)]
-        for s, checksum in zip(shards, checksums, strict=True)
+        [name, part, checksum, _text(data), _sums_of(data)]
+        for (name, part, _, data), checksum in zip(shards, checksums, strict=True)
     ]
     found, is_rounding = _differences(messaging.exchange("shared values in full", rows))
-    more = f", and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    if is_rounding:
-        warn(
-            f"Values of {owner!r} that should be equal on all processes differ by rounding: "
-            f"{', '.join(found[:_MAX_NAMED])}{more}. The processes have hardware or kernels that round in other ways. "
-            "On GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+    named = ", ".join(found[:_MAX_NAMED] + [f"and {len(found) - _MAX_NAMED} more"] * (len(found) > _MAX_NAMED))
+    if not is_rounding:
+        raise ValueError(
+            f"Values of {owner!r} that must be equal on all processes differ: {named}. Some processes have assigned "
+            "them and others have not, or not the same, in a callback or before fit. Let all processes assign the "
+            "same values, whatever their index, clock, files or random numbers are."
         )
-        return
-    raise ValueError(
-        f"Values of {owner!r} that must be equal on all processes differ: {', '.join(found[:_MAX_NAMED])}{more}. Some "
-        "processes have assigned them and others have not, or not the same, in a callback or before fit. Let all "
-        "processes assign the same values, whatever their index, clock, files or random numbers are."
+    warn(
+        f"Values of {owner!r} that should be equal on all processes differ by rounding: {named}. The processes have "
+        "hardware or kernels that round in other ways. On GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true."
     )
 
 
@@ -123,7 +117,6 @@ def _factors(size: int) -> jax.Array:
 
 
 def _text(data: jax.Array) -> str | None:
-    """Returns the value of a scalar for an error."""
     return f"{np.asarray(data).item():.6g}" if data.size == 1 and jnp.issubdtype(data.dtype, np.number) else None
 
 
@@ -149,10 +142,7 @@ def _is_close(sums: list[float] | None, others: list[float] | None) -> bool:
 
 
 def _differences(rows: list[list[list]]) -> tuple[list[str], bool]:
-    """Returns what differs, with the processes that hold it, and whether all of it does so by rounding.
-
-    Scalars come first, with their values.
-    """
+    """Returns what differs, scalars first, with the processes that hold it, and whether all is by rounding."""
     received: dict[tuple[str, str], dict[int, list]] = {}
     for process, process_rows in enumerate(rows):
         for name, part, *value in process_rows:
@@ -165,9 +155,6 @@ def _differences(rows: list[list[list]]) -> tuple[list[str], bool]:
         is_rounding &= all(_is_close(values[first][2], values[process][2]) for process in differing)
         if differing and name not in found:
             texts = {process: values[process][1] for process in [first, *differing[:_MAX_NAMED]]}
-            shown = [
-                f"on process {process}" if text is None else f"{text} on process {process}"
-                for process, text in texts.items()
-            ]
+            shown = [f"{text or ''} on process {process}".strip() for process, text in texts.items()]
             found[name] = None in texts.values(), f"{name!r} ({' and '.join(shown)})"
     return [text for _, text in sorted(found.values(), key=lambda entry: entry[0])], is_rounding
