@@ -14,14 +14,11 @@ _QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?:sca
 
 
 class BaseWeight(NamedTuple):
-    """The weight that a derived weight belongs to: its path, and which of its dims each dim of the derived one has.
-
-    `shape` is the shape that a rule is for, where the derived weight is what is left of the base weight.
-    """
+    """The weight that a derived weight belongs to."""
 
     path: str
-    dims: Dims
-    shape: tuple[int, ...] | None = None
+    dims: Dims  # which of its dims each dim of the derived weight has
+    shape: tuple[int, ...] | None = None  # that a rule is for, where the derived weight is all that is left of it
 
 
 def base_weight_of(variable: Any) -> BaseWeight | None:

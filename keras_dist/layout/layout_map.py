@@ -61,7 +61,6 @@ class LayoutMap(keras.distribution.LayoutMap):
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
         self._device_mesh = None if device_mesh is None else as_auto_mesh(device_mesh)
         self._regexes = Regexes()
-        self._rules: dict[str, Rule | None] = {}  # results of lookups since the last change
 
     @classmethod
     def from_rules(
@@ -123,32 +122,20 @@ class LayoutMap(keras.distribution.LayoutMap):
         Raises:
             ValueError: Several rules match.
         """
-        if path in self._rules:
-            return self._rules[path]
         patterns = self._matching(path)
         if len(patterns) > 1:
             raise ValueError(
                 f"Path '{path}' matches multiple layout specification keys: {patterns}. Narrow the regexes, or add "
                 "the path itself as a key: it takes precedence over regexes."
             )
-        rule = Rule(patterns[0], self._layout_map[patterns[0]]) if patterns else None
-        self._rules[path] = rule
-        return rule
+        return Rule(patterns[0], self._layout_map[patterns[0]]) if patterns else None
 
     def __getitem__(self, key: str) -> TensorLayout | None:
-        """Returns the layout for a path or key, or None if no rule matches.
-
-        Raises:
-            ValueError: Several rules match.
-        """
+        """Returns the layout for a path or key, or None, as `get` does."""
         return self.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the layout for a path or key, or `default` if no rule matches.
-
-        Raises:
-            ValueError: Several rules match.
-        """
+        """Returns the layout for a path or key, or `default` if no rule matches. Raises the errors of `rule`."""
         rule = self.rule(key)
         return rule.layout if rule else default
 
@@ -190,7 +177,6 @@ class LayoutMap(keras.distribution.LayoutMap):
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
         self._regexes[key] = regex
-        self._rules.clear()
 
     def __delitem__(self, key: str) -> None:
         """Removes the rule with this key. A path that the key merely matches is not accepted.
@@ -200,7 +186,6 @@ class LayoutMap(keras.distribution.LayoutMap):
         """
         del self._layout_map[key]
         del self._regexes[key]
-        self._rules.clear()
 
     def __len__(self) -> int:
         return len(self._layout_map)
@@ -324,17 +309,17 @@ class LayoutMap(keras.distribution.LayoutMap):
                     "which to_source() requires. Assign axes to the rule instead of a layout with its own mesh."
                 )
         mesh = "None" if self._device_mesh is None else device_mesh or "device_mesh"
-        made = []
+        lines = ["import keras_dist as kd", ""]
         if self._device_mesh is not None and device_mesh is None:
             axes = ",".join(f"{name}:{size}" for name, size in self._device_mesh.axis_sizes.items())
-            made = [f'device_mesh = kd.create_device_mesh("{axes}")']
+            lines.append(f'device_mesh = kd.create_device_mesh("{axes}")')
         if self._first_match_wins:
             rules = [f"    ({key!r}, {layout.axes})," for key, layout in self._layout_map.items()]
-            lines = ["rules = [", *rules, "]", f"layout_map = kd.LayoutMap.from_rules(rules, {mesh})"]
+            lines += ["rules = [", *rules, "]", f"layout_map = kd.LayoutMap.from_rules(rules, {mesh})"]
         else:
             rules = [f"layout_map[{key!r}] = {layout.axes}" for key, layout in self._layout_map.items()]
-            lines = [f"layout_map = kd.LayoutMap({mesh})", *rules]
-        return "\n".join(["import keras_dist as kd", "", *made, *lines, ""])
+            lines += [f"layout_map = kd.LayoutMap({mesh})", *rules]
+        return "\n".join([*lines, ""])
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{key!r}: {layout.axes}" for key, layout in self._layout_map.items())
@@ -342,7 +327,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         return f"<{type(self).__name__} {{{rules}}}{first}, device_mesh={self._device_mesh}>"
 
     def __getstate__(self):
-        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": Regexes(self._regexes), "_rules": {}}
+        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": Regexes(self._regexes)}
 
     def _matching(self, path: str) -> list[str]:
         """Returns the keys that apply to a path; at most one if the first match wins."""
@@ -377,6 +362,5 @@ def as_layout_map(layout_map) -> LayoutMap:
             f"{type(layout_map).__name__}). Create one with keras_dist.LayoutMap(device_mesh)."
         )
     converted = LayoutMap(layout_map.device_mesh)
-    for key in layout_map:
-        converted[key] = layout_map[key]
+    converted.update(layout_map)
     return converted

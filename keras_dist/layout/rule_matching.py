@@ -28,11 +28,7 @@ def path_variants(path: str) -> Iterator[str]:
 
 @lru_cache(maxsize=2**16)
 def strip_model_names(path: str) -> str:
-    """Returns a path without leading automatic model names.
-
-    >>> strip_model_names("sequential_3/functional/dense/kernel")
-    'dense/kernel'
-    """
+    """Returns a path without leading automatic model names: the last of its `path_variants`."""
     *_, stripped = path_variants(path)
     return stripped
 
@@ -68,11 +64,9 @@ class Regexes(dict[str, re.Pattern[str]]):
                 segment = max((s for s in spelled if s and _GAP not in s), key=len, default=None)
                 others = [text for text in texts if segment is None or segment not in text]
                 self._index[segment].append((number, name, regex, max(others, key=len, default="")))
-        found = []
-        for segment in self._index.keys() & {None, *path.split("/")}:
-            for number, name, regex, text in self._index[segment]:
-                if text in path and regex.fullmatch(path):
-                    found.append((number, name))
+        segments = self._index.keys() & {None, *path.split("/")}
+        entries = [entry for segment in segments for entry in self._index[segment]]
+        found = [(number, name) for number, name, regex, text in entries if text in path and regex.fullmatch(path)]
         return [name for _, name in sorted(found)]
 
 

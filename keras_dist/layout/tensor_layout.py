@@ -12,8 +12,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name of the memory of the host that a device is attached to."""
+HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device is attached to
 
 
 class TensorLayout(keras.distribution.TensorLayout):
@@ -136,17 +135,8 @@ def is_in_host_memory(layout: object) -> bool:
     return getattr(layout, "memory_kind", None) == HOST_MEMORY
 
 
-def in_host_memory(layout: TensorLayout) -> TensorLayout:
-    """Returns a layout whose shards are in the memory of the hosts that their devices are attached to."""
-    return TensorLayout(layout.axes, layout.device_mesh, memory_kind=HOST_MEMORY)
-
-
 def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> TensorLayout:
-    """Returns a layout for use in a `LayoutMap` with the given mesh.
-
-    A layout without a mesh is given the map's mesh, as in Keras. A layout that got its mesh from another map is copied.
-    A layout that was created with a mesh keeps it.
-    """
+    """Gives a layout without a mesh that of a `LayoutMap`, as Keras does; one with that of another map is copied."""
     has_own_mesh = layout.device_mesh is not None and not layout._has_mesh_of_map
     if device_mesh is None or has_own_mesh or layout.device_mesh == device_mesh:
         return layout
@@ -184,10 +174,9 @@ def layout_error(axes: Axes, shape: Sequence[int], axis_sizes: Mapping[str, int]
             f"the layout has {counted(len(axes), 'entry')}, but the tensor has {dims}. Shorten "
             f"the layout to {axes[: len(shape)]}, or write a separate rule for tensors with {dims}."
         )
-    for dim, entry in enumerate(axes):
+    for dim, (entry, size) in enumerate(zip(axes, shape, strict=False)):
         names = axis_tuple(entry)
         axis_size = math.prod(axis_sizes[name] for name in names)
-        size = shape[dim]
         if size is None or size % axis_size == 0:
             continue
         if len(names) == 1:

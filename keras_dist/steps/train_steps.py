@@ -11,7 +11,7 @@ import keras
 from keras_dist._keras import internals, model_structure
 from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.layout.tensor_layout import TensorLayout, in_host_memory, is_in_host_memory
+from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout, is_in_host_memory
 from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.steps.gradient_accumulation import GradientAccumulation
 from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
@@ -46,7 +46,7 @@ class TrainSteps:
         if is_small or not isinstance(layout, TensorLayout) or "optimizer" not in self._options.offload:
             return layout
         require_host_memory(self._distribution.device_mesh)
-        return in_host_memory(layout)
+        return TensorLayout(layout.axes, layout.device_mesh, HOST_MEMORY)
 
     @contextlib.contextmanager
     def scope(self, model: keras.Model) -> Iterator[None]:
