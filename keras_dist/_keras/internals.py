@@ -99,10 +99,6 @@ def list_devices(device_type: str | None) -> list[str]:
     return distribution_lib.list_devices(device_type)
 
 
-def get_device_count(device_type: str | None) -> int:
-    return distribution_lib.get_device_count(device_type)
-
-
 def num_processes() -> int:
     return backend_lib.num_processes()
 

@@ -84,11 +84,11 @@ class DeviceMeshManager:
         given = self.devices if devices is None else as_device_array(devices).ravel().tolist()
         needed = known_product(axes)
         if needed > len(given):
+            more = how_to_simulate(needed) if devices is self._devices is None else ", or pass more devices"
             raise ValueError(
                 f"Not enough devices: mesh {spell_axes(axes)} requires {counted(needed, 'device')}, but only "
-                f"{len(given)} "
-                f"{'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most {len(given)}"
-                f"{how_to_simulate(needed) if devices is self._devices is None else ', or pass more devices'}."
+                f"{len(given)} {'is' if len(given) == 1 else 'are'} available. Choose sizes whose product is at most "
+                f"{len(given)}{more}."
             )
         uses_all = -1 in axes.values()
         if devices is None and self._devices is None and not uses_all and needed < len(given):
@@ -200,13 +200,7 @@ def create_mesh(
     if axis_names is _NAMES:
         axis_names = default_names(axis_dims, _NAMES)
     axes = solve_axes(parse_axes(axis_dims, axis_names), len(devices), more=how_to_simulate)
-    arranged = arrange_devices(
-        devices,
-        axes,
-        dcn_mesh_dims,
-        sort_groups=should_sort_granules_by_key,
-        allow_split_physical_axes=allow_split_physical_axes,
-    )
+    arranged = arrange_devices(devices, axes, dcn_mesh_dims, should_sort_granules_by_key, allow_split_physical_axes)
     return DeviceMesh(axes, devices=arranged, axis_types=axis_types).backend_mesh
 
 

@@ -35,7 +35,8 @@ def list_devices(device_type: str | None = None) -> list[str]:
     >>> list_devices("cpu")[:2]
     ['cpu:0', 'cpu:1']
     """
-    _require_platform(device_type)
+    if device_type is not None:
+        platform_devices(device_type)
     return internals.list_devices(device_type)
 
 
@@ -56,8 +57,7 @@ def get_device_count(device_type: str | None = None) -> int:
     >>> get_device_count("cpu")
     8
     """
-    _require_platform(device_type)
-    return internals.get_device_count(device_type)
+    return len(list_devices(device_type))
 
 
 def num_processes() -> int:
@@ -97,11 +97,10 @@ def simulate_devices(count: int) -> None:
     if has_jax_started():
         if jax.default_backend() == "cpu" and jax.local_device_count() == count:
             return
+        started = counted(jax.local_device_count(), f"{jax.default_backend()} device")
         raise ValueError(
-            f"simulate_devices({count}) was called after JAX started with "
-            f"{counted(jax.local_device_count(), f'{jax.default_backend()} device')}. Call it directly after "
-            "`import keras_dist`, before creating a Keras "
-            "layer or a JAX array. In a notebook, restart the kernel first."
+            f"simulate_devices({count}) was called after JAX started with {started}. Call it directly after `import "
+            "keras_dist`, before creating a Keras layer or a JAX array. In a notebook, restart the kernel first."
         )
     jax.config.update("jax_num_cpu_devices", count)
     jax.config.update("jax_platforms", "cpu")
@@ -115,11 +114,10 @@ def how_to_simulate(count: int) -> str:
     per_process, rest = divmod(count, jax.process_count())
     if rest or jax.default_backend() != "cpu":
         return ""
-    started = f"started with {counted(jax.local_device_count(), 'CPU device')}"
     return (
-        f", or simulate {per_process}: call keras_dist.simulate_devices({per_process}) directly after "
-        f"`import keras_dist`, before anything starts JAX. It has {started} here; in a notebook, restart the kernel "
-        "first"
+        f", or simulate {per_process}: call keras_dist.simulate_devices({per_process}) directly after `import "
+        "keras_dist`, before anything starts JAX. It has started with "
+        f"{counted(jax.local_device_count(), 'CPU device')} here; in a notebook, restart the kernel first"
     )
 
 
@@ -151,7 +149,6 @@ def force_cpu() -> Iterator[Device]:
 
 
 def first_devices(count: int) -> list[str]:
-    """Returns the first `count` names of `list_devices()`."""
     names = list_devices()
     if not 1 <= count <= len(names):
         raise ValueError(
@@ -204,17 +201,15 @@ def to_jax_devices(devices: Sequence) -> list[Device]:
     try:
         return [by_name[device] if isinstance(device, str) else device for device in devices]
     except KeyError as error:
+        missing = error.args[0]
         names = [name for name in by_name if ":" in name]
         shown = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
+        platform, _, number = missing.partition(":")
+        hint = how_to_simulate(int(number) + 1) if platform == "cpu" and number.isdecimal() else ""
         raise ValueError(
-            f"Device not found: {error.args[0]!r}. Available: {shown}. Use names that keras_dist.list_devices() "
-            f"returns{_how_to_simulate_device(error.args[0])}."
+            f"Device not found: {missing!r}. Available: {shown}. Use names that keras_dist.list_devices() returns"
+            f"{hint}."
         ) from None
-
-
-def _how_to_simulate_device(name: str) -> str:
-    platform, _, number = name.partition(":")
-    return how_to_simulate(int(number) + 1) if platform == "cpu" and number.isdecimal() else ""
 
 
 def device_name(device) -> str:
@@ -227,13 +222,11 @@ def available_devices(device: Device | str) -> int | None:
 
     It is unknown for mock devices, devices that this process does not have, and all names before JAX has started.
     """
-    if isinstance(device, str):
-        try:
-            return jax.device_count(device.partition(":")[0]) if has_jax_started() else None
-        except RuntimeError:
-            return None
-    client = getattr(device, "client", None)
-    return None if client is None else client.device_count()
+    if not isinstance(device, str):
+        return device.client.device_count() if hasattr(device, "client") else None
+    with contextlib.suppress(RuntimeError):
+        return jax.device_count(device.partition(":")[0]) if has_jax_started() else None
+    return None
 
 
 def has_jax_started() -> bool:
@@ -284,8 +277,3 @@ def platform_devices(platform: str) -> list[Device]:
             f"No devices of type {platform!r} are available. There are {jax.device_count()} of type "
             f"{jax.default_backend()!r}; keras_dist.list_devices() returns their names."
         ) from None
-
-
-def _require_platform(device_type: str | None) -> None:
-    if device_type is not None:
-        platform_devices(device_type)

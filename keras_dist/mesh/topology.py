@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.experimental import mesh_utils
 
+from keras_dist._report.units import counted
 from keras_dist.mesh.axes import known_product, parse_dcn, spread_axes
 from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import tpu_generation_of
@@ -29,16 +30,13 @@ class Link(NamedTuple):
     hops: int
 
     def __str__(self):
-        if self.dcn:
-            return "network"
-        return "no link" if self.hops == 0 else "1 hop" if self.hops == 1 else f"{self.hops} hops"
+        return "network" if self.dcn else "no link" if self.hops == 0 else counted(self.hops, "hop")
 
 
 def arrange_devices(
     devices: Sequence[Device],
     axes: Mapping[str, int],
     dcn: Any = None,
-    *,
     sort_groups: bool = True,
     allow_split_physical_axes: bool = True,
 ) -> np.ndarray:
@@ -86,10 +84,10 @@ def networks_of(devices: Sequence[Device]) -> np.ndarray:
 
     Without a torus, processes are hosts if JAX reports no slices, or a single slice and several devices per process.
     """
-    slices = np.array(list(map(slice_of, devices)))
+    slices = np.array([slice_of(device) for device in devices])
     if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
         return slices
-    processes = np.array(list(map(process_of, devices)))
+    processes = np.array([device.process_index for device in devices])
     are_hosts = len(np.unique(processes)) < len(devices) or getattr(devices[0], "slice_index", None) is None
     return processes if are_hosts else slices
 
@@ -182,7 +180,7 @@ def _arrange(
         if dcn is not None:
             raise ValueError(
                 f"dcn={dcn!r} needs {group_name} of equal size, but they have {list(map(len, groups))} devices. Pass "
-                f"the same number of devices of each, or omit dcn."
+                "the same number of devices of each, or omit dcn."
             )
         return _object_array([device for group in groups for device in group]).reshape(tuple(axes.values()))
     degrees = spread_axes(axes, len(groups), dcn, group_name)
@@ -203,8 +201,8 @@ def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_spl
     shape = [size for size in axes.values() if size > 1] or [1]
     # mesh_utils assumes JAX's order for some slices: by host, then by z, y, x and core.
     x, y, z, core = torus.coordinates.T
-    as_listed = np.lexsort((core, x, y, z, np.array(list(map(process_of, devices))))).reshape(shape)
-    index = _index_by_mesh_utils(devices, as_listed, torus.coordinates, allow_split)
+    as_listed = np.lexsort((core, x, y, z, np.array([device.process_index for device in devices]))).reshape(shape)
+    index = _index_by_mesh_utils(devices, as_listed, torus, allow_split)
     if index is not None:
         index = _with_short_rings(index, torus)
     if index is None or torus.longest_hop(as_listed, -1) < torus.longest_hop(index, -1):
@@ -213,24 +211,23 @@ def _arrange_innermost(devices: list[Device], axes: Mapping[str, int], allow_spl
 
 
 def _index_by_mesh_utils(
-    devices: list[Device], as_listed: np.ndarray, coordinates: np.ndarray, allow_split: bool
+    devices: list[Device], as_listed: np.ndarray, torus: Torus, allow_split: bool
 ) -> np.ndarray | None:
     """Returns the arrangement of mesh_utils as indices of devices, in the shape of `as_listed`; None if it has none."""
-    shape = as_listed.shape
+    shape, ordered = as_listed.shape, [devices[i] for i in as_listed.ravel().tolist()]
     try:
-        arranged = mesh_utils.create_device_mesh(
-            shape, [devices[i] for i in as_listed.ravel().tolist()], allow_split_physical_axes=allow_split
-        )
+        arranged = mesh_utils.create_device_mesh(shape, ordered, allow_split_physical_axes=allow_split)
     except NotImplementedError:
-        torus = " x ".join(map(str, np.ptp(coordinates, axis=0)[:3] + 1))
+        sides = np.ptp(torus.coordinates, axis=0)[:3] + 1
         raise ValueError(
-            f"A mesh of {' x '.join(map(str, shape))} must split an axis of the torus {torus}, which "
-            "allow_split_physical_axes=False forbids. Allow it, or choose sizes that are products of axes of the torus."
+            f"A mesh of {' x '.join(map(str, shape))} must split an axis of the torus {' x '.join(map(str, sides))}, "
+            "which allow_split_physical_axes=False forbids. Allow it, or choose sizes that are products of axes of the "
+            "torus."
         ) from None
     except (AssertionError, TypeError, ValueError):
         # It only supports boxes, for TPU v4 only one device per chip, and before JAX 0.12 no 10 of an axis of 20.
         return None
-    index_of = dict(zip(map(id, devices), range(len(devices)), strict=True))
+    index_of = {id(device): i for i, device in enumerate(devices)}
     return np.array([index_of[id(device)] for device in arranged.ravel().tolist()]).reshape(shape)
 
 
