@@ -77,9 +77,6 @@ class LayoutMap(keras.distribution.LayoutMap):
             rules: Pairs of a key and a value as in `layout_map[key] = value`, in the order in which they are tried.
             device_mesh: Mesh for layouts that have none.
 
-        Returns:
-            The map.
-
         Raises:
             ValueError: A rule that a `LayoutMap` rejects, or one that earlier rules make unreachable.
             TypeError: `rules` does not contain pairs, or a key is not a string.

@@ -106,9 +106,6 @@ class DeviceMeshManager:
             num_devices: The number of devices. By default, or with -1, all.
             axis_name: The name of the axis.
 
-        Returns:
-            The mesh.
-
         Raises:
             ValueError: If there are too few devices, or `num_devices` is below 1 and not -1.
         """
@@ -134,9 +131,6 @@ class DeviceMeshManager:
             model_parallel_size: The size of the inner axis.
             data_axis: The name of the outer axis.
             model_axis: The name of the inner axis.
-
-        Returns:
-            The mesh.
 
         Raises:
             ValueError: If there are too few devices, a size is invalid, or both axes have the same name.
@@ -210,9 +204,6 @@ def create_cpu_mesh(axis_dims: MeshAxes = _DIMS, axis_names: Sequence[str] | Non
     Args:
         axis_dims: The axes of the global mesh, in any form. One size may be -1, which stands for the remaining devices.
         axis_names: One name per axis, if `axis_dims` includes none.
-
-    Returns:
-        The mesh.
     """
     return create_mesh(axis_dims, axis_names, backend="cpu")
 
@@ -223,9 +214,6 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     Args:
         axis_dims: `"dp:2,tp:4"`, in the order of the text, or `"2,4"`, in the order of `names`. One size may be -1.
         names: The names of the axes. If the text includes names, they must be the same.
-
-    Returns:
-        The mesh.
 
     Raises:
         ValueError: If the text has another form, the names differ, or the product is not the number of devices.

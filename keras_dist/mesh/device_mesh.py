@@ -292,9 +292,6 @@ def create_device_mesh(
         axis_types: How JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
             axis. By default `"auto"`.
 
-    Returns:
-        The mesh.
-
     Raises:
         ValueError: If the axes are invalid, their product is not the number of devices, or the axes of `dcn` cannot
             span all slices or hosts.

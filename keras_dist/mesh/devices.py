@@ -46,9 +46,6 @@ def get_device_count(device_type: str | None = None) -> int:
     Args:
         device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any, else CPUs.
 
-    Returns:
-        The number of devices.
-
     Raises:
         ValueError: If this process has no devices of that type.
 
