@@ -33,8 +33,7 @@ from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.mesh.devices import device_name
 from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
-from keras_dist.multihost.elastic import launch_elastic
-from keras_dist.multihost.launcher import launch, print_all_processes, print_first_process
+from keras_dist.multihost.launcher import launch, launch_elastic, print_all_processes, print_first_process
 from keras_dist.planning.search.choice import MAX_ROWS, NothingFitsError, trials_data, trials_section
 
 

@@ -21,8 +21,7 @@ from keras_dist.checkpoint.preemption import Preemption, valid_signals
 from keras_dist.data import input_pipeline
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
-from keras_dist.multihost.elastic import STATUS_VARIABLE
-from keras_dist.multihost.launcher import STOP_SIGNALS
+from keras_dist.multihost.launcher import STATUS_VARIABLE, STOP_SIGNALS
 
 _running: "weakref.WeakSet[TrainingCheckpoint]" = weakref.WeakSet()  # and some whose fit has ended
 

@@ -7,6 +7,5 @@
 * `program_comparison.py`: compares the traced steps of all processes.
 * `value_comparison.py`: compares weights that several processes hold.
 * `failure_watch.py`: detects that another process failed, and ends this one.
-* `launcher.py`: starts several processes on this machine.
-* `elastic.py`: starts them again with fewer when one dies, and with all of them when asked.
+* `launcher.py`: starts several processes on this machine, and again when one dies.
 """

@@ -10,13 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, NamedTuple
 
 FOLLOWER_STATUS = 70  # exit status of a process that ends because another one failed: EX_SOFTWARE of sysexits.h
+STOPPED_STATUS = 75  # of a program that was asked to stop, and can continue: EX_TEMPFAIL of sysexits.h
+STATUS_VARIABLE = "KERAS_DISTRIBUTION_STOPPED_STATUS"  # the exit status of `TrainingCheckpoint` after a signal
 _GRACE = 15.0  # seconds that the others have to end by themselves after one failed
+_ELASTIC_GRACE = 5.0  # the same in an elastic launch: they have saved, or wait for the dead process
 _TERMINATION_GRACE = 5.0  # seconds from SIGTERM, which XLA catches and survives, to SIGKILL
 STOP_GRACE = 30.0  # seconds that processes have to save and end after the launcher received one of the next line
 # SIGTERM is how schedulers, clouds and `kill` end a program; Slurm sends SIGUSR1 if a job asks for it. Windows has one.
@@ -50,9 +54,9 @@ def launch(
 ) -> Outcome:
     """Runs a command as several processes that `keras_dist.initialize()` joins, and waits until they end.
 
-    If one fails, the others have some seconds to end with their own error messages, and are then stopped. SIGINT and
-    SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has time to save and end. If the launcher itself
-    is killed, a process that has called `initialize` receives SIGTERM, and has 30 seconds.
+    If one fails, the others have `grace` seconds to end with their own error messages, and are then stopped. SIGINT and
+    SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has `stop_grace` seconds to save and end. If the
+    launcher itself is killed, a process that has called `initialize` receives SIGTERM, and has 30 seconds.
 
     Args:
         command: Program and arguments, the same for each process.
@@ -62,8 +66,8 @@ def launch(
             default `print_first_process`; `print_all_processes` prints standard output of the others too.
         environment: Environment variables to start from; by default those of this process.
         timeout: Seconds after which all are stopped; by default there is no limit.
-        grace: Seconds that the others have to end by themselves after one failed.
-        stop_grace: Seconds that all have to end by themselves after SIGTERM or SIGUSR1.
+        grace: Seconds, as above.
+        stop_grace: Seconds, as above.
 
     Raises:
         ValueError: `processes` or `devices_per_process` is less than 1.
@@ -74,11 +78,64 @@ def launch(
     [0] hello
     Outcome(status=0, failed=None, statuses=[0])
     """
-    with received_signals() as events:
-        return run(command, processes, devices_per_process, events, show, environment, timeout, grace, stop_grace)[0]
+    with _received_signals() as events:
+        return _run(command, processes, devices_per_process, events, show, environment, timeout, grace, stop_grace)[0]
 
 
-def run(
+def launch_elastic(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None = None,
+    *,
+    min_processes: int = 1,
+    show: Callable[[int, str, str], None] | None = None,
+    stop_grace: float = STOP_GRACE,
+) -> Outcome:
+    """Runs a command as `launch` does. If a process dies, starts all but one again; on SIGUSR2, all of them.
+
+    The processes that are left cannot continue by themselves: a collective that waits for a dead process cannot be
+    cancelled on CPUs and TPUs. So all are started again, and the program must continue from its newest checkpoint, for
+    example with `kd.TrainingCheckpoint`. With fewer than `min_processes` it is not started again.
+
+    A process counts as dead if a signal ended it, or if `kd.TrainingCheckpoint` stopped training for a signal that was
+    not sent to the launcher, or if others ended because it no longer responded. Other failures are errors of the
+    program, which would fail again, and end it.
+
+    The processes share a cache of compiled programs for as long as the launcher runs, if the environment names none.
+    Returns how the processes of the last start ended.
+    """
+    if not 1 <= min_processes <= processes:
+        raise ValueError(f"min_processes={min_processes} is not between 1 and processes={processes}.")
+    environment = {STATUS_VARIABLE: str(STOPPED_STATUS), **os.environ}
+    count = processes
+    with (
+        tempfile.TemporaryDirectory(prefix="keras-dist-compiled-") as folder,
+        _received_signals(signal.SIGUSR2) as events,
+    ):
+        if "JAX_COMPILATION_CACHE_DIR" not in environment:
+            environment["JAX_COMPILATION_CACHE_DIR"] = folder  # so that a start compiles only what is new to it
+            environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        while True:
+            outcome, stopped_by = _run(
+                command, count, devices_per_process, events, show, environment, None, _ELASTIC_GRACE, stop_grace
+            )
+            if outcome.status == 0:
+                return outcome
+            if stopped_by == signal.SIGUSR2:
+                count, reason = processes, "Asked by SIGUSR2"
+            elif outcome.failed is None or count == min_processes:
+                return outcome
+            else:
+                status = outcome.statuses[outcome.failed]
+                has_died = status < 0 or str(status) in (environment[STATUS_VARIABLE], str(FOLLOWER_STATUS))
+                if not has_died:
+                    return outcome
+                count, reason = count - 1, f"Process {outcome.failed} ended with status {status}"
+            noun = "process" if count == 1 else "processes"
+            print(f"keras-dist: {reason}. Starting again with {count} {noun}.", file=sys.stderr, flush=True)
+
+
+def _run(
     command: Sequence[str],
     processes: int,
     devices_per_process: int | None,
@@ -89,7 +146,7 @@ def run(
     grace: float,
     stop_grace: float,
 ) -> tuple[Outcome, int | None]:
-    """Does what `launch` does, for signals from a queue, which may hold some that came before.
+    """Starts the processes once, for signals from a queue, which may hold some that came before.
 
     Returns the outcome, and the signal to the launcher for which the processes were stopped.
     """
@@ -211,7 +268,7 @@ def print_first_process(process: int, stream: str, line: str) -> None:
 def _wait(
     group: list[_Process], events: Events, timeout: float | None, grace: float, stop_grace: float
 ) -> tuple[int, int | None, int | None]:
-    """Waits until all have ended, or have had the time for it. Returns `Outcome.status`, `.failed`, and as `run`."""
+    """Waits until all have ended, or have had the time for it. Returns as `_run` and `Outcome`."""
     deadline = None if timeout is None else time.monotonic() + timeout
     failed: list[tuple[int, int]] = []
     running, stopped_by = len(group), None
@@ -260,7 +317,7 @@ def _stop(group: list[_Process]) -> None:
 
 
 @contextlib.contextmanager
-def received_signals(*others: int) -> Iterator[Events]:
+def _received_signals(*others: int) -> Iterator[Events]:
     """Yields a queue, to which the signals that the launcher receives are added: those of `launch`, and others."""
     events: Events = queue.SimpleQueue()
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals

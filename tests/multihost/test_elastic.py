@@ -10,7 +10,7 @@ import pytest
 from multihost.programs import preempted
 from support.run_processes import TESTS
 
-from keras_dist.multihost import elastic, launcher
+from keras_dist.multihost import launcher
 from keras_dist_cli import main
 
 
@@ -64,7 +64,7 @@ def test_what_is_started_again(end, least, chosen, starts, status, tmp_path, mon
     if chosen is not None:
         monkeypatch.setenv("KERAS_DISTRIBUTION_STOPPED_STATUS", chosen)
     program = PROGRAM.format(end=end)
-    outcome = elastic.launch_elastic([sys.executable, "-c", program, str(tmp_path / "starts")], 3, min_processes=least)
+    outcome = launcher.launch_elastic([sys.executable, "-c", program, str(tmp_path / "starts")], 3, min_processes=least)
     assert outcome.status == status
     assert (tmp_path / "starts").read_text() == starts
 
@@ -91,7 +91,7 @@ if not os.path.exists(sys.argv[1]):
             signal.raise_signal(number)
 
     monkeypatch.setattr(launcher, "_stop", stop_and_raise)
-    outcome = elastic.launch_elastic([sys.executable, "-c", program, str(tmp_path / "begun")], 3)
+    outcome = launcher.launch_elastic([sys.executable, "-c", program, str(tmp_path / "begun")], 3)
     assert (outcome.status, found) == (status, starts)
 
 
