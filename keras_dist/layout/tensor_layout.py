@@ -52,7 +52,13 @@ class TensorLayout(keras.distribution.TensorLayout):
         self._memory_kind = memory_kind
         self._device_mesh: DeviceMesh | None = None if device_mesh is None else as_device_mesh(device_mesh)
         self._has_mesh_of_map = False
-        self._validate_axes()
+        known = None if self._device_mesh is None else list(self._device_mesh.axis_names)
+        unknown = [] if known is None else [name for name in axis_names(self._axes) if name not in known]
+        if unknown:
+            raise ValueError(
+                f"Invalid axis names for Layout {self._axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "
+                f"{known}, or None."
+            )
 
     @property
     def axes(self) -> Axes:
@@ -93,25 +99,13 @@ class TensorLayout(keras.distribution.TensorLayout):
         spec = jax.sharding.PartitionSpec(*self._axes)
         return jax.sharding.NamedSharding(self._device_mesh.backend_mesh, spec, memory_kind=self._memory_kind)
 
-    def _validate_axes(self):  # overrides Keras's
-        if self._device_mesh is None:
-            return
-        known = list(self._device_mesh.axis_names)
-        unknown = [name for name in axis_names(self._axes) if name not in known]
-        if unknown:
-            raise ValueError(
-                f"Invalid axis names for Layout {self._axes}: the mesh has no axis {unknown[0]!r}. Use one of its axes "
-                f"{known}, or None."
-            )
-
     def __eq__(self, other):
         if not isinstance(other, keras.distribution.TensorLayout):
             return NotImplemented
-        # `other` may have a plain Keras mesh, which does not implement equality; ours does.
-        if self._axes != other.axes or self._memory_kind != getattr(other, "memory_kind", None):
-            return False
-        return self._device_mesh is other.device_mesh or (
-            self._device_mesh is not None and self._device_mesh == other.device_mesh
+        return (
+            self._axes == other.axes
+            and self._memory_kind == getattr(other, "memory_kind", None)
+            and self._device_mesh == other.device_mesh  # which may be a plain Keras mesh; ours implements equality
         )
 
     def __hash__(self):

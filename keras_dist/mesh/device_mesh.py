@@ -1,5 +1,6 @@
 """`DeviceMesh`: devices in an n-dimensional array with named axes, and functions that create one."""
 
+import contextlib
 import numbers
 from collections.abc import Sequence
 from functools import cached_property
@@ -221,10 +222,9 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         first = self._devices.flat[0]
         if isinstance(first, str) and available_devices(first) is None:
             return None  # showing a mesh must not start JAX; notebooks then show the repr
-        try:
+        with contextlib.suppress(ValueError):  # devices that this process does not have
             return mesh_html(self.backend_mesh.devices, self._axis_names)
-        except ValueError:  # devices that this process does not have
-            return None
+        return None
 
     @cached_property
     def _key(self) -> tuple:
@@ -323,21 +323,16 @@ def as_device_mesh(mesh) -> DeviceMesh:
         return DeviceMesh(mesh.shape, mesh.axis_names, mesh.devices)
     if isinstance(mesh, jax.sharding.Mesh):
         return DeviceMesh.from_jax_mesh(mesh)
-    what = counted(len(mesh), "device") if _are_devices(mesh) else f"{mesh!r} of type {type(mesh).__name__}"
-    raise ValueError(f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {what}. {_how_to_get_mesh(mesh)}")
-
-
-def _are_devices(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and hasattr(value[0], "device_kind")
-
-
-def _how_to_get_mesh(value: Any) -> str:
-    if isinstance(value, keras.distribution.LayoutMap):
-        return "Pass a layout map by name: layout_map=layout_map."
-    if isinstance(value, keras.Layer):
-        return "A distribution takes no model: set it with keras_dist.set_distribution before the model is created."
-    axes = repr(value) if isinstance(value, (str, dict)) and value else "axes"
-    return f"Create one with keras_dist.create_device_mesh({axes}{', devices=devices' * _are_devices(value)})."
+    what, devices = f"{mesh!r} of type {type(mesh).__name__}", ""
+    if isinstance(mesh, (list, tuple)) and mesh and hasattr(mesh[0], "device_kind"):
+        what, devices = counted(len(mesh), "device"), ", devices=devices"
+    axes = repr(mesh) if isinstance(mesh, (str, dict)) and mesh else "axes"
+    fix = f"Create one with keras_dist.create_device_mesh({axes}{devices})."
+    if isinstance(mesh, keras.distribution.LayoutMap):
+        fix = "Pass a layout map by name: layout_map=layout_map."
+    elif isinstance(mesh, keras.Layer):
+        fix = "A distribution takes no model: set it with keras_dist.set_distribution before the model is created."
+    raise ValueError(f"Expect `device_mesh` to be an instance of `DeviceMesh`, not {what}. {fix}")
 
 
 def as_auto_mesh(mesh) -> DeviceMesh:

@@ -12,24 +12,14 @@ _HOST_SIDE = 2  # chips of a TPU host along x and y
 
 @dataclass(frozen=True, eq=False)
 class MockDevice:
-    """A mock device with the attributes of a `jax.Device` that describe its position; equal only to itself.
-
-    Attributes:
-        id: The number of the device.
-        platform: `"tpu"` or `"gpu"`.
-        device_kind: JAX's name for the device, such as `"TPU v5 lite"`.
-        process_index: The index of its process, of which each host runs one.
-        slice_index: The index of its slice: TPU chips joined by ICI, or the GPUs of one host.
-        coords: x, y and z of its chip on the torus of its slice; None for GPUs.
-        core_on_chip: The index of the core on its chip.
-    """
+    """A mock device with the attributes of a `jax.Device` that describe its position; equal only to itself."""
 
     id: int
-    platform: str
-    device_kind: str
-    process_index: int
-    slice_index: int = 0
-    coords: tuple[int, int, int] | None = None
+    platform: str  # "tpu" or "gpu"
+    device_kind: str  # JAX's name for the device, such as "TPU v5 lite"
+    process_index: int  # each host runs one process
+    slice_index: int = 0  # a slice is TPU chips joined by ICI, or the GPUs of one host
+    coords: tuple[int, int, int] | None = None  # x, y and z of its chip on the torus of its slice; None for GPUs
     core_on_chip: int = 0
 
 

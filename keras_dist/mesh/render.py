@@ -39,20 +39,15 @@ def _title_and_table(
     hosts, slices = len(set(map(process_of, flat))), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
     title = spell_axes(dict(zip(axis_names, devices.shape, strict=True)))
-    title += (
-        f", {counted(len(flat), f'{flat[0].device_kind} device')}"
-        + f", {slices} slices" * (slices > 1)
-        + f", {hosts} hosts" * (hosts > 1)
-    )
-
+    title += f", {counted(len(flat), f'{flat[0].device_kind} device')}"
+    title += f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
     group_of = slice_of if slices > 1 else process_of
 
     def text(device: Device | None) -> str:
         if device is None:
             return "..."
-        coordinates = coordinates_of(device)
         parts = [device_name(device)]
-        if coordinates is not None:
+        if coordinates := coordinates_of(device):
             parts.append(f"({','.join(map(str, coordinates))})" + (f"/{device.core_on_chip}" if has_cores else ""))
         parts += [f"host {device.process_index}"] * (hosts > 1) + [f"slice {slice_of(device)}"] * (slices > 1)
         return " ".join(parts)

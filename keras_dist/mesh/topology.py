@@ -18,16 +18,10 @@ Level = tuple[str, Callable[[Device], int]]
 
 
 class Link(NamedTuple):
-    """The distance between two devices. Longer links compare greater.
+    """The distance between two devices. Longer links compare greater."""
 
-    Attributes:
-        dcn: Whether the path crosses the network between slices or hosts.
-        hops: The number of ICI links between TPU chips, 0 for two cores of one chip; 1 for other devices of one host;
-            0 if `dcn` is true.
-    """
-
-    dcn: bool
-    hops: int
+    dcn: bool  # whether the path crosses the network between slices or hosts
+    hops: int  # ICI links between TPU chips, 0 for two cores of one chip; 1 for devices of one host; 0 if `dcn` is true
 
     def __str__(self):
         return "network" if self.dcn else "no link" if self.hops == 0 else counted(self.hops, "hop")
@@ -71,23 +65,22 @@ def longest_links(devices: np.ndarray) -> tuple[Link, ...]:
     index = np.arange(devices.size).reshape(devices.shape)
     networks = networks_of(flat)
     torus = None if coordinates_of(flat[0]) is None else Torus(flat, networks)
-    links = []
-    for axis in range(devices.ndim):
-        crosses_network = bool((networks[index] != networks[np.roll(index, -1, axis)]).any())
-        hops = int(devices.shape[axis] > 1) if torus is None else torus.longest_hop(index, axis)
-        links.append(Link(crosses_network, 0 if crosses_network else hops))
-    return tuple(links)
+
+    def longest(axis: int) -> Link:
+        if (networks[index] != networks[np.roll(index, -1, axis)]).any():
+            return Link(True, 0)
+        return Link(False, int(devices.shape[axis] > 1) if torus is None else torus.longest_hop(index, axis))
+
+    return tuple(map(longest, range(devices.ndim)))
 
 
 def networks_of(devices: Sequence[Device]) -> np.ndarray:
-    """Returns for each device the index of the slice or host within which it has fast links.
-
-    Without a torus, processes are hosts if JAX reports no slices, or a single slice and several devices per process.
-    """
+    """Returns for each device the index of the slice or host within which it has fast links."""
     slices = np.array([slice_of(device) for device in devices])
     if coordinates_of(devices[0]) is not None or np.ptp(slices) > 0:
         return slices
     processes = np.array([device.process_index for device in devices])
+    # They are hosts if JAX reports no slices, or a single slice and several devices per process.
     are_hosts = len(np.unique(processes)) < len(devices) or getattr(devices[0], "slice_index", None) is None
     return processes if are_hosts else slices
 
