@@ -238,9 +238,6 @@ def calculate_host_mesh_shape(
         total_devices: The number of devices of each process. By default that of this process.
         num_processes: The number of processes. By default that of this program.
 
-    Returns:
-        The size of each axis within one process.
-
     Raises:
         ValueError: If the mesh does not have as many devices as the processes together, or a number is below 1.
 

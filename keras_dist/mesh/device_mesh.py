@@ -26,7 +26,7 @@ from keras_dist.mesh.devices import (
     to_jax_devices,
 )
 from keras_dist.mesh.render import mesh_html, mesh_text
-from keras_dist.mesh.topology import arrange_devices, coordinates_of, longest_links, process_of, slice_of
+from keras_dist.mesh.topology import arrange_devices, coordinates_of, longest_links, slice_of
 
 
 class DeviceMesh(keras.distribution.DeviceMesh):
@@ -194,7 +194,7 @@ class DeviceMesh(keras.distribution.DeviceMesh):
             "axes": dict(self.axis_sizes),
             "platform": devices[0].platform,
             "device_kind": devices[0].device_kind,
-            "processes": len(set(map(process_of, devices))),
+            "processes": len({device.process_index for device in devices}),
             "slices": len(set(map(slice_of, devices))),
             "longest_link": dict(zip(self.axis_sizes, longest_links(array), strict=True)),
         }

@@ -24,9 +24,6 @@ def list_devices(device_type: str | None = None) -> list[str]:
     Args:
         device_type: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any, else CPUs.
 
-    Returns:
-        One string per device, for example `["tpu:0", "tpu:1"]`.
-
     Raises:
         ValueError: If this process has no devices of that type.
 

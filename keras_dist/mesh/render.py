@@ -8,7 +8,7 @@ from keras_dist._report.tables import Table, render_html
 from keras_dist._report.units import counted
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.devices import Device, device_name
-from keras_dist.mesh.topology import coordinates_of, process_of, slice_of
+from keras_dist.mesh.topology import coordinates_of, slice_of
 
 _MAX_COLUMNS, _MAX_ROWS = 16, 32
 _EDGE = 4  # rows and columns that are shown at each end of a larger mesh
@@ -36,12 +36,12 @@ def _title_and_table(
 ) -> tuple[str, list[list[str]], list[list[int | None]]]:
     """Returns a title, the rows of a table, the heading first, and the slice or host of each cell below the heading."""
     flat = devices.ravel().tolist()
-    hosts, slices = len(set(map(process_of, flat))), len(set(map(slice_of, flat)))
+    hosts, slices = len({device.process_index for device in flat}), len(set(map(slice_of, flat)))
     has_cores = any(getattr(device, "core_on_chip", 0) for device in flat)
     title = spell_axes(dict(zip(axis_names, devices.shape, strict=True)))
     title += f", {counted(len(flat), f'{flat[0].device_kind} device')}"
     title += f", {slices} slices" * (slices > 1) + f", {hosts} hosts" * (hosts > 1)
-    group_of = slice_of if slices > 1 else process_of
+    group_of = slice_of if slices > 1 else lambda device: device.process_index
 
     def text(device: Device | None) -> str:
         if device is None:

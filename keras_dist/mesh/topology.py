@@ -90,10 +90,6 @@ def slice_of(device: Device) -> int:
     return getattr(device, "slice_index", None) or 0
 
 
-def process_of(device: Device) -> int:
-    return device.process_index
-
-
 def coordinates_of(device: Device) -> tuple[int, ...] | None:
     """Returns the position of a device's chip on the torus of its slice, None for devices without a torus."""
     # GPUs of a compilation target have coordinates, too.
@@ -135,13 +131,12 @@ def _rings(device_kind: str, chips: np.ndarray) -> np.ndarray:
 def _levels(devices: Sequence[Device], axes: Mapping[str, int], dcn: Any) -> list[Level]:
     """Returns the levels of the network, from the slowest inwards; `dcn` refers to the first."""
     by_slice: Level = ("slices", slice_of)
-    by_process: Level = ("processes", process_of)
-    slices, processes = list(map(slice_of, devices)), list(map(process_of, devices))
+    by_process: Level = ("processes", lambda device: device.process_index)
     on_torus = coordinates_of(devices[0]) is not None
     inside: list[Level] = [] if on_torus else [by_process]
-    if len(set(slices)) > 1:
-        return [by_slice, *(inside if len(set(zip(slices, processes, strict=True))) > len(set(slices)) else [])]
-    count = len(set(processes))
+    if len(set(map(slice_of, devices))) > 1:
+        return [by_slice, *inside]
+    count = len({device.process_index for device in devices})
     if count == 1:
         return [by_slice]
     if not on_torus and len(np.unique(networks_of(devices))) > 1:

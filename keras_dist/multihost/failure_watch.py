@@ -81,9 +81,6 @@ def end_with_launcher() -> None:
             threading.Thread(target=_watch_launcher, args=(int(descriptor),), daemon=True).start()
 
 
-# ------------------------------------------------------------------------------------------------------ detection
-
-
 def _watch_launcher(descriptor: int) -> None:
     os.read(descriptor, 1)  # returns when nobody can write to the pipe any more
     os.kill(os.getpid(), signal.SIGTERM)
@@ -144,9 +141,6 @@ def _watch_heartbeats() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the other thread reports these
             _live.intersection_update(coordination.client().get_live_nodes(everyone))
         time.sleep(TICK)
-
-
-# ------------------------------------------------------------------------------------------------------------ ending
 
 
 def _end(reason: str, status: int = FOLLOWER_STATUS) -> None:

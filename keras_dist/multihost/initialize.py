@@ -116,9 +116,6 @@ def warn_unless_joined() -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------- settings
-
-
 def _argument_or_variable(name: str, value: Any, kind: type) -> Any:
     accepted, description = _KINDS[kind]
     if value is None:

@@ -175,9 +175,6 @@ def _look_up(key: str) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------- the state of each process
-
-
 def announce_start() -> None:
     """Stores host and process id of this process, for the errors of the others."""
     client().key_value_set(f"{_PREFIX}/where/{process_index()}", _host_and_pid())
