@@ -58,21 +58,10 @@ def launch(
     SIGHUP stop all. SIGTERM and SIGUSR1 are passed on to each, which has `stop_grace` seconds to save and end. If the
     launcher itself is killed, a process that has called `initialize` receives SIGTERM, and has 30 seconds.
 
-    Args:
-        command: Program and arguments, the same for each process.
-        processes: Number of processes.
-        devices_per_process: Simulated CPU devices of each; by default each uses the devices of this machine.
-        show: Called for each line of output with the index of the process, "stdout" or "stderr", and the line. By
-            default `print_first_process`; `print_all_processes` prints standard output of the others too.
-        environment: Environment variables to start from; by default those of this process.
-        timeout: Seconds after which all are stopped; by default there is no limit.
-        grace: Seconds, as above.
-        stop_grace: Seconds, as above.
-
-    Raises:
-        ValueError: `processes` or `devices_per_process` is less than 1.
-
-    Example:
+    Each process has `devices_per_process` simulated CPU devices, by default the devices of this machine. `show` is
+    called for each line of output with the index of the process, "stdout" or "stderr", and the line; by default it is
+    `print_first_process`. `environment` takes the place of that of this process. After `timeout` seconds all are
+    stopped.
 
     >>> print(launch([sys.executable, "-c", "print('hello')"], processes=1))
     [0] hello
