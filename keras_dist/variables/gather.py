@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.variables import host_to_device
 
 
@@ -33,68 +31,44 @@ def gather(array: Any, keep: bool = True) -> np.ndarray | None:
 def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int = 2**26) -> np.ndarray | None:
     """Gathers an array on a mesh piece by piece, as `gather` does where processes hold different shards.
 
-    Each device holds `piece_bytes` at a time, in addition to its shard.
-    """
-    result = np.empty(array.shape, array.dtype) if keep else None
-    if not array.size:
-        return result
-    pieces = _Pieces(array.sharding, array.shape, piece_bytes // array.dtype.itemsize)
-    program = _gather_program(array.sharding, array.dtype, pieces.dim, pieces.rows)
-    for start in pieces.starts():
-        gathered = program(array, np.int32(start)).addressable_data(0)
-        if result is None:
-            gathered.block_until_ready()  # before the next piece takes memory
-        else:
-            for index, rows in zip(pieces.indices(start), np.asarray(gathered), strict=True):
-                result[index] = _from_bits(rows, result.dtype)
-    return result
-
-
-class _Pieces:
-    """Splits every shard along its largest dim, `dim`, into pieces of `rows` rows.
+    Each device holds `piece_bytes` at a time, in addition to its shard. A piece has some rows of every shard, along the
+    largest dim of the shards.
 
     Example: shards of shape (2, 37, 3) on 2 devices, at most 60 elements for each piece of both. A row of dim 1 has
     2 x 3 elements on each device, so that 5 rows fit. They start at 0, 5, ..., 30 and 32: the last piece overlaps the
     one before it, so that one compiled program serves all.
     """
-
-    def __init__(self, sharding: Any, shape: tuple[int, ...], max_elements: int):
-        self._shard_shape = sharding.shard_shape(shape)
-        self._shards = [size // part for size, part in zip(shape, self._shard_shape, strict=True)]  # along each dim
-        self.dim = max(range(len(shape)), key=lambda dim: self._shard_shape[dim])
-        length = self._shard_shape[self.dim]
-        row_elements = math.prod(shape) // length  # of all shards
-        count = math.ceil(length / max(1, max_elements // row_elements))
-        self.rows = math.ceil(length / count)
-
-    def starts(self) -> Iterator[int]:
-        """Yields the first row of each piece within its shard."""
-        length = self._shard_shape[self.dim]
-        for start in range(0, length, self.rows):
-            yield min(start, length - self.rows)
-
-    def indices(self, start: int) -> Iterator[tuple[slice, ...]]:
-        """Yields where in the array the piece of each shard belongs, in the order in which they are gathered."""
-        for position in np.ndindex(*self._shards):
-            index = [slice(at * size, (at + 1) * size) for at, size in zip(position, self._shard_shape, strict=True)]
-            first = index[self.dim].start + start
-            index[self.dim] = slice(first, first + self.rows)
-            yield tuple(index)
+    result = np.empty(array.shape, array.dtype) if keep else None
+    if not array.size:
+        return result
+    shard_shape = array.sharding.shard_shape(array.shape)
+    dim = int(np.argmax(shard_shape))
+    length = shard_shape[dim]
+    max_rows = piece_bytes // array.dtype.itemsize // (array.size // length)
+    rows = math.ceil(length / math.ceil(length / max(1, max_rows)))
+    program = _gather_program(array.sharding, array.dtype, dim, rows)
+    by_shard = (math.prod(array.shape[:dim]), array.shape[dim] // length, -1, math.prod(array.shape[dim + 1 :]))
+    for first in range(0, length, rows):
+        start = min(first, length - rows)
+        piece = program(array, np.int32(start)).addressable_data(0)
+        if result is None:
+            piece.block_until_ready()  # before the next piece takes memory
+        else:
+            rows_of_shards = _from_bits(np.asarray(piece), result.dtype).reshape(by_shard)
+            result.reshape(by_shard)[:, :, start : start + rows] = rows_of_shards
+    return result
 
 
 @functools.lru_cache(maxsize=1024)
 def _gather_program(sharding: NamedSharding, dtype: Any, dim: int, rows: int) -> Any:
     """Compiles once per layout and shape: gathers some rows of all shards, from a given row on, to every device."""
-    names = tuple(axis_names(sharding.spec))
 
     def take(shard, start):
-        piece = lax.dynamic_slice_in_dim(shard, start, rows, dim)
-        return lax.all_gather(_as_bits(piece), names)
+        return _as_bits(lax.dynamic_slice_in_dim(shard, start, rows, dim))
 
-    gathered = jax.shard_map(
-        take, mesh=sharding.mesh, in_specs=(sharding.spec, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
-    )
-    return jax.jit(gathered)
+    in_specs = (sharding.spec, PartitionSpec())
+    pieces = jax.shard_map(take, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec)
+    return jax.jit(pieces, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _as_bits(array: jax.Array) -> jax.Array:
