@@ -108,7 +108,7 @@ class CheckpointFiles:
         if not self._saved:
             return None
         directory, steps = str(self._directory), list(map(str, reversed(self._saved)))
-        restored = restore.restore(model, directory, steps, with_metrics=True, read_more=self._progress)
+        restored = restore.restore(model, directory, steps, read_progress=self._progress)
         if restored.damaged:
             renamed = self._rename_damaged(list(restored.damaged))
             self._saved = [step for step in self._saved if str(step) not in restored.damaged]
@@ -117,7 +117,7 @@ class CheckpointFiles:
                 f"{self._directory / restored.step}. What is damaged is renamed to {', '.join(renamed)}; delete it "
                 "when nothing in it is needed.",
             )
-        return int(restored.step), restored.more
+        return int(restored.step), restored.progress
 
     def _rename_damaged(self, steps: list[str]) -> list[str]:
         """Renames checkpoints, and returns their names, which Orbax does not take for those of checkpoints."""

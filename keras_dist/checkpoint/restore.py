@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,14 +25,12 @@ _MAX_TRIED = 100  # checkpoints, of which the newest are damaged
 def orbax() -> Any:
     """Returns Orbax's module of checkpoints; if Orbax is not installed, the ImportError says how to install it."""
     try:
-        import orbax.checkpoint
+        from orbax.checkpoint import v1
     except ImportError as error:
         raise ImportError(
             f"Orbax is not installed, and checkpoints need it. Run: {install_command('checkpoint')}."
         ) from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return orbax.checkpoint.v1
+    return v1
 
 
 def state_tree(model: keras.Model) -> dict[str, dict]:
@@ -42,6 +39,11 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
     Variables share a path in models inside of a loaded model, in the metrics of two outputs, in some optimizers
     (Adafactor), and if users give two layers of a subclassed model the same name.
     """
+    from orbax.checkpoint.tree import from_flat_dict
+
+    def nested(variables, paths):
+        return from_flat_dict({path: each.value for path, each in zip(paths, variables, strict=True)}, sep="/")
+
     optimizer: Any = model.optimizer
     weights = list(model.variables)  # in an order that does not depend on which of them are trained
     unique = path_matching.unique_weight_paths([each.path for each in weights], _nested_paths(model, weights))
@@ -53,10 +55,10 @@ def state_tree(model: keras.Model) -> dict[str, dict]:
     )
     metric_names = [variable.path for variable in model.metrics_variables]
     return {
-        TRAINABLE: _nested(trainable, [saved_as[id(variable)] for variable in trainable]),
-        NON_TRAINABLE: _nested(non_trainable, [saved_as[id(variable)] for variable in non_trainable]),
-        OPTIMIZER: _nested(optimizer.variables, path_matching.number_repeated(optimizer_names)),
-        METRICS: _nested(model.metrics_variables, path_matching.number_repeated(metric_names)),
+        TRAINABLE: nested(trainable, [saved_as[id(variable)] for variable in trainable]),
+        NON_TRAINABLE: nested(non_trainable, [saved_as[id(variable)] for variable in non_trainable]),
+        OPTIMIZER: nested(optimizer.variables, path_matching.number_repeated(optimizer_names)),
+        METRICS: nested(model.metrics_variables, path_matching.number_repeated(metric_names)),
     }
 
 
@@ -72,22 +74,11 @@ def _optimized_first(optimizer, weights: list) -> list:
     return sorted(weights, key=lambda weight: numbers.get(id(weight), len(numbers)))
 
 
-def _nested(variables: list, paths: list[str]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for variable, path in zip(variables, paths, strict=True):
-        *parents, name = path.split("/")
-        inner = tree
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[name] = variable.value
-    return tree
-
-
 class Restored(NamedTuple):
-    """Which checkpoint was restored, what else was read from it, and what is wrong with newer ones, by step."""
+    """Which checkpoint was restored, the progress of training in it, and what is wrong with newer ones, by step."""
 
     step: str
-    more: Any
+    progress: Any
     damaged: dict[str, str]
 
 
@@ -96,23 +87,21 @@ def restore(
     directory: str,
     steps: Sequence[str],
     skip_mismatch: bool = False,
-    with_metrics: bool = False,
-    read_more: Callable[[str], Any] = lambda path: None,
+    read_progress: Callable[[str], Any] | None = None,
 ) -> Restored:
-    """Assigns the values of a checkpoint to the variables of a model. Each device reads its own shards.
+    """Assigns the values of a checkpoint to the variables of a built model. Each device reads its own shards.
 
     Weights are matched by path, also if Keras has numbered or nested the model's layers differently since. The
     optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them; they
-    must match only `with_metrics`.
+    must match only if training continues.
 
     Args:
-        model: It must be built.
+        model: The model.
         directory: Where checkpoints are.
         steps: The names of checkpoints in it, in the order in which they are tried. The first is restored that is not
             damaged; all processes agree which.
         skip_mismatch: Whether to restore what matches, and to warn about the rest.
-        with_metrics: Whether metrics must match.
-        read_more: Reads something else from a checkpoint, of which it is passed the path.
+        read_progress: Reads how far training is from the path of a checkpoint, if training continues from it.
 
     Raises:
         ValueError: Before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
@@ -125,21 +114,18 @@ def restore(
         )
     damaged: dict[str, str] = {}
     for step in messaging.exchange("checkpoints to restore", list(steps)[:_MAX_TRIED])[0]:
-        path, content = os.path.join(directory, step), None
-        damage = checksums.damage(etils_path(path))
+        values, progress, damage = [], None, None
+        try:
+            values, progress = _read(model, os.path.join(directory, step), skip_mismatch, read_progress)
+        except DamageError as error:
+            damage = str(error)
+        damages = messaging.exchange("restoring a checkpoint", damage)
+        damage = next((each for each in damages if each is not None), None)
         if damage is None:
-            try:
-                content = _read(model, path, skip_mismatch, with_metrics, read_more)
-            except DamageError as error:
-                damage = str(error)
-            damages = messaging.exchange("restoring a checkpoint", damage)
-            damage = next((each for each in damages if each is not None), None)
-        if damage is None and content is not None:
-            values, more = content
             for variable, value in values:
                 variable.assign(value)
-            return Restored(step, more, damaged)
-        damaged[step] = str(damage)
+            return Restored(step, progress, damaged)
+        damaged[step] = damage
     raise ValueError(
         f"{damage_text(directory, damaged)}. Restore what is damaged from a copy, load another checkpoint, or train "
         "from the beginning in another directory."
@@ -155,17 +141,20 @@ class DamageError(Exception):
     """A checkpoint cannot be read."""
 
 
-def _read(model, path: str, skip_mismatch: bool, with_metrics: bool, read_more: Callable[[str], Any]) -> tuple:
-    """Returns variables with their values in a checkpoint, and what `read_more` returns; raises DamageError."""
+def _read(model, path: str, skip_mismatch: bool, read_progress: Callable[[str], Any] | None) -> tuple[list, Any]:
+    """Returns variables with their values in a checkpoint, and its progress; raises DamageError."""
+    damage = checksums.damage(etils_path(path))
+    if damage is not None:
+        raise DamageError(damage)
     with _errors_as_damage():
-        more = read_more(path)
+        progress = None if read_progress is None else read_progress(path)
         tree = orbax().metadata(path, checkpointable_name=ARRAYS).metadata
         if tree is None:  # Orbax has logged why
             raise DamageError(f"Orbax cannot read _METADATA or _sharding in {ARRAYS}")
-    found = _find(model, path, tree, skip_mismatch, with_metrics)
+    found = _find(model, path, tree, skip_mismatch, with_metrics=read_progress is not None)
     with _errors_as_damage():
         values = _load(path, tree, {entry: variable.value for entry, variable in found.items()})
-    return [(variable, values[entry]) for entry, variable in found.items()], more
+    return [(variable, values[entry]) for entry, variable in found.items()], progress
 
 
 @contextlib.contextmanager
@@ -298,22 +287,16 @@ def etils_path(path: str) -> Any:
     return epath.Path(path)
 
 
-def _entry(key_path: tuple) -> str:
-    return jax.tree_util.keystr(key_path, simple=True, separator="/")
-
-
 def _flat(tree: Any) -> dict[str, Any]:
-    return {_entry(key_path): leaf for key_path, leaf in jax.tree.leaves_with_path(tree)}
+    from orbax.checkpoint.tree import to_flat_dict
+
+    return to_flat_dict(tree, sep="/")
 
 
 def _load(path: str, tree: Any, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Reads the entries in `values` from a checkpoint, each with the shape, dtype and sharding of its array there."""
+    from orbax.checkpoint.tree import from_flat_dict
+
     ocp = orbax()
-
-    def abstract(key_path, _):
-        value = values.get(_entry(key_path))
-        if value is None:
-            return ocp.PLACEHOLDER
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-
-    return _flat(ocp.load_checkpointables(path, {ARRAYS: jax.tree.map_with_path(abstract, tree)})[ARRAYS])
+    abstract = from_flat_dict(dict.fromkeys(_flat(tree), ocp.PLACEHOLDER) | values, target=tree, sep="/")
+    return _flat(ocp.load_checkpointables(path, {ARRAYS: abstract})[ARRAYS])

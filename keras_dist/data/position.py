@@ -45,12 +45,11 @@ class DataPosition(NamedTuple):
     began: RandomState  # before the pass started
     now: RandomState  # after the last batch was read
     source: str | None  # state of a Grain iterator as JSON text
-    epochs_began: int = 0  # that Keras's data adapter had finished when the pass started
+    epochs_began: int = 0  # that Keras's data adapter had finished when the pass started; older checkpoints have none
     epochs_now: int = 0  # that it has finished now
 
     @classmethod
     def at_beginning(cls) -> "DataPosition":
-        """Returns the position of a pass that starts now."""
         return cls(0, RandomState.capture(), RandomState.capture(), None)
 
     def as_json(self) -> dict:
@@ -58,38 +57,32 @@ class DataPosition(NamedTuple):
 
     @classmethod
     def from_json(cls, values: dict) -> "DataPosition":
-        began, now = RandomState.from_json(values["began"]), RandomState.from_json(values["now"])
-        epochs = values.get("epochs_began", 0), values.get("epochs_now", 0)  # older checkpoints have none
-        return cls(values["batches"], began, now, values["source"], *epochs)
+        states: Any = {name: RandomState.from_json(values[name]) for name in ("began", "now")}
+        return cls(**values | states)
 
 
-class _Tracking(NamedTuple):
-    """Where the next epoch of training is to start, and a reference to the iterator that is tracked."""
-
-    resume_at: tuple[int, DataPosition | None] | None = None
-    iterator: Callable[[], Any] = lambda: None
-
-
-_NOTHING = _Tracking()
-_tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
+# Where this thread's next epoch of training is to start, and a reference to the iterator that is tracked.
+_resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)
+_iterator: ContextVar[Callable[[], Any]] = ContextVar("iterator", default=lambda: None)
 
 
 def resume_next_epoch(batches: int, position: DataPosition | None = None) -> None:
     """Makes this thread's next epoch of training start at a `current_position`, and tracks its iterator from there."""
-    _tracking.set(_tracking.get()._replace(resume_at=(batches, position)))
+    _resume_at.set((batches, position))
 
 
 def begin_tracking(iterator: Any) -> tuple[int, DataPosition | None] | None:
     """Returns the arguments of `resume_next_epoch`, and tracks the iterator, if it was called for this epoch."""
-    start = _tracking.get().resume_at
+    start = _resume_at.get()
     if start is not None:
-        _tracking.set(_Tracking(None, weakref.ref(iterator)))
+        _resume_at.set(None)
+        _iterator.set(weakref.ref(iterator))
     return start
 
 
 def is_tracked(iterator: Any) -> bool:
     """Whether `current_position` is that of this iterator."""
-    return _tracking.get().iterator() is iterator
+    return _iterator.get()() is iterator
 
 
 def current_position() -> tuple[int, DataPosition | None]:
@@ -98,5 +91,5 @@ def current_position() -> tuple[int, DataPosition | None]:
     After the end of an epoch the number is 0, and the position is None or that of a new pass, unless the next epoch
     continues the same pass through the data. They are 0 and None if no iterator is tracked.
     """
-    iterator = _tracking.get().iterator()
+    iterator = _iterator.get()()
     return (0, None) if iterator is None else iterator.position()
