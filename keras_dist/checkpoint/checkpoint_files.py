@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,16 +24,9 @@ PROGRESS = "progress"  # the folder of a checkpoint with one file of each proces
 
 
 class CheckpointFiles:
-    """The checkpoints of one `fit`, by the number of batches before them.
+    """The checkpoints of one `fit`, by the number of batches before them, in a directory that all processes share.
 
-    Args:
-        directory: Where they are; all processes share it.
-        model: What they are of; decides how much space one takes.
-        max_to_keep: Number of newest checkpoints to keep, None for all.
-        on_background: Whether `save` returns before all is written.
-
-    Attributes:
-        waiting_time: Seconds that `save` and `close` took.
+    `model` decides how much space one takes. With `on_background`, `save` returns before all is written.
 
     Raises:
         ValueError: The directory is not writable, too small or used by another job, or the processes do not find the
@@ -40,7 +34,7 @@ class CheckpointFiles:
     """
 
     def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
-        self.waiting_time = 0.0
+        self.waiting_time = 0.0  # seconds that `save` and `close` took
         self._is_local = "://" not in directory
         self._directory = restore.etils_path(os.path.abspath(directory) if self._is_local else directory)
         self._max_to_keep, self._on_background = max_to_keep, on_background
@@ -84,9 +78,8 @@ class CheckpointFiles:
                 _remove(path)
 
     def _require_same_newest(self) -> None:
-        step = self._saved[-1] if self._saved else None
-        steps = messaging.exchange("TrainingCheckpoint", step)
-        if any(other != step for other in steps):
+        steps = messaging.exchange("TrainingCheckpoint", self._saved[-1] if self._saved else None)
+        if len({*steps}) > 1:
             found = ", ".join(
                 f"{'none' if other is None else 'the one after ' + counted(other, 'batch')} on process {process}"
                 for process, other in enumerate(steps)
@@ -97,13 +90,11 @@ class CheckpointFiles:
             )
 
     def restore(self, model: Any) -> tuple[int, dict] | None:
-        """Assigns the values of the newest undamaged checkpoint to the variables of a model.
+        """Restores a model from the newest undamaged checkpoint; None if the directory has none.
 
-        Damaged ones that are newer are renamed, so that Orbax no longer counts them.
-
-        Returns:
-            The number of batches before it, and what this process saved as `progress` or, if the number of processes
-            has changed, what process 0 saved. None if the directory has no checkpoint.
+        Returns the number of batches before it, and what this process saved as `progress` or, if the number of
+        processes has changed, what process 0 saved. Damaged ones that are newer are renamed, so that Orbax no longer
+        counts them.
         """
         if not self._saved:
             return None
@@ -123,7 +114,7 @@ class CheckpointFiles:
         """Renames checkpoints, and returns their names, which Orbax does not take for those of checkpoints."""
         directory, problem, renamed = self._directory, None, []
         for step in steps if messaging.process_index() == 0 else []:
-            names = (f"{step}{number}.damaged" for number in ("", *(f".{count}" for count in range(1, 1000))))
+            names = itertools.chain([f"{step}.damaged"], (f"{step}.{count}.damaged" for count in itertools.count(1)))
             name = next(name for name in names if not (directory / name).exists())
             try:
                 (directory / step).rename(directory / name)
@@ -139,9 +130,8 @@ class CheckpointFiles:
     def save(self, batches: int, model: Any, progress: dict) -> None:
         """Saves all variables of a model, and what JSON can represent, for each process its own.
 
-        Raises:
-            OSError: This checkpoint or the one before could not be written.
-            ProcessFailure: Another process could not write its part, or failed otherwise.
+        Raises OSError if this checkpoint or the one before could not be written, ProcessFailure if another process
+        failed.
         """
         with self._waiting():
             self._finish()
@@ -228,19 +218,13 @@ class _Writing(threading.Thread):
 
     Processes wait for one another in Orbax, without an end where one of them could not write. Threads that Orbax starts
     are daemons since this one is, so none keeps a program from ending.
-
-    Attributes:
-        is_copied: Set when the values may change.
-        error: Why the checkpoint is not complete.
     """
 
     def __init__(self, directory: Any, batches: int, content: dict[str, Any], obsolete: list[int]):
         super().__init__(name="keras_dist_checkpoint", daemon=True)
-        self.is_copied = threading.Event()
-        self.error: Exception | None = None
-        self._arguments = directory / str(batches), content
-        self._obsolete = [directory / str(step) for step in obsolete]
-        self._directory = directory
+        self.is_copied = threading.Event()  # set when the values may change
+        self.error: Exception | None = None  # why the checkpoint is not complete
+        self._directory, self._batches, self._content, self._obsolete = directory, batches, content, obsolete
         self.start()
 
     def run(self) -> None:
@@ -254,16 +238,16 @@ class _Writing(threading.Thread):
         context.asynchronous.timeout_secs = max(context.asynchronous.timeout_secs, int(messaging.timeout))
         try:
             with context:
-                response = orbax.save_checkpointables_async(*self._arguments)
-            del self._arguments
+                response = orbax.save_checkpointables_async(self._directory / str(self._batches), self._content)
+            del self._content
             self.is_copied.set()
             response.result()
         except Exception as error:
             self.error = _explained(error, self._directory)
             messaging.report_failure(self.error)  # the others wait for this process, which may be in a step
         else:
-            for path in self._obsolete if messaging.process_index() == 0 else ():
-                _remove(path)
+            for batches in self._obsolete if messaging.process_index() == 0 else ():
+                _remove(self._directory / str(batches))
         finally:
             self.is_copied.set()
 
@@ -297,7 +281,7 @@ class _ProcessFile:
     async def save(self, directory):
         # At once: what is written later may come after another process has committed the checkpoint.
         await asyncio.to_thread(self._write, await directory.await_creation())
-        return _nothing()
+        return asyncio.sleep(0)  # nothing is left to be done in the background
 
     def _write(self, folder) -> None:
         file = folder / _file_name()
@@ -305,12 +289,7 @@ class _ProcessFile:
         checksums.write(folder, [file])
 
     async def load(self, directory):
-        """Is not called: a process may read the file of another one."""
-        raise NotImplementedError
-
-
-async def _nothing() -> None:
-    """What is left to be done in the background."""
+        raise NotImplementedError  # a process may read the file of another one
 
 
 def _file_name() -> str:

@@ -7,6 +7,7 @@ checkpoint always has its checksums.
 
 import asyncio
 import errno
+import itertools
 import json
 import re
 import zlib
@@ -24,9 +25,9 @@ _OF_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ENOENT)
 
 def write(folder: Any, files: Iterable[Any]) -> None:
     """Writes the checksums of files that this process wrote into a folder, which is a path of Etils, as they are."""
+    names = {_name(file, folder): file for file in files}
     with futures.ThreadPoolExecutor() as executor:
-        files = list(files)
-        sums = dict(zip((_name(file, folder) for file in files), executor.map(_size_and_sum, files), strict=True))
+        sums = dict(zip(names, executor.map(_size_and_sum, names.values()), strict=True))
     content = {"files": sums, "checksum": _own_checksum(sums)}
     (folder / _NAME.format(messaging.process_index())).write_text(json.dumps(content))
 
@@ -65,12 +66,9 @@ def array_handler(ocp: Any) -> type:
 def damage(checkpoint: Any) -> str | None:
     """Compares the files of a checkpoint, a path of Etils, with their checksums. All processes share the work.
 
-    Returns:
-        What is wrong with a file, the same on all processes. None if nothing is, or if the checkpoint has no checksums:
-        those that Keras or an earlier version of this package saved.
-
-    Raises:
-        OSError: On all processes, if one cannot read a file for another reason, such as a missing permission.
+    Returns what is wrong with a file, the same on all processes. None if nothing is, or if the checkpoint has no
+    checksums: those that Keras or an earlier version of this package saved. Raises OSError on all processes if one
+    cannot read a file for another reason, such as a missing permission.
     """
     found, failure = None, None
     sums: list[tuple[Any, int, int]] = []
@@ -141,12 +139,11 @@ def _written_by_this_process(folder: Any) -> Iterator[Any]:
             yield from _files(path)
 
 
-def _files(path: Any) -> Iterator[Any]:
-    if not path.is_dir():
+def _files(path: Any) -> Iterator[Any]:  # Etils has no recursive `glob`
+    if path.is_dir():
+        yield from itertools.chain.from_iterable(map(_files, path.iterdir()))
+    else:
         yield path
-        return
-    for inner in path.iterdir():
-        yield from _files(inner)
 
 
 def _name(file: Any, folder: Any) -> str:

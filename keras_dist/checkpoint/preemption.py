@@ -18,16 +18,14 @@ from keras_dist.multihost.stop_agreement import StopAgreement
 class Preemption:
     """From creation to `close`, notes signals in place of their handlers, and tells where training stops for them.
 
-    Args:
-        signals: Numbers of the signals. They are noted if this is the main thread, the only one that Python lets handle
-            signals; in another one this is a warning.
+    Python lets only the main thread handle signals; in another one this is a warning.
     """
 
     def __init__(self, signals: Sequence[int]):
         self.signal: signal.Signals | None = None  # the first that this process received
         self._agreement = StopAgreement()
         self._handlers = {}
-        self._early: _EarlyNotice | None = None
+        self._pipe: int | None = None  # to which Python writes the numbers of signals
         if signals and threading.current_thread() is not threading.main_thread():
             warn(
                 f"TrainingCheckpoint does not handle {_names(signals)}, because fit runs in the thread "
@@ -36,8 +34,19 @@ class Preemption:
             )
             return
         if signals and messaging.is_multi_process():
-            self._early = _EarlyNotice(signals, self._agreement)
+            self._notice_early(signals)
         self._handlers = {number: signal.signal(number, self._note) or signal.SIG_DFL for number in signals}
+
+    def _notice_early(self, signals: Sequence[int]) -> None:
+        """Asks the other processes to stop at once, while this one's main thread is in a step, where no handler runs.
+
+        Python's own handler in C writes the number of each signal to a pipe, which a thread reads.
+        """
+        pipe, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        arguments = pipe, {*signals}, self._agreement
+        threading.Thread(target=_listen, args=arguments, name="keras_dist_early_notice", daemon=True).start()
 
     def _note(self, number, frame):
         self.signal = self.signal or signal.Signals(number)
@@ -83,34 +92,18 @@ class Preemption:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
-        if self._early is not None:
-            self._early.close()
-            self._early = None
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._pipe_before)
+            os.close(self._pipe)
+            self._pipe = None
 
 
-class _EarlyNotice:
-    """Asks the other processes to stop at once, while this one's main thread is in a step, where no handler runs.
-
-    Python's own handler in C writes the number of each signal to a pipe, which a thread reads.
-    """
-
-    def __init__(self, signals: Sequence[int], agreement: StopAgreement):
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._signals, self._agreement = {*signals}, agreement
-        threading.Thread(target=self._listen, name="keras_dist_early_notice", daemon=True).start()
-
-    def _listen(self) -> None:
-        with contextlib.closing(os.fdopen(self._read, "rb", buffering=0)) as pipe:
-            while numbers := pipe.read(64):  # nothing at the end of the pipe
-                if self._signals & {*numbers}:
-                    with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the program is ending
-                        self._agreement.request()
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        os.close(self._write)
+def _listen(pipe: int, signals: set[int], agreement: StopAgreement) -> None:
+    with os.fdopen(pipe, "rb", buffering=0) as file:
+        while numbers := file.read(64):  # nothing at the end of the pipe
+            if signals & {*numbers}:
+                with contextlib.suppress(jax.errors.JaxRuntimeError, ConnectionError):  # the program is ending
+                    agreement.request()
 
 
 def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
