@@ -12,7 +12,7 @@ from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.internals import file_utils, legacy_h5_format, saving_lib
 from keras_dist.checkpoint.atomic_write import write_atomically
 from keras_dist.multihost import messaging
-from keras_dist.variables.process_zero import require_same_call, run_on_process_zero
+from keras_dist.variables.global_reads import require_same_call, run_on_process_zero
 
 _REASON = "every process writes the same file"
 

@@ -11,7 +11,7 @@ import keras
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution, distribution_of_model
 from keras_dist._keras.internals import distribution_lib, in_stateless_scope
-from keras_dist.variables import global_reads, process_zero
+from keras_dist.variables import global_reads
 
 
 @INSTALLED.patch(
@@ -76,7 +76,7 @@ def _stateless_call(
     every_thread=True,
 )
 def _read_variable(original, self, value):
-    if process_zero.is_running_for_all():
+    if global_reads.is_running_for_all():
         value = global_reads.local_value(self, value)
     distribution = active_distribution()
     cast = functools.partial(original, self)

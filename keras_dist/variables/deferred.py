@@ -87,7 +87,13 @@ def materialize(model: ModelT) -> ModelT:
     build_optimizer(model)
     variables = list(all_variables(model))
     for variable in variables:
-        _require_attached(variable)
+        if not is_on_attached_devices(variable):
+            devices = as_sharding(variable_layout(variable)).device_set
+            raise ValueError(
+                f"Cannot materialize '{variable.path}': its layout uses {counted(len(devices), 'device')} "
+                f"({next(iter(devices)).device_kind}) that are not attached. First call "
+                "keras_dist.redistribute(model, distribution) with a distribution on attached devices."
+            )
     with ThreadPoolExecutor() as pool:
         # All programs compile in the background while the first ones run.
         programs: dict[Any, Future] = {}
@@ -104,16 +110,6 @@ def build_optimizer(model: keras.Layer) -> None:
         author: Any = distribution_of_model(model)
         with deferred_variables.deferring(), contextlib.nullcontext() if author is None else author.scope():
             optimizer.build(model.trainable_variables)
-
-
-def _require_attached(variable: keras.Variable) -> None:
-    if not is_on_attached_devices(variable):
-        devices = as_sharding(variable_layout(variable)).device_set
-        raise ValueError(
-            f"Cannot materialize '{variable.path}': its layout uses {counted(len(devices), 'device')} "
-            f"({next(iter(devices)).device_kind}) that are not attached. First call "
-            "keras_dist.redistribute(model, distribution) with a distribution on attached devices."
-        )
 
 
 def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool: ThreadPoolExecutor) -> Callable:
@@ -147,9 +143,8 @@ def _config_without_seed(initializer: Any) -> tuple[type, str] | None:
     functions that accept an array instead.
     """
     kind = type(initializer)
-    if getattr(keras.initializers, kind.__name__, None) is not kind:
-        return None
-    if not isinstance(getattr(initializer, "seed", 0), int):
+    is_of_keras = getattr(keras.initializers, kind.__name__, None) is kind
+    if not is_of_keras or not isinstance(getattr(initializer, "seed", 0), int):
         return None
     config = {name: value for name, value in initializer.get_config().items() if name != "seed"}
     try:

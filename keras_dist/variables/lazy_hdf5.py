@@ -1,6 +1,7 @@
 """Tensors in HDF5 files that are read when they are used, so that a process reads only the shards that it holds."""
 
 import io
+import math
 import os
 import struct
 import zipfile
@@ -31,19 +32,12 @@ class LazyTensor(NDArrayOperatorsMixin):
         self._array: np.ndarray | None = None
         self.shape: tuple[int, ...] = tuple(dataset.shape)
         self.dtype = np.dtype(dataset.dtype if dtype is None else dtype)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        self.ndim, self.nbytes = len(self.shape), math.prod(self.shape) * self.dtype.itemsize
 
     def load(self) -> np.ndarray:
         """Reads the full array into memory; the file is not needed afterwards."""
         if self._array is None:
-            self._array, self._dataset = self._read_all(), None
+            self._array, self._dataset = np.asarray(self), None
         return self._array
 
     def read_shards(self, shards: Sequence[Bounds]) -> Iterator[tuple[Bounds, np.ndarray]]:
@@ -87,9 +81,6 @@ class LazyTensor(NDArrayOperatorsMixin):
             self._dataset.read_direct(result, _slices(bounds))
         return result
 
-    def _read_all(self) -> np.ndarray:
-        return self._read(tuple((0, size) for size in self.shape))
-
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         arrays = [each.load() if isinstance(each, LazyTensor) else each for each in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
@@ -99,7 +90,7 @@ class LazyTensor(NDArrayOperatorsMixin):
 
     def __array__(self, dtype=None, copy=None):
         if self._array is None:
-            return np.array(self._read_all(), dtype=dtype, copy=None)
+            return np.array(self._read(tuple((0, size) for size in self.shape)), dtype=dtype, copy=None)
         return np.array(self._array, dtype=dtype, copy=copy)
 
     def __getattr__(self, name: str):

@@ -17,24 +17,30 @@ def built(model_or_builder: Any) -> Iterator[keras.Layer]:
 
     Raises TypeError for neither a model nor a function that returns one, and ValueError for a model that is not built.
     """
-    if isinstance(model_or_builder, keras.Layer):
-        yield _require_built(model_or_builder)
-        return
-    if not callable(model_or_builder):
-        raise TypeError(
-            f"Expected a built Keras model or a function that returns one, got {model_or_builder!r} "
-            f"({type(model_or_builder).__name__}). Pass, for example, lambda: build(width=1024)."
-        )
-    require_no_arguments(model_or_builder)
-    with global_state_restored(), deferred_variables.deferring():
-        model = model_or_builder()
+    with contextlib.ExitStack() as while_inspected:
+        model = model_or_builder
+        if not isinstance(model, keras.Layer):
+            if not callable(model_or_builder):
+                raise TypeError(
+                    f"Expected a built Keras model or a function that returns one, got {model_or_builder!r} "
+                    f"({type(model_or_builder).__name__}). Pass, for example, lambda: build(width=1024)."
+                )
+            require_no_arguments(model_or_builder)
+            while_inspected.enter_context(global_state_restored())
+            while_inspected.enter_context(deferred_variables.deferring())
+            model = model_or_builder()
         if not isinstance(model, keras.Layer):
             name = getattr(model_or_builder, "__name__", type(model_or_builder).__name__)
             raise TypeError(
                 f"'{name}' returned {model!r} ({type(model).__name__}) instead of a Keras model. Return the model that "
                 "it builds."
             )
-        yield _require_built(model)
+        if not model.built:
+            raise ValueError(
+                f"Model '{model.name}' is not built, so it has no variables. Start it with keras.Input(shape), call it "
+                "on keras.KerasTensor(shape), or pass a function that does so and returns it."
+            )
+        yield model
 
 
 def require_no_arguments(build: Any) -> None:
@@ -54,12 +60,3 @@ def require_no_arguments(build: Any) -> None:
             f"The function that builds the model is called without arguments, but {name}{signature} needs "
             f"{', '.join(needed)}. Pass a function that passes them on: lambda: {call}({values})."
         ) from None
-
-
-def _require_built(model: keras.Layer) -> keras.Layer:
-    if not model.built:
-        raise ValueError(
-            f"Model '{model.name}' is not built, so it has no variables. Start it with keras.Input(shape), call it on "
-            "keras.KerasTensor(shape), or pass a function that does so and returns it."
-        )
-    return model

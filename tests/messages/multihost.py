@@ -16,7 +16,7 @@ from keras_dist.multihost import (
     program_comparison,
     value_comparison,
 )
-from keras_dist.variables import process_zero
+from keras_dist.variables import global_reads
 
 
 def _initialize(**arguments):
@@ -104,12 +104,12 @@ def _different_program():
 
 def _different_calls():
     with _messages_of(lambda topic, message: [message, "get_weights() of 'bert', 4 variables"]):
-        process_zero.require_same_call("reading of weights", "a/kernel", "All processes must read the same weights.")
+        global_reads.require_same_call("reading of weights", "a/kernel", "All processes must read the same weights.")
 
 
 def _unknown_variable():
-    with process_zero._work.set_to(("save gpt.keras", {})):
-        process_zero.request_shards(keras.Variable([1.0], name="scale"))
+    with global_reads._work.set_to(("save gpt.keras", {})):
+        global_reads.request_shards(keras.Variable([1.0], name="scale"))
 
 
 def _timeout(other=None):
@@ -190,7 +190,7 @@ CASES = {
     "processes make different calls": _different_calls,
     "process 0 reads an unknown variable": _unknown_variable,
     "process 0 cannot save": lambda: str(
-        process_zero._error_of_process_zero(["OSError", "disk full"], "save gpt.keras")
+        global_reads._error_of_global_reads(["OSError", "disk full"], "save gpt.keras")
     ),
     "launch of no processes": lambda: launcher.launch(["true"], 0),
 }
