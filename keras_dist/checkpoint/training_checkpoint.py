@@ -18,7 +18,7 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
-from keras_dist.data import input_pipeline
+from keras_dist.data import prefetch
 from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
 from keras_dist.multihost.launcher import STATUS_VARIABLE, STOP_SIGNALS
@@ -95,6 +95,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     >>> train(directory, epochs=3)  # the program is restarted
     [2]
     """
+
+    params: Any
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._saved_at, self._batches_before_epoch = batches, batches - progress["batches"]
         self._progress = progress | {"metrics": [(variable, variable.value) for variable in model.metrics_variables]}
         internals.set_initial_epoch(model, progress["epoch"])
-        done, epochs = progress["epoch"], (self.params or {}).get("epochs", 0)
+        done, epochs = progress["epoch"], self.params["epochs"]
         if done >= epochs:
             warn(
                 f"fit of {model.name!r} trains nothing: the checkpoint in {self.directory!r} is that of epoch {done}, "
@@ -248,9 +250,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._save_if_stopped()
         self._trained = None
         self._batches_before_epoch += self._batches
-        parameters: Any = self.params
         self._is_stopping = self._is_due() or self._is_stopping
-        is_due = self._interval is None or self._is_stopping or epoch + 1 >= parameters["epochs"]
+        is_due = self._interval is None or self._is_stopping or epoch + 1 >= self.params["epochs"]
         place = _Place.now()
         if is_due and place.batches == 0:
             self._save(epoch + 1, place)
@@ -280,7 +281,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._close()
         messaging.exchange("end of TrainingCheckpoint", None)  # a scheduler may kill the rest when one process has left
         self._preemption.ignore_signals()
-        input_pipeline.close_all()
+        prefetch.stop_all()
         if messaging.process_index() == 0:
             received = self._preemption.signal
             print(
@@ -320,7 +321,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         progress = {
             "epoch": epoch,
             "batches": place.batches,
-            "batches_of_epoch": self._batches_of_epoch(),
+            "batches_of_epoch": self.params["steps"],
             "data": None if place.data is None else place.data.as_json(),
             "random": place.random.as_json(),
             "seed": global_seed(),
@@ -329,13 +330,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._files.save(total, self.model, progress)
         self._saved_at = total
 
-    def _batches_of_epoch(self) -> int | None:
-        """Returns how many batches an epoch of this fit has, if Keras knows that."""
-        parameters: Any = self.params
-        return parameters["steps"]
-
     def _require_same_epochs(self, progress: dict) -> None:
-        before, now = progress.get("batches_of_epoch"), self._batches_of_epoch()
+        before, now = progress.get("batches_of_epoch"), self.params["steps"]  # None where Keras does not know it
         if progress["batches"] and None not in (before, now) and before != now:
             raise ValueError(
                 f"{self.directory} has a checkpoint after batch {progress['batches']} of {before} of an epoch, but "

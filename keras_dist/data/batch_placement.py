@@ -39,12 +39,8 @@ class BatchPlacer:
             for subset in itertools.combinations(self.batch_axes, count)
         ]
         self._subsets.sort(key=lambda pair: -pair[0])
+        self.num_batch_shards = self._subsets[0][0]
         self._has_warned = False
-
-    @property
-    def num_batch_shards(self) -> int:
-        """The product of the sizes of the batch axes."""
-        return self._subsets[0][0]
 
     def axes_for(self, rows: int) -> tuple[str, ...]:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
@@ -177,25 +173,22 @@ class BatchPlacer:
         Two processes with two devices each that pass 3 and 2 rows (a, b, c and d, e) make the four shards
         `[a b] [c -] [d e] [- -]`. Elements 0, 1, 2, 4, 5 of the concatenated shards are the global batch.
         """
-        mesh = self.device_mesh.backend_mesh
-        processes = [device.process_index for device in mesh.devices.flat]  # of each shard: its owner
-        shard_counts, ranks = collections.Counter(processes), collections.defaultdict(itertools.count)
-        owners = [(process, next(ranks[process])) for process in processes]  # and its rank among those of the owner
-        size = max(1, *(-(-count // shard_counts[process]) for process, count in enumerate(rows) if process in ranks))
-        padded = np.zeros((shard_counts[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
-        padded[: len(leaf)] = leaf
-
-        def shard(index):
-            rank = owners[(index[0].start or 0) // size][1]
-            return padded[rank * size : (rank + 1) * size]
-
+        mesh, me = self.device_mesh.backend_mesh, jax.process_index()
+        owners = [device.process_index for device in mesh.devices.flat]  # of each shard
+        shard_counts = collections.Counter(owners)
+        size = max(1, *(-(-rows[process] // count) for process, count in shard_counts.items()))
+        padded = np.zeros((shard_counts[me], size, *leaf.shape[1:]), leaf.dtype)
+        padded.reshape(-1, *leaf.shape[1:])[: len(leaf)] = leaf
+        own_devices = [device for device in mesh.devices.flat if device.process_index == me]
         over_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
-        shards = jax.make_array_from_callback((len(owners) * size, *leaf.shape[1:]), over_all_devices, shard)
-        positions = {owner: number for number, owner in enumerate(owners)}
+        shards = jax.make_array_from_single_device_arrays(
+            (len(owners) * size, *leaf.shape[1:]), over_all_devices, jax.device_put([*padded], own_devices)
+        )
+        starts = collections.defaultdict(list)  # of the shards of each process
+        for number, process in enumerate(owners):
+            starts[process].append(number * size)
         indices = [
-            positions[process, row // size] * size + row % size
-            for process, count in enumerate(rows)
-            for row in range(count)
+            starts[process][row // size] + row % size for process, count in enumerate(rows) for row in range(count)
         ]
         return LocalShards(shards, _from_host(np.asarray(indices, "int32"), self.sharding(())), sharding)
 

@@ -33,19 +33,16 @@ class Batches:
 
         The rows are None where every process passed the global batch.
         """
-        if not self._distribution.is_multi_process:
+        is_global_batch, rows = self._distribution.auto_shard_dataset, None
+        if self._distribution.is_multi_process:
+            is_first = is_global_batch not in self._comparisons
+            comparison = self._comparisons.setdefault(
+                is_global_batch, BatchComparison("single batches", is_global_batch, "one batch")
+            )
+            if is_first or not is_global_batch:
+                rows = comparison.compare_batch(batch)
+        if rows is None or is_global_batch:
             return self._placer.place(batch), [None]
-        is_global_batch = self._distribution.auto_shard_dataset
-        is_first = is_global_batch not in self._comparisons
-        comparison = self._comparisons.setdefault(
-            is_global_batch, BatchComparison("single batches", is_global_batch, "one batch")
-        )
-        if is_global_batch:
-            if is_first:
-                comparison.compare_batch(batch)
-            return self._placer.place(batch), [None]
-        rows = comparison.compare_batch(batch)
-        assert rows is not None  # single batches do not end
         return assemble(self._placer.place_local(batch, rows)), [local_rows(rows)]
 
     def pipeline(

@@ -1,12 +1,10 @@
 """Host batches on their way to the training step: read, compared among processes and placed ahead of time."""
 
-import atexit
 import dataclasses
 import heapq
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from keras_dist.multihost import messaging
 # have read to its end is used again, so that no messages are left behind.
 _numbers = itertools.count()
 _free_numbers: list[int] = []
-_pipelines: weakref.WeakSet["InputPipeline"] = weakref.WeakSet()
 
 
 class LocalRows(NamedTuple):
@@ -35,7 +32,7 @@ class LocalRows(NamedTuple):
     total: int  # rows of the global batch
 
 
-class InputPipeline(Iterator):
+class InputPipeline(Prefetcher[Any]):
     """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
 
     `batches` is called in the pipeline's thread, when the first batch is requested. `step` is None if only the shapes
@@ -57,20 +54,15 @@ class InputPipeline(Iterator):
     ):
         is_limited = step is None or steps_per_epoch is not None
         is_closed = threading.Event()
-        self._stop_comparing = weakref.finalize(self, is_closed.set)
         self._producer = _Producer(
             batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of, warning_for, is_closed
         )
-        self._prefetcher = Prefetcher(self._producer, 0 if is_limited else None)
+        super().__init__(self._producer, 0 if is_limited else None, is_closed)
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
         self.position: DataPosition | None = None
         self.compared: tuple[float, float] | None = None
         self._peeked: _Prepared | None = None
-        _pipelines.add(self)
-
-    def allow(self, batches: int) -> None:
-        self._prefetcher.allow(batches)
 
     def is_exhausted(self) -> bool:
         """Waits for the next batch and returns whether there is none."""
@@ -84,7 +76,7 @@ class InputPipeline(Iterator):
         if self._peeked is not None:
             prepared, self._peeked = self._peeked, None
             return prepared
-        prepared = next(self._prefetcher)
+        prepared = super().__next__()
         for message in prepared.warnings:
             warn(message)
         if prepared.batch is _END:
@@ -105,18 +97,6 @@ class InputPipeline(Iterator):
         """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
         rows, self._local_rows = self._local_rows, []
         return rows
-
-    def close(self) -> None:
-        """Stops prefetching. A batch that was prepared and not delivered is lost."""
-        self._stop_comparing()
-        self._prefetcher.close()
-
-
-@atexit.register
-def close_all() -> None:
-    """Stops prefetching in all pipelines, before this process ends and while the others do."""
-    for pipeline in [*_pipelines]:
-        pipeline.close()
 
 
 _END = object()

@@ -25,6 +25,7 @@ class Prefetcher(Iterator[T], Generic[T]):
     requested, `iter(items)` is called. After that only the thread uses the iterator. It ends with the iterator, when
     `close` is called, or when this object is garbage-collected. No more than `limit` items, plus those that `allow`
     adds, are produced before they are requested, so that items that nobody will request stay in the source.
+    `is_stopped` is set when the thread is to end.
 
     The thread produces an item for each permit that it gets. All other state is the consumer's.
 
@@ -32,14 +33,14 @@ class Prefetcher(Iterator[T], Generic[T]):
     ['a', 'b', 'c']
     """
 
-    def __init__(self, items: Iterable[T], limit: int | None = None):
+    def __init__(self, items: Iterable[T], limit: int | None = None, is_stopped: threading.Event | None = None):
         self._items: Iterable[T] | None = items
         self._allowed = math.inf if limit is None else limit
         self._requested = self._permitted = 0  # numbers of items
         self._is_exhausted = False
         self._permits: SimpleQueue[None] = SimpleQueue()
         self._finished: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._is_stopped = threading.Event()
+        self._is_stopped = is_stopped or threading.Event()
         self._stop = weakref.finalize(self, _stop, self._is_stopped, self._permits, self._finished)
 
     def allow(self, items: int) -> None:
@@ -101,10 +102,15 @@ def _produce(items: Iterator, permits: SimpleQueue, is_stopped: threading.Event,
         del item
 
 
+def stop_all() -> None:
+    """Stops all threads, before this process ends and while the others do."""
+    for stop in [*_stops.values()]:
+        stop()
+
+
 @atexit.register
 def _end_all() -> None:
     """Waits for the threads: Python aborts if it ends while one of them is inside JAX."""
-    for stop in [*_stops.values()]:
-        stop()
+    stop_all()
     for thread in [*_stops]:
         thread.join(_EXIT_GRACE)

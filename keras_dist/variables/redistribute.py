@@ -89,10 +89,8 @@ def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
 
 def _move_variable(variable: keras.Variable, layout: Any, distribution: Any) -> None:
     value: Any = internals.variable_value(variable)
-    if value is not None and layout is None:
-        # Not committed to a device, like the value of a variable that was created without a distribution.
-        value = jax.device_put(gather(value))
-    elif value is not None:
-        value = reshard(value, as_sharding(layout))
+    if value is not None:
+        # Without a layout not committed to a device, like the value of a variable created without a distribution.
+        value = jax.device_put(gather(value)) if layout is None else reshard(value, as_sharding(layout))
     internals.place_variable(variable, layout, value)
     record_distribution(variable, distribution if is_of_this_package(distribution) else None)
