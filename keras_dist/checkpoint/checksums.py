@@ -7,7 +7,6 @@ checkpoint always has its checksums.
 
 import asyncio
 import errno
-import itertools
 import json
 import re
 import zlib
@@ -141,7 +140,8 @@ def _written_by_this_process(folder: Any) -> Iterator[Any]:
 
 def _files(path: Any) -> Iterator[Any]:  # Etils has no recursive `glob`
     if path.is_dir():
-        yield from itertools.chain.from_iterable(map(_files, path.iterdir()))
+        for inner in path.iterdir():
+            yield from _files(inner)
     else:
         yield path
 

@@ -32,8 +32,6 @@ def why_not_writable(directory: str, size: int) -> str | None:
 class DirectoryLock:
     """Keeps other jobs out of a directory until `release`, or until the process ends.
 
-    A directory that was removed is locked again by `lock`.
-
     Locks of POSIX `fcntl` belong to a process: the system releases them when it is killed, and child processes do not
     inherit them. Where a file system has none, nothing is locked.
     """
@@ -71,12 +69,11 @@ class DirectoryLock:
                 "file system keeps locked."
             )
             self.release()
-            return True
-        except OSError:  # the file system has no locks
-            return True
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        except OSError:
+            pass  # the file system has no locks
+        else:
+            self._file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=self._file, flush=True)
         return True
 
     def _is_locked(self) -> bool:

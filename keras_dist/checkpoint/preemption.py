@@ -27,8 +27,9 @@ class Preemption:
         self._handlers = {}
         self._pipe: int | None = None  # to which Python writes the numbers of signals
         if signals and threading.current_thread() is not threading.main_thread():
+            names = ", ".join(signal.Signals(number).name for number in signals)
             warn(
-                f"TrainingCheckpoint does not handle {_names(signals)}, because fit runs in the thread "
+                f"TrainingCheckpoint does not handle {names}, because fit runs in the thread "
                 f"{threading.current_thread().name!r}, and only the main thread can. Call fit in the main thread, or "
                 "pass signals=().",
             )
@@ -119,7 +120,3 @@ def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
         if valid[-1].name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"signals={signals!r}: no program can handle {valid[-1].name}. Remove it.")
     return tuple(dict.fromkeys(valid))
-
-
-def _names(signals: Sequence[int]) -> str:
-    return ", ".join(signal.Signals(number).name for number in signals)

@@ -12,21 +12,16 @@ from jax.core import Tracer
 from keras_dist._keras import internals
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison
-from keras_dist.data.input_pipeline import InputPipeline, LocalRows, local_rows, select_local_rows
+from keras_dist.data.input_pipeline import BatchProducer, InputPipeline, LocalRows, local_rows, select_local_rows
 from keras_dist.mesh.devices import is_on_mesh
 
 
 class Batches:
-    """How a distribution places batches.
-
-    Args:
-        distribution: The distribution.
-        placer: Places arrays on its mesh.
-        comparisons: Those of single batches among processes so far, by whether each process passes the global batch.
-    """
+    """How a distribution places batches."""
 
     def __init__(self, distribution: Any, placer: BatchPlacer, comparisons: dict[bool, BatchComparison]):
-        self._distribution, self._placer, self._comparisons = distribution, placer, comparisons
+        self._distribution, self._placer = distribution, placer
+        self._comparisons = comparisons  # of single batches so far, by whether each process passes the global batch
 
     def place(self, batch: Any) -> tuple[Any, list[LocalRows | None]]:
         """Returns the arrays of a host batch as global arrays, and which rows of the global batch this process passed.
@@ -54,8 +49,8 @@ class Batches:
     ) -> InputPipeline:
         """Returns a pipeline of global batches, made from this process's host batches."""
         warning_for = functools.partial(self._distribution.steps.warning_for, step)
-        settings = self._distribution.auto_shard_dataset, step, steps_per_epoch, position_of
-        return InputPipeline(batches, self._placer, *settings, warning_for)
+        settings = self._distribution.auto_shard_dataset, step, steps_per_epoch, position_of, warning_for
+        return InputPipeline(BatchProducer(batches, self._placer, *settings))
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:
         """Returns the rows of a prediction that this process passed, as arrays that it can read."""

@@ -18,8 +18,6 @@ from keras_dist.data.batch_placement import is_global, is_sparse
 from keras_dist.multihost import messaging
 
 _SAMPLE = 4096  # bytes of an array that are compared in batches after the first
-
-
 # The methods of a model by their steps; without one, a method reads the shapes of its first batch to build the model.
 METHODS = {"train": "fit", "test": "evaluate", "predict": "predict", None: "the start of fit, evaluate or predict"}
 
@@ -42,9 +40,8 @@ class BatchComparison:
         self._topic, self._auto_shard_dataset, self._is_abandoned = topic, auto_shard_dataset, is_abandoned
         self._has_step, self._method = step is not None, METHODS.get(step, "train_on_batch or predict_on_batch")
         self._settings = {"method": self._method, "steps_per_epoch": steps_per_epoch}
-        self._batches = 0
+        self._batches, self._has_ended = 0, False
         self._warnings: list[str] = []
-        self._has_ended = False
 
     def take_warnings(self) -> tuple[str, ...]:
         found, self._warnings = self._warnings, []
@@ -81,15 +78,14 @@ class BatchComparison:
                 who = messaging.describe([process]).capitalize()
                 raise messaging.ProcessFailure(f"{who} could not read batch {self._batches}: {other['failed']}")
         ended = [process for process, other in enumerate(messages) if "end" in other]
+        if 0 < len(ended) < len(messages):
+            who = messaging.describe(ended).capitalize()
+            text = f"{who} ran out of data after {counted(self._batches, 'batch')}"
+            if self._auto_shard_dataset:
+                raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
+            text += ", so the epoch ends for all processes. The remaining data of others is not used."
+            self._warnings.append(text)
         if ended:
-            if len(ended) < len(messages):
-                text = (
-                    f"{messaging.describe(ended).capitalize()} ran out of data after {counted(self._batches, 'batch')}"
-                )
-                if self._auto_shard_dataset:
-                    raise ValueError(f"{text}, but others have more. {_SAME_DATASET}")
-                text += ", so the epoch ends for all processes. The remaining data of others is not used."
-                self._warnings.append(text)
             return None
         _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")

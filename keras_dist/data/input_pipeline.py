@@ -32,73 +32,6 @@ class LocalRows(NamedTuple):
     total: int  # rows of the global batch
 
 
-class InputPipeline(Prefetcher[Any]):
-    """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
-
-    `batches` is called in the pipeline's thread, when the first batch is requested. `step` is None if only the shapes
-    of batches are used; then, and with `steps_per_epoch`, no more batches than allowed are prefetched. `position` is
-    what `position_of` returned for the iterator over host batches, after the last batch that was delivered. `compared`
-    is when that batch was compared with those of other processes: begin and end by `time.perf_counter`. `warning_for`
-    returns what to warn of, given the number of rows of the first batch.
-    """
-
-    def __init__(
-        self,
-        batches: Callable[[], Iterable],
-        placer: BatchPlacer,
-        auto_shard_dataset: bool,
-        step: str | None = None,
-        steps_per_epoch: int | None = None,
-        position_of: Callable[[Any], DataPosition] | None = None,
-        warning_for: Callable[[int], str | None] = lambda rows: None,
-    ):
-        is_limited = step is None or steps_per_epoch is not None
-        is_closed = threading.Event()
-        self._producer = _Producer(
-            batches, placer, auto_shard_dataset, step, steps_per_epoch, position_of, warning_for, is_closed
-        )
-        super().__init__(self._producer, 0 if is_limited else None, is_closed)
-        self._local_rows: list[LocalRows | None] = []
-        self.delivered = 0
-        self.position: DataPosition | None = None
-        self.compared: tuple[float, float] | None = None
-        self._peeked: _Prepared | None = None
-
-    def is_exhausted(self) -> bool:
-        """Waits for the next batch and returns whether there is none."""
-        try:
-            self._peeked = self._take()
-        except StopIteration:
-            return True
-        return False
-
-    def _take(self) -> "_Prepared":
-        if self._peeked is not None:
-            prepared, self._peeked = self._peeked, None
-            return prepared
-        prepared = super().__next__()
-        for message in prepared.warnings:
-            warn(message)
-        if prepared.batch is _END:
-            heapq.heappush(_free_numbers, self._producer.number)
-            self.close()
-            raise StopIteration
-        return prepared
-
-    def __next__(self) -> Any:
-        prepared = self._take()
-        self._local_rows.append(prepared.local_rows)
-        self.position = prepared.position
-        self.compared = prepared.compared
-        self.delivered += 1
-        return assemble(prepared.batch)
-
-    def take_local_rows(self) -> list[LocalRows | None]:
-        """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
-        rows, self._local_rows = self._local_rows, []
-        return rows
-
-
 _END = object()
 
 
@@ -111,17 +44,17 @@ class _Prepared(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Producer:
-    """What a pipeline's thread runs. It has no reference to its pipeline, which can be deleted while it waits."""
+class BatchProducer:
+    """What the thread of an `InputPipeline` runs. It has no reference to that, which can be deleted while it waits."""
 
-    batches: Callable[[], Iterable]
+    batches: Callable[[], Iterable]  # called in the thread, when the first batch is requested
     placer: BatchPlacer
     auto_shard_dataset: bool
-    step: str | None
-    steps_per_epoch: int | None
-    position_of: Callable[[Any], DataPosition] | None
-    warning_for: Callable[[int], str | None]
-    is_closed: threading.Event  # set when the thread no longer needs to wait for other processes
+    step: str | None = None  # None if only the shapes of batches are used
+    steps_per_epoch: int | None = None
+    position_of: Callable[[Any], DataPosition] | None = None  # of the iterator over host batches
+    warning_for: Callable[[int], str | None] = lambda rows: None  # given the number of rows of the first batch
+    is_closed: threading.Event = dataclasses.field(default_factory=threading.Event)  # no more batches are wanted
     number: int = 0
 
     def __iter__(self) -> Iterator[_Prepared]:
@@ -163,6 +96,55 @@ class _Producer:
             message = self.warning_for(next(first_rows, 0) if own is None else own.total)
             found += () if message is None else (message,)
         return _Prepared(placed, own, warnings=found)
+
+
+class InputPipeline(Prefetcher[Any]):
+    """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
+
+    If only the shapes of batches are used, and with `steps_per_epoch`, no more batches than allowed are prefetched.
+    """
+
+    def __init__(self, producer: BatchProducer):
+        is_limited = producer.step is None or producer.steps_per_epoch is not None
+        super().__init__(producer, 0 if is_limited else None, producer.is_closed)
+        self._producer = producer
+        self._local_rows: list[LocalRows | None] = []
+        self.delivered = 0
+        self.position: DataPosition | None = None  # after the last batch that was delivered
+        self.compared: tuple[float, float] | None = None  # when it was, by `time.perf_counter`: begin and end
+        self._peeked: _Prepared | None = None
+
+    def is_exhausted(self) -> bool:
+        """Waits for the next batch and returns whether there is none."""
+        try:
+            self._peeked = self._take()
+        except StopIteration:
+            return True
+        return False
+
+    def _take(self) -> _Prepared:
+        if self._peeked is not None:
+            prepared, self._peeked = self._peeked, None
+            return prepared
+        prepared = super().__next__()
+        for message in prepared.warnings:
+            warn(message)
+        if prepared.batch is _END:
+            heapq.heappush(_free_numbers, self._producer.number)
+            self.close()
+            raise StopIteration
+        return prepared
+
+    def __next__(self) -> Any:
+        batch, rows, self.position, self.compared, _ = self._take()
+        self._local_rows.append(rows)
+        self.delivered += 1
+        return assemble(batch)
+
+    def take_local_rows(self) -> list[LocalRows | None]:
+        """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
+        rows, self._local_rows = self._local_rows, []
+        return rows
 
 
 def local_rows(rows: list[list[int]]) -> LocalRows:

@@ -34,9 +34,6 @@ class VariableSpec(NamedTuple):
         return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable, weight)
 
 
-# ------------------------------------------------------------------------------------------- the variables of a model
-
-
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     """Yields each variable of a model once: weights, state of layers, metrics, optimizer."""
     record_variables(model)  # of those that were created while no distribution was active
@@ -59,9 +56,6 @@ def optimizer_state_owners(optimizer: Any, variables: Iterable[keras.Variable]) 
             if (name, tuple(state.shape)) in weights:
                 owners[key] = weights[name, tuple(state.shape)]
     return owners
-
-
-# ------------------------------------------------------------------------------------------ layouts that are chosen
 
 
 def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras.Variable], Any]) -> dict[int, Any]:
@@ -93,9 +87,6 @@ def layout_under(variable: keras.Variable, distribution: Any) -> Any:
     return distribution.get_variable_layout(VariableSpec.of(variable))
 
 
-# --------------------------------------------------------------------------------------------- where variables are now
-
-
 def check_placement(model: keras.Model, variables: Iterable[keras.Variable], distribution: Any) -> None:
     """Raises ValueError if variables of a model that a step uses are not placed as the distribution places them.
 
@@ -109,8 +100,7 @@ def check_placement(model: keras.Model, variables: Iterable[keras.Variable], dis
             f"{model.name!r} was not built under {distribution}, or the distribution has changed since: "
             f"{len(problems)} of {counted(len(variables), 'variable')} {'is' if len(problems) == 1 else 'are'} placed "
             f"differently. The first, '{variable.path}', {problem}. Call keras_dist.redistribute(model) to move the "
-            "model, or set the distribution before you "
-            "create the model and its optimizer."
+            "model, or set the distribution before you create the model and its optimizer."
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
-from keras_dist.data.input_pipeline import InputPipeline
+from keras_dist.data.input_pipeline import BatchProducer, InputPipeline
 
 # Since 3.16, Keras's `fit` and `evaluate` read the first batch themselves, to build a model, and raise errors of Keras.
 EMPTY = "" if OLDER_KERAS else "|train or validation dataset is empty"
@@ -100,7 +100,8 @@ def test_a_small_last_batch_does_not_warn():
 
 def test_a_batch_that_is_awaited_before_it_is_taken_warns_once():
     placer = kd.DataParallel()._placer
-    pipeline = InputPipeline(lambda: [X[:8]], placer, True, "train", warning_for=lambda rows: f"{rows} rows")
+    producer = BatchProducer(lambda: [X[:8]], placer, True, "train", warning_for=lambda rows: f"{rows} rows")
+    pipeline = InputPipeline(producer)
     with pytest.warns(UserWarning, match="8 rows"):
         assert not pipeline.is_exhausted()
     with warnings.catch_warnings():

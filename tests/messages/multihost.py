@@ -190,7 +190,7 @@ CASES = {
     "processes make different calls": _different_calls,
     "process 0 reads an unknown variable": _unknown_variable,
     "process 0 cannot save": lambda: str(
-        global_reads._error_of_global_reads(["OSError", "disk full"], "save gpt.keras")
+        global_reads._error_of_process_zero(["OSError", "disk full"], "save gpt.keras")
     ),
     "launch of no processes": lambda: launcher.launch(["true"], 0),
 }
