@@ -25,7 +25,7 @@ from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, stat
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
-from keras_dist.data.input_pipeline import InputPipeline
+from keras_dist.data.batches import InputPipeline
 from keras_dist.data.position import DataPosition
 
 _newest_iterator: ContextVar[Callable[[], Any]] = ContextVar("newest_iterator", default=lambda: None)

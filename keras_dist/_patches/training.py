@@ -24,7 +24,7 @@ from keras_dist._keras.training_state import put_values_back, state_variables, s
 from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist._report.user_warnings import warn
-from keras_dist.data.input_pipeline import InputPipeline, select_local_rows
+from keras_dist.data.batches import InputPipeline, select_local_rows
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs

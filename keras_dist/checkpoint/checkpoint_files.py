@@ -35,13 +35,13 @@ class CheckpointFiles:
 
     def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
         self.waiting_time = 0.0  # seconds that `save` and `close` took
-        self._is_local = "://" not in directory
-        self._directory = restore.etils_path(os.path.abspath(directory) if self._is_local else directory)
+        is_local = "://" not in directory
+        self._directory = restore.etils_path(os.path.abspath(directory) if is_local else directory)
         self._max_to_keep, self._on_background = max_to_keep, on_background
         self._lock: DirectoryLock | None = None
         self._writing: _Writing | None = None
         try:
-            if self._is_local:
+            if is_local:
                 self._reserve(model)
             self._saved = [int(step) for step in reversed(restore.steps(str(self._directory)))]
             self._require_same_newest()
@@ -61,8 +61,6 @@ class CheckpointFiles:
 
     def _keep_lock(self) -> None:
         """Locks the directory again if it was removed: another job may have it by now."""
-        if not self._is_local:
-            return
         if self._lock is not None and self._lock.lock() and self._lock.problem is None:
             warn(
                 f"{self._directory}, or .in_use in it, was removed while this job uses it. It is created again, and "

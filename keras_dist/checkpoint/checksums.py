@@ -94,9 +94,7 @@ def _read(file: Any) -> dict[str, tuple[int, int]] | None:
     try:
         content = json.loads(file.read_text())
         return content["files"] if content["checksum"] == _own_checksum(content["files"]) else None
-    except (ValueError, TypeError, KeyError):  # not JSON any more, or not of that form
-        return None
-    except OSError as error:
+    except (ValueError, TypeError, KeyError, OSError) as error:  # not JSON any more, or not of that form
         if not is_of_damage(error):
             raise
         return None

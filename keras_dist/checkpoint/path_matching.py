@@ -22,10 +22,6 @@ class Matching(NamedTuple):
     missing: list[int]
     unexpected: list[str]
 
-    @property
-    def is_complete(self) -> bool:
-        return not self.missing and not self.unexpected
-
 
 def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], automatic: set[str]) -> Matching:
     """Returns the matching of a model's weights with the most pairs, the first of several.
@@ -46,7 +42,7 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
 
     unique_paths = unique_weight_paths(paths, nested_paths)
     by_path = _match_by_key(saved, unique_paths)
-    if by_path.is_complete:  # the usual case, which needs none of the others
+    if not by_path.missing and not by_path.unexpected:  # the usual case, which needs none of the others
         return by_path
     return _most_pairs(
         by_path,

@@ -98,14 +98,12 @@ def restore(
     Args:
         model: The model.
         directory: Where checkpoints are.
-        steps: The names of checkpoints in it, in the order in which they are tried. The first is restored that is not
-            damaged; all processes agree which.
+        steps: The names of those that are tried, until one is not damaged. All processes agree which.
         skip_mismatch: Whether to restore what matches, and to warn about the rest.
         read_progress: Reads how far training is from the path of a checkpoint, if training continues from it.
 
     Raises:
-        ValueError: Before any variable has changed, if variables, shapes or dtypes do not match, or if all of these
-            checkpoints are damaged.
+        ValueError: Before any variable has changed, if something does not match or all checkpoints are damaged.
     """
     if not model_structure.is_built(model):
         raise ValueError(

@@ -60,12 +60,7 @@ class BatchPlacer:
         return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
 
     def warning_for(self, rows: int, axes: Sequence[str]) -> str | None:
-        """Returns, once, a warning that a step splits a batch over fewer devices than it could; otherwise None.
-
-        Args:
-            rows: The number of rows of the batch.
-            axes: The batch axes over which the step splits them.
-        """
+        """Returns, once, a warning that a step splits a batch over fewer devices than it could, over `axes`."""
         shards, sizes = self.num_batch_shards, self.device_mesh.axis_sizes
         used = math.prod(sizes[name] for name in axes)
         if self._has_warned or rows == 0 or (used == shards and rows >= shards):

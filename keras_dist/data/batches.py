@@ -1,8 +1,13 @@
 """The batches of a distribution: how `fit`, `train_on_batch` and `model(x)` get them onto the mesh."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import keras
@@ -10,10 +15,161 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals
+from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison
-from keras_dist.data.input_pipeline import BatchProducer, InputPipeline, LocalRows, local_rows, select_local_rows
+from keras_dist.data.position import DataPosition
+from keras_dist.data.prefetch import Prefetcher
 from keras_dist.mesh.devices import is_on_mesh
+from keras_dist.multihost import messaging
+
+# Several processes number their pipelines in the order in which they start them. The number of a pipeline that all
+# have read to its end is used again, so that no messages are left behind.
+_numbers = itertools.count()
+_free_numbers: list[int] = []
+
+
+class LocalRows(NamedTuple):
+    """The rows of a global batch that this process passed."""
+
+    start: int  # index of the first row
+    rows: int
+    total: int  # rows of the global batch
+
+
+_END = object()
+
+
+class _Prepared(NamedTuple):
+    batch: Any  # _END after the last one
+    local_rows: LocalRows | None = None
+    position: DataPosition | None = None
+    compared: tuple[float, float] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class BatchProducer:
+    """What the thread of an `InputPipeline` runs. It has no reference to that, which can be deleted while it waits."""
+
+    batches: Callable[[], Iterable]  # called in the thread, when the first batch is requested
+    placer: BatchPlacer
+    auto_shard_dataset: bool
+    step: str | None = None  # None if only the shapes of batches are used
+    steps_per_epoch: int | None = None
+    position_of: Callable[[Any], DataPosition] | None = None  # of the iterator over host batches
+    warning_for: Callable[[int], str | None] = lambda rows: None  # given the number of rows of the first batch
+    is_closed: threading.Event = dataclasses.field(default_factory=threading.Event)  # no more batches are wanted
+    number: int = 0
+
+    def __iter__(self) -> Iterator[_Prepared]:
+        if not messaging.is_multi_process():
+            return self._prepare_all(None)
+        self.number = heapq.heappop(_free_numbers) if _free_numbers else next(_numbers)
+        settings = (self.auto_shard_dataset, self.step, self.steps_per_epoch)
+        return self._prepare_all(BatchComparison(f"data {self.number}", *settings, self.is_closed.is_set))
+
+    def _prepare_all(self, comparison: BatchComparison | None) -> Iterator[_Prepared]:
+        try:
+            iterator = iter(self.batches())
+            for number, batch in enumerate(iterator):
+                position = None if self.position_of is None else self.position_of(iterator)
+                rows, compared, found = None, None, ()
+                if comparison is not None:
+                    begin = time.perf_counter()
+                    rows = comparison.compare_batch(batch)
+                    if rows is None:
+                        break
+                    compared, found = (begin, time.perf_counter()), comparison.take_warnings()
+                prepared = self._prepare(batch, rows, found, is_first=number == 0)
+                yield prepared._replace(position=position, compared=compared)
+        except Exception as error:
+            if comparison is not None:
+                comparison.report_error(error)
+            raise
+        if comparison is not None:
+            comparison.report_end()
+            yield _Prepared(_END, warnings=comparison.take_warnings())
+
+    def _prepare(self, batch: Any, rows: list[list[int]] | None, found: tuple[str, ...], is_first: bool) -> _Prepared:
+        if rows is None or self.auto_shard_dataset:
+            own, placed = None, self.placer.place(batch)
+        else:
+            own, placed = local_rows(rows), self.placer.place_local(batch, rows)
+        if is_first:  # the last batch of an epoch may be small
+            first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
+            message = self.warning_for(next(first_rows, 0) if own is None else own.total)
+            found += () if message is None else (message,)
+        return _Prepared(placed, own, warnings=found)
+
+
+class InputPipeline(Prefetcher):
+    """Iterates over the batches of a source as global arrays; each is prepared while the step before it runs.
+
+    If only the shapes of batches are used, and with `steps_per_epoch`, no more batches than allowed are prefetched.
+    """
+
+    def __init__(self, producer: BatchProducer):
+        is_limited = producer.step is None or producer.steps_per_epoch is not None
+        super().__init__(producer, 0 if is_limited else None, producer.is_closed)
+        self._producer = producer
+        self._local_rows: list[LocalRows | None] = []
+        self.delivered = 0
+        self.position: DataPosition | None = None  # after the last batch that was delivered
+        self.compared: tuple[float, float] | None = None  # when it was, by `time.perf_counter`: begin and end
+        self._peeked: _Prepared | None = None
+
+    def is_exhausted(self) -> bool:
+        """Waits for the next batch and returns whether there is none."""
+        try:
+            self._peeked = self._take()
+        except StopIteration:
+            return True
+        return False
+
+    def _take(self) -> _Prepared:
+        if self._peeked is not None:
+            prepared, self._peeked = self._peeked, None
+            return prepared
+        prepared = super().__next__()
+        for message in prepared.warnings:
+            warn(message)
+        if prepared.batch is _END:
+            heapq.heappush(_free_numbers, self._producer.number)
+            self.close()
+            raise StopIteration
+        return prepared
+
+    def __next__(self) -> Any:
+        batch, rows, self.position, self.compared, _ = self._take()
+        self._local_rows.append(rows)
+        self.delivered += 1
+        return assemble(batch)
+
+    def take_local_rows(self) -> list[LocalRows | None]:
+        """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
+        rows, self._local_rows = self._local_rows, []
+        return rows
+
+
+def local_rows(rows: list[list[int]]) -> LocalRows:
+    """Returns which rows of a global batch this process passed, by the first of its arrays that has rows."""
+    counts = next((counts for counts in rows if sum(counts)), [0] * messaging.process_count())
+    me = messaging.process_index()
+    return LocalRows(sum(counts[:me]), counts[me], sum(counts))
+
+
+def select_local_rows(outputs: Any, batches: list[LocalRows]) -> Any:
+    """Returns this process's rows of outputs of concatenated batches; arrays of another length are unchanged."""
+    ends = np.cumsum([batch.total for batch in batches])
+
+    def select(output):
+        if np.ndim(output) == 0 or len(output) != ends[-1]:
+            return output
+        parts = zip(np.split(output, ends[:-1]), batches, strict=True)
+        return np.concatenate([part[batch.start : batch.start + batch.rows] for part, batch in parts])
+
+    return jax.tree.map(select, outputs)
 
 
 class Batches:

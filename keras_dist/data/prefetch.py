@@ -8,9 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 _AHEAD = 2  # items that are produced before they are requested
 _EXIT_GRACE = 2.0  # seconds that a thread has to produce its last item when the program ends
@@ -18,7 +16,7 @@ _EXIT_GRACE = 2.0  # seconds that a thread has to produce its last item when the
 _stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], Any]]" = weakref.WeakKeyDictionary()
 
 
-class Prefetcher(Iterator[T], Generic[T]):
+class Prefetcher(Iterator):
     """Runs an iterator in a thread, two items ahead of its consumer.
 
     Items keep the iterator's order. An exception of the iterator is raised in place of the item. When the first item is
@@ -33,8 +31,8 @@ class Prefetcher(Iterator[T], Generic[T]):
     ['a', 'b', 'c']
     """
 
-    def __init__(self, items: Iterable[T], limit: int | None = None, is_stopped: threading.Event | None = None):
-        self._items: Iterable[T] | None = items
+    def __init__(self, items: Iterable, limit: int | None = None, is_stopped: threading.Event | None = None):
+        self._items: Iterable | None = items
         self._allowed = math.inf if limit is None else limit
         self._requested = self._permitted = 0  # numbers of items
         self._is_exhausted = False
@@ -47,7 +45,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         """Allows so many more items to be produced before they are requested, if there is a limit."""
         self._allowed = max(self._allowed, self._permitted) + items
 
-    def __next__(self) -> T:
+    def __next__(self) -> Any:
         if self._is_exhausted:
             raise StopIteration
         self._requested += 1

@@ -121,7 +121,7 @@ def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool:
         return lambda: reshard(variable_value(variable), sharding)
     constant = _constant(initializer)
     if constant is not None and math.prod(shape) <= _MAX_ELEMENTS_FROM_HOST:
-        return lambda: _filled(constant, shape, dtype, sharding)
+        return lambda: reshard(np.full(shape, constant, jnp.dtype(dtype)), sharding)
     config = _config_without_seed(initializer)
     if config is None:
         return lambda: reshard(keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype), sharding)
@@ -129,11 +129,6 @@ def _initialization(variable: keras.Variable, programs: dict[Any, Future], pool:
     if key not in programs:
         programs[key] = pool.submit(_lower(initializer, shape, dtype, sharding).compile)
     return lambda: programs[key].result()(_seed(initializer))
-
-
-def _filled(constant: float, shape: tuple[int, ...], dtype: str, sharding: Any) -> jax.Array:
-    array = np.full(shape, constant, jnp.dtype(dtype))
-    return jnp.asarray(array) if sharding is None else jax.make_array_from_callback(shape, sharding, array.__getitem__)
 
 
 def _config_without_seed(initializer: Any) -> tuple[type, str] | None:

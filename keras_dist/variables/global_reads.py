@@ -137,10 +137,7 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
 
 
 def _send_shards(variables: list[keras.Variable], task: str) -> None:
-    while True:
-        request = messaging.exchange(_TOPIC, None)[0]
-        if request == "done":
-            return
+    while (request := messaging.exchange(_TOPIC, None)[0]) != "done":
         if "failed" in request:
             raise _error_of_process_zero(request["failed"], task)
         gather(internals.variable_value(variables[request["read"]]), keep=False)

@@ -8,7 +8,7 @@ import pytest
 from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
-from keras_dist.data.input_pipeline import BatchProducer, InputPipeline
+from keras_dist.data.batches import BatchProducer, InputPipeline
 
 # Since 3.16, Keras's `fit` and `evaluate` read the first batch themselves, to build a model, and raise errors of Keras.
 EMPTY = "" if OLDER_KERAS else "|train or validation dataset is empty"
