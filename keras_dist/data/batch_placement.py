@@ -149,18 +149,13 @@ class BatchPlacer:
             return self._place_global(leaf)
         leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
         shape, starts = (sum(rows), *leaf.shape[1:]), list(itertools.accumulate(rows, initial=0))
-        sharding, my_start = self.sharding(shape), starts[jax.process_index()]
-
-        def local_values(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(shape[0])
-            return leaf[start - my_start : stop - my_start, *index[1:]]
-
+        sharding = self.sharding(shape)
         device_indices: Any = sharding.devices_indices_map(shape)
         for device, index in device_indices.items():
             start, stop, _ = index[0].indices(shape[0])
             if not starts[device.process_index] <= start <= stop <= starts[device.process_index + 1]:
                 return self._place_padded_shards(leaf, rows, sharding)
-        return jax.make_array_from_callback(shape, sharding, local_values)
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
     def _place_padded_shards(self, leaf: np.ndarray, rows: Sequence[int], sharding) -> "LocalShards":
         """Places the rows of each process on its own devices, padded to shards of one size.
@@ -168,17 +163,15 @@ class BatchPlacer:
         Two processes with two devices each that pass 3 and 2 rows (a, b, c and d, e) make the four shards
         `[a b] [c -] [d e] [- -]`. Elements 0, 1, 2, 4, 5 of the concatenated shards are the global batch.
         """
-        mesh, me = self.device_mesh.backend_mesh, jax.process_index()
+        mesh = self.device_mesh.backend_mesh
         owners = [device.process_index for device in mesh.devices.flat]  # of each shard
         shard_counts = collections.Counter(owners)
         size = max(1, *(-(-rows[process] // count) for process, count in shard_counts.items()))
-        padded = np.zeros((shard_counts[me], size, *leaf.shape[1:]), leaf.dtype)
-        padded.reshape(-1, *leaf.shape[1:])[: len(leaf)] = leaf
-        own_devices = [device for device in mesh.devices.flat if device.process_index == me]
+        padded = np.zeros((shard_counts[jax.process_index()] * size, *leaf.shape[1:]), leaf.dtype)
+        padded[: len(leaf)] = leaf
         over_all_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
-        shards = jax.make_array_from_single_device_arrays(
-            (len(owners) * size, *leaf.shape[1:]), over_all_devices, jax.device_put([*padded], own_devices)
-        )
+        shape = (len(owners) * size, *leaf.shape[1:])
+        shards = jax.make_array_from_process_local_data(over_all_devices, padded, shape)
         starts = collections.defaultdict(list)  # of the shards of each process
         for number, process in enumerate(owners):
             starts[process].append(number * size)
