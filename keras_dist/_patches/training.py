@@ -29,8 +29,12 @@ from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs
 from keras_dist.steps.step_state import changed, step_state
-from keras_dist.variables.redistribute import place_new_seed_generators
-from keras_dist.variables.variable_layouts import check_placement, layout_under, optimizer_state_layout
+from keras_dist.variables.variable_layouts import (
+    check_placement,
+    layout_under,
+    optimizer_state_layout,
+    place_new_seed_generators,
+)
 
 
 @INSTALLED.patch(

@@ -30,7 +30,7 @@ from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
-from keras_dist.variables.model_or_builder import built
+from keras_dist.variables.deferred import built
 from keras_dist.variables.variable_layouts import (
     VariableSpec,
     all_variables,

@@ -1,10 +1,11 @@
-"""Models without values: `deferred` creates them, `materialize` initializes their variables shard by shard."""
+"""Models without values: `deferred` creates them, `materialize` initializes them, and reports inspect `built` ones."""
 
 import contextlib
 import copy
+import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from keras_dist._keras import deferred_variables, internals, model_structure
 from keras_dist._keras.active_distribution import distribution_of_model
+from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
 from keras_dist._report.units import counted
 from keras_dist.variables.host_to_device import reshard
@@ -170,3 +172,54 @@ def _lower(initializer: Callable, shape: tuple[int, ...], dtype: str, sharding: 
         return keras.ops.convert_to_tensor(seeded(shape, dtype=dtype), dtype=dtype)
 
     return jax.jit(program, out_shardings=sharding).lower(_seed(initializer))
+
+
+@contextlib.contextmanager
+def built(model_or_builder: Any) -> Iterator[keras.Layer]:
+    """Provides a built model. One that a function builds is deferred, and leaves Keras's names and seeds as they were.
+
+    Raises TypeError for neither a model nor a function that returns one, and ValueError for a model that is not built.
+    """
+    with contextlib.ExitStack() as while_inspected:
+        model = model_or_builder
+        if not isinstance(model, keras.Layer):
+            if not callable(model_or_builder):
+                raise TypeError(
+                    f"Expected a built Keras model or a function that returns one, got {model_or_builder!r} "
+                    f"({type(model_or_builder).__name__}). Pass, for example, lambda: build(width=1024)."
+                )
+            require_no_arguments(model_or_builder)
+            while_inspected.enter_context(global_state_restored())
+            while_inspected.enter_context(deferred_variables.deferring())
+            model = model_or_builder()
+        if not isinstance(model, keras.Layer):
+            name = getattr(model_or_builder, "__name__", type(model_or_builder).__name__)
+            raise TypeError(
+                f"'{name}' returned {model!r} ({type(model).__name__}) instead of a Keras model. Return the model that "
+                "it builds."
+            )
+        if not model.built:
+            raise ValueError(
+                f"Model '{model.name}' is not built, so it has no variables. Start it with keras.Input(shape), call it "
+                "on keras.KerasTensor(shape), or pass a function that does so and returns it."
+            )
+        yield model
+
+
+def require_no_arguments(build: Any) -> None:
+    """Raises a TypeError with the fix for a function that cannot be called without arguments."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # of a callable that has none
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        name = getattr(build, "__name__", type(build).__name__)
+        needed = [each.name for each in signature.parameters.values() if each.default is each.empty]
+        call = "build" if name == "<lambda>" else name
+        values = ", ".join(f"{each}=..." for each in needed)
+        raise TypeError(
+            f"The function that builds the model is called without arguments, but {name}{signature} needs "
+            f"{', '.join(needed)}. Pass a function that passes them on: lambda: {call}({values})."
+        ) from None

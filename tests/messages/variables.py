@@ -5,7 +5,7 @@ from unittest import mock
 import keras
 
 import keras_dist as kd
-from keras_dist.variables.model_or_builder import built
+from keras_dist.variables.deferred import built
 
 
 def small_model(name="small", inputs=True):

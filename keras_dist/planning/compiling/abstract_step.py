@@ -20,7 +20,7 @@ from keras_dist.steps.options import OptionWithoutEffectError
 from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.derived.input_shapes import counterparts, is_full, is_shape, is_spec
-from keras_dist.variables.model_or_builder import require_no_arguments
+from keras_dist.variables.deferred import require_no_arguments
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
 LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning

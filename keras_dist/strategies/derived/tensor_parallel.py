@@ -22,7 +22,7 @@ from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, best_dim
 from keras_dist.strategies.derived.model_trace import trace_model
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.tracing.jaxpr_dims import read_dims
-from keras_dist.variables.model_or_builder import built
+from keras_dist.variables.deferred import built
 
 _MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
 
