@@ -109,14 +109,9 @@ def _listen(pipe: int, signals: set[int], agreement: StopAgreement) -> None:
 
 def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
     """Returns signals, or raises an error for what is none, or none that a program can handle."""
-    valid = []
     for number in signals:
-        try:
-            valid.append(signal.Signals(number))
-        except ValueError:
-            raise ValueError(
-                f"signals={signals!r}: {number!r} is no signal. Pass, for example, (signal.SIGTERM,)."
-            ) from None
-        if valid[-1].name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"signals={signals!r}: no program can handle {valid[-1].name}. Remove it.")
-    return tuple(dict.fromkeys(valid))
+        if number not in list(signal.Signals):
+            raise ValueError(f"signals={signals!r}: {number!r} is no signal. Pass, for example, (signal.SIGTERM,).")
+        if (name := signal.Signals(number).name) in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"signals={signals!r}: no program can handle {name}. Remove it.")
+    return tuple(dict.fromkeys(map(signal.Signals, signals)))

@@ -249,11 +249,9 @@ def require_numbers(leaf: Any) -> None:
         )
 
 
-# A Python number has no dtype of its own in JAX, and must not be given one.
-_KEPT_TYPES = (np.ndarray, jax.Array, sparse.JAXSparse, bool, int, float, complex)
-
-
 def _as_array(leaf):
-    leaf = leaf if isinstance(leaf, _KEPT_TYPES) else np.asarray(leaf)
+    # A Python number has no dtype of its own in JAX, and must not be given one.
+    if not isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse, bool, int, float, complex)):
+        leaf = np.asarray(leaf)
     require_numbers(leaf)
     return leaf

@@ -116,7 +116,8 @@ class InputPipeline(Prefetcher):
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
         self.position: DataPosition | None = None  # after the last batch that was delivered
-        self.compared: tuple[float, float] | None = None  # when it was, by `time.perf_counter`: begin and end
+        # When that batch was compared with those of other processes: begin and end by `time.perf_counter`.
+        self.compared: tuple[float, float] | None = None
         self._peeked: _Prepared | None = None
 
     def is_exhausted(self) -> bool:

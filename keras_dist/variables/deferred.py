@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.internals import as_sharding, variable_layout, variable_value
 from keras_dist._report.units import counted
 from keras_dist.variables.host_to_device import reshard
-from keras_dist.variables.variable_layouts import all_variables, is_on_attached_devices
-
-ModelT = TypeVar("ModelT", bound=keras.Layer)
+from keras_dist.variables.variable_layouts import ModelT, all_variables, is_on_attached_devices
 
 # Constant arrays of up to this many elements are sent from the host, which takes less time than to compile a program.
 _MAX_ELEMENTS_FROM_HOST = 2**16
