@@ -10,24 +10,10 @@ from typing import Any
 
 from keras_dist.mesh.tpu_generations import tpu_generation_of
 from keras_dist.planning.frozen_mapping import FrozenMapping
-from keras_dist.planning.hardware.compiler_options import CompilerOptions, options_for_gpus, options_for_tpus
+from keras_dist.planning.hardware.compiler_options import CompilerOptions, published_options
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8")
-
-FIGURES = (
-    "memory_bytes",
-    "memory_bytes_per_second",
-    "flops_per_second",
-    "link_bytes_per_second",
-    "links",
-    "network_bytes_per_second",
-    "compiler_target",
-    "clock_hz",
-    "link_latency_seconds",
-    "network_latency_seconds",
-)
-_NUMBERS = tuple(name for name in FIGURES if name not in ("flops_per_second", "links", "compiler_target"))
 
 
 @dataclass(frozen=True)
@@ -159,13 +145,16 @@ class Hardware:
         >>> dict(options), "MaxText" in options.source
         ({'xla_tpu_scoped_vmem_limit_kib': 98304}, True)
         """
-        if self.platform == "gpu":
-            return options_for_gpus()
         generation = tpu_generation_of(self.device_kind) if self.platform == "tpu" else None
-        return FrozenMapping() if generation is None else options_for_tpus(generation.name)
+        return published_options(self.platform if generation is None else generation.name)
 
     def _error(self, field: str, rule: str) -> ValueError:
         return ValueError(f"Hardware {self.name!r} has {field}={getattr(self, field)!r}, which must {rule}.")
+
+
+_NAMES = ("name", "platform", "device_kind", "sources")
+FIGURES = tuple(field.name for field in dataclasses.fields(Hardware) if field.name not in _NAMES)
+_NUMBERS = tuple(name for name in FIGURES if name not in ("flops_per_second", "links", "compiler_target"))
 
 
 def _is_positive(value: Any) -> bool:
