@@ -53,10 +53,14 @@ class Interconnect:
         self.latency = functools.cache(self._latency)
         self.links = functools.cache(self._links_of)
 
-    def _arrays(self, kind: str, groups: Groups) -> list[np.ndarray]:
+    def _by_network(self, kind: str, groups: Groups) -> list[list[np.ndarray]]:
+        """The members of each group in each slice or host. Groups of () are one group of all devices."""
         arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
         assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
-        return [pair for pair in arrays if pair[0] != pair[1]] if kind == "collective-permute" else arrays
+        if kind == "collective-permute":
+            arrays = [pair for pair in arrays if pair[0] != pair[1]]
+        networks = [self._networks[array] for array in arrays]
+        return [[group[of == each] for each in np.unique(of)] for group, of in zip(arrays, networks, strict=True)]
 
     def _latency(self, kind: str, groups: Groups) -> float | None:
         """Returns the seconds that a collective takes however few bytes it sends; None if unknown.
@@ -71,8 +75,7 @@ class Interconnect:
         To these, each collective adds the time that it takes to start.
         """
         link_hops, network_hops = 0, 0
-        for array in self._arrays(kind, groups):
-            parts = self._by_network(array)
+        for parts in self._by_network(kind, groups):
             network_hops = max(network_hops, (len(parts) - 1).bit_length())
             for part in parts:
                 hops = len(part) - 1 if self._torus is None else self._torus.hops(kind, part)
@@ -88,7 +91,7 @@ class Interconnect:
         """Returns what a collective occupies: links of a chip by dim of the torus and direction or all NVLinks, and
         the network. Collectives without a common one can run at the same time.
         """
-        split = [self._by_network(array) for array in self._arrays(kind, groups)]
+        split = self._by_network(kind, groups)
         links: set[Hashable] = {"network"} if any(len(parts) > 1 for parts in split) else set()
         inside = [part for parts in split for part in parts if len(part) > 1]
         if self._torus is not None:
@@ -98,15 +101,14 @@ class Interconnect:
         return frozenset(links)
 
     def _seconds_per_byte(self, kind: str, groups: Groups) -> tuple[bool, float | None]:
-        """Returns (crosses the network, seconds per wire byte or None). Groups of () are one group of all devices."""
-        arrays = self._arrays(kind, groups)
-        split = [self._by_network(array) for array in arrays]
+        """Returns (crosses the network, seconds per wire byte or None)."""
+        split = self._by_network(kind, groups)
         inside = [part for parts in split for part in parts if len(part) > 1]
         members = min((len(part) for parts in split if len(parts) > 1 for part in parts), default=0)
         link_bytes, network_bytes = self._link_bytes(kind, inside), 1 / max(members, 1)
         if kind.endswith("all-to-all"):
             # Each device sends the same amount to each of the others, and all of that together is its wire bytes.
-            others = max(map(len, arrays)) - 1
+            others = max(sum(map(len, parts)) for parts in split) - 1
             link_bytes /= others
             network_bytes = (others + 1 - members) / others
         link_seconds = seconds_for(link_bytes, self._seconds_per_link_byte)
@@ -129,11 +131,6 @@ class Interconnect:
             return self._torus.exchange(groups)
         return self._torus.permute(groups) if kind == "collective-permute" else self._torus.ring(groups)
 
-    def _by_network(self, group: np.ndarray) -> list[np.ndarray]:
-        """The members of a group in each slice or host."""
-        networks = self._networks[group]
-        return [group[networks == number] for number in np.unique(networks)]
-
 
 class _TorusLinks:
     """Links of TPUs in slices: each chip has some to its neighbours along the dims of a torus.
@@ -149,11 +146,8 @@ class _TorusLinks:
     def ring(self, groups: list[np.ndarray]) -> float:
         """Each device sends one byte to the next of its group, spread over all dims and directions of the group."""
         sharing = self._groups_on_busiest_link(groups)
-        busiest = 0.0
-        for group in groups:
-            links = sum((2 if closed else 1) / sharing[dim] for dim, _, closed in self._dims(group))
-            busiest = max(busiest, 1 / links if links else 0.0)  # two cores of one chip need no link
-        return busiest
+        links = [sum((2 if closed else 1) / sharing[dim] for dim, _, closed in self._dims(group)) for group in groups]
+        return max((1 / each for each in links if each), default=0.0)  # two cores of one chip need no link
 
     def exchange(self, groups: list[np.ndarray]) -> float:
         """Each device sends one byte to each of the others of its group.

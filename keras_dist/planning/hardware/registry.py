@@ -1,12 +1,14 @@
-"""The registry of hardware that targets can name."""
+"""The registry of hardware that targets can name: the GPUs and TPUs of `gpus.toml` and `tpus.toml`, and CPUs."""
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from typing import Any
 
 from keras_dist._report.tables import Table
 from keras_dist.mesh.devices import Device
 from keras_dist.mesh.tpu_generations import canonical_device_kind
-from keras_dist.planning.hardware.figures import DTYPES, Hardware
-from keras_dist.planning.hardware.known import known_hardware
+from keras_dist.planning.hardware.figures import DTYPES, GpuCompilerTarget, Hardware
 
 
 class HardwareRegistry(Mapping[str, Hardware]):
@@ -78,21 +80,14 @@ class HardwareRegistry(Mapping[str, Hardware]):
         return hardware.device_kind if first.name == hardware.name else _label(hardware)
 
     def __repr__(self):
-        return self._table().to_text()
+        return _table(self).to_text()
 
     def _repr_html_(self) -> str:
-        return self._table().to_html()
-
-    def _table(self) -> Table:
-        return Table(_COLUMNS, [_row(entry) for entry in self.values()])
+        return _table(self).to_html()
 
 
 def _label(hardware: Hardware) -> str:
     return f"{hardware.device_kind} ({hardware.name})"
-
-
-_PEAKS = (f">TFLOP/s: {DTYPES[0]}", *(f">{dtype}" for dtype in DTYPES[1:]))
-_COLUMNS = ("name", ">memory", ">HBM", *_PEAKS, ">links", ">network")
 
 
 def links_text(hardware: Hardware) -> str | None:
@@ -106,16 +101,34 @@ def _rate(bytes_per_second: float | None) -> str:
     return "-" if bytes_per_second is None else f"{bytes_per_second / 1e9:g} GB/s"
 
 
-def _row(hardware: Hardware) -> list[str]:
-    memory, peaks = hardware.memory_bytes, hardware.flops_per_second
-    return [
-        hardware.name,
-        "-" if memory is None else f"{memory / 2**30:.2f} GiB",
-        _rate(hardware.memory_bytes_per_second),
-        *(f"{peaks[dtype] / 1e12:g}" if dtype in peaks else "-" for dtype in DTYPES),
-        links_text(hardware) or "-",
-        _rate(hardware.network_bytes_per_second),
+def _table(registry: HardwareRegistry) -> Table:
+    peaks = (f">TFLOP/s: {DTYPES[0]}", *(f">{each}" for each in DTYPES[1:]))
+    rows = [
+        [
+            entry.name,
+            "-" if entry.memory_bytes is None else f"{entry.memory_bytes / 2**30:.2f} GiB",
+            _rate(entry.memory_bytes_per_second),
+            *(f"{entry.flops_per_second[each] / 1e12:g}" if each in entry.flops_per_second else "-" for each in DTYPES),
+            links_text(entry) or "-",
+            _rate(entry.network_bytes_per_second),
+        ]
+        for entry in registry.values()
     ]
+    return Table(("name", ">memory", ">HBM", *peaks, ">links", ">network"), rows)
 
 
-hardware = HardwareRegistry([*known_hardware(), Hardware("cpu", "cpu", "cpu")])
+def _known_hardware() -> Iterator[Hardware]:
+    """Yields the GPUs and TPUs that notebooks and large clouds rent."""
+    for platform in ("tpu", "gpu"):
+        text = resources.files("keras_dist.planning.hardware").joinpath(f"{platform}s.toml").read_text()
+        for name, entry in tomllib.loads(text).items():
+            kind = entry.pop("device_kind")
+            figures: dict[str, Any] = {figure: each["value"] for figure, each in entry.items()}
+            if target := figures.get("compiler_target"):
+                capability = tuple(target.pop("compute_capability"))
+                figures["compiler_target"] = GpuCompilerTarget(capability, **target)
+            sources = {figure: each["source"] for figure, each in entry.items()}
+            yield Hardware(name, platform, kind, sources=sources, **figures)
+
+
+hardware = HardwareRegistry([*_known_hardware(), Hardware("cpu", "cpu", "cpu")])

@@ -160,9 +160,11 @@ def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -
 @functools.cache
 def _compile_only_target(name: str, shape: tuple[int, ...], slices: int, entry: Hardware, kind: str) -> Target:
     """Returns the target. It is cached until other figures are registered under its name."""
-    make_devices = _tpu_devices if entry.platform == "tpu" else _gpu_devices
     try:
-        devices = make_devices(name, shape, slices, entry, kind)
+        if entry.platform == "tpu":
+            devices = _tpu_devices(name, shape, slices, entry)
+        else:
+            devices = _gpu_devices(name, shape, entry, kind)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if "lockfile" in reason:
@@ -199,7 +201,7 @@ def _cpu_target(name: str, shape: tuple[int, ...], entry: Hardware) -> Target:
     return Target(name, entry, tuple(devices[:count]))
 
 
-def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware, _: str) -> list[Device]:
+def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware) -> list[Device]:
     generation = tpu_generation_of(entry.device_kind)
     if generation is None:
         kinds = ", ".join(known.device_kind for known in TPU_GENERATIONS.values())
@@ -238,7 +240,7 @@ def _default_environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
-def _gpu_devices(name: str, shape: tuple[int, ...], _: int, entry: Hardware, kind: str) -> list[Device]:
+def _gpu_devices(name: str, shape: tuple[int, ...], entry: Hardware, kind: str) -> list[Device]:
     if entry.compiler_target is None or entry.memory_bytes is None or entry.memory_bytes_per_second is None:
         raise ValueError(
             f"Cannot compile for target {name!r}: the GPU compiler needs memory_bytes, memory_bytes_per_second and "

@@ -4,11 +4,12 @@ import contextlib
 import difflib
 import math
 import re
+import tomllib
+from importlib import resources
 
 from keras_dist.mesh.tpu_generations import tpu_generation_of
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hardware.registry import hardware
-from keras_dist.planning.targets.cloud_machines import gpus_of_machine
 
 EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'h100:8' or 'h100:2x8' (2 hosts of 8)"
 
@@ -17,6 +18,8 @@ EXAMPLES = "'v5e:4x4', 'v5p:2x2x2', 'h100:8' or 'h100:2x8' (2 hosts of 8)"
 _ACCELERATOR_TYPE = re.compile(r"(?:TPU )?(v2|v3|v4|v5p|v5e|v5litepod|v6e|tpu7x)-([1-9]\d{0,4})(?: TPU)?")
 _COUNTS_CORES = ("v2", "v3", "v4", "v5p", "tpu7x")
 _OTHER_NAMES = {"v5lite": "v5e", "v6": "v6e", "trillium": "v6e", "v7": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x"}
+# Machines with GPUs: a pattern of names, the hardware, and the number of GPUs unless it is a group of the pattern.
+_MACHINES = tomllib.loads(resources.files("keras_dist.planning.targets").joinpath("machines.toml").read_text())
 _NAME = re.compile(r"([\w.-]+):([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})")
 _LIST = "print(keras_dist.hardware) lists all hardware."
 
@@ -41,9 +44,10 @@ def _parsed(name: str) -> tuple[Hardware, tuple[int, ...]]:
         if generation in _COUNTS_CORES:
             count = max(count // 2, 1)
         return hardware[generation], _slice_shape(name, hardware[generation], count)
-    if machine := gpus_of_machine(name):
-        chip, count = machine
-        return hardware[chip], (1, count) if count > 8 else (count,)
+    for pattern, chip, *known_count in _MACHINES["machines"]:
+        if machine := re.fullmatch(pattern, name):
+            count = known_count[0] if known_count else int(machine[1])
+            return hardware[chip], (1, count) if count > 8 else (count,)
     match = _NAME.fullmatch(name)
     if match is None:
         is_empty = re.fullmatch(r"[^:]+:(\d+x)*0+(x\d+)*", name)

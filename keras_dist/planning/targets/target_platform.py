@@ -45,10 +45,6 @@ class _Target:
         """Whether a question is about the target. One about the CPUs, which every machine has, is not."""
         return backend in (None, self.platform) or (backend == "cuda" and self.platform == "gpu")
 
-    def local_devices(self) -> list[Device]:
-        first = min(device.process_index for device in self.devices)
-        return [device for device in self.devices if device.process_index == first]
-
 
 # A value of each thread that is also a part of the keys of JAX's caches: what is traced for a target is neither reused
 # for this machine nor for another target.
@@ -98,12 +94,12 @@ def _local_devices(
     if not target.is_meant_by(backend):
         return original(process_index, backend, **renamed)
     if process_index is None:
-        return target.local_devices()
+        process_index = min(device.process_index for device in target.devices)
     return [device for device in target.devices if device.process_index == process_index]
 
 
 def _local_device_count(target: _Target, original: Callable, backend: Any = None) -> int:
-    return len(target.local_devices()) if target.is_meant_by(backend) else original(backend)
+    return len(_local_devices(target, original, None, backend)) if target.is_meant_by(backend) else original(backend)
 
 
 def _default_backend(target: _Target, original: Callable) -> str:
