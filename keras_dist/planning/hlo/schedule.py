@@ -13,6 +13,7 @@ computes for 6 ms and waits for 4 ms, so 4 of the 10 ms are exposed, and all of 
 Source: the text formats that XLA's TPU and GPU compilers write, see `_Walk`.
 """
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -25,8 +26,8 @@ from keras_dist.planning.hlo.kernel_costs import is_attention
 from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.parser import Computation, Instruction
 
-# What the walk adds up, besides the seconds of each collective.
-_COMPUTE, _ESTIMATED, _COPIES = "compute", "estimated", "copies"
+# What the walk adds up, besides ("total", key) and ("exposed", key) of each collective.
+_COMPUTE, _ESTIMATED, _COPIES = ("compute", ""), ("estimated", ""), ("copies", "")
 _COPY_LINK, _ASYNC_WORK_LINK = "copies", "asynchronous work"
 _PASSES_ON = frozenset({"get-tuple-element", "bitcast", "opt-barrier"})
 
@@ -46,23 +47,15 @@ class Work(NamedTuple):
 
 
 class Times(Protocol):
-    """How long the parts of a step take on some hardware, in seconds."""
+    """How long the parts of a step take on some hardware, in seconds; see `keras_dist.planning.costs.forecast`.
 
-    def of_work(self, work: Work) -> tuple[float, bool]:
-        """Returns the seconds of an instruction, and whether they are the compiler's estimate."""
-        ...
+    A collective waits for those before it on any of the same links.
+    """
 
-    def of_collective(self, collective: Collective) -> float:
-        """Returns the seconds of one run of a collective on its links."""
-        ...
-
-    def of_copy(self, memory_bytes: float) -> float:
-        """Returns the seconds of a copy that reads and writes a number of bytes of device memory."""
-        ...
-
-    def links(self, collective: Collective) -> Iterable[Hashable]:
-        """Returns the links that a collective occupies. One waits for those before it on any of the same links."""
-        ...
+    def of_work(self, work: Work) -> tuple[float, bool]: ...
+    def of_collective(self, collective: Collective) -> float: ...
+    def of_copy(self, memory_bytes: float) -> float: ...
+    def links(self, collective: Collective) -> Iterable[Hashable]: ...
 
 
 @dataclass(frozen=True)
@@ -94,17 +87,15 @@ def walk_schedule(reader: ModuleReader, times: Times) -> Timeline:
     reader.costs(reader.module.entry)
     walk = _Walk(reader, times)
     walk.run(reader.module.entry)
-    totals: dict[str, float] = {}
-    exposed: dict[str, float] = {}
-    for key, seconds in walk.sums.items():
-        if isinstance(key, tuple):
-            (totals if key[0] == "total" else exposed)[key[1]] = seconds
+    exposed = {key: seconds for (part, key), seconds in walk.sums.items() if part == "exposed"}
     return Timeline(
         compute_seconds=walk.sums[_COMPUTE],
         exposed_seconds=sum(exposed.values()),
         copy_seconds=walk.sums[_COPIES],
         estimated_seconds=walk.sums[_ESTIMATED],
-        collectives={key: (seconds, exposed.get(key, 0.0)) for key, seconds in totals.items()},
+        collectives={
+            key: (seconds, exposed.get(key, 0.0)) for (part, key), seconds in walk.sums.items() if part == "total"
+        },
     )
 
 
@@ -112,7 +103,7 @@ def walk_schedule(reader: ModuleReader, times: Times) -> Timeline:
 class _Transfer:
     """A collective or a copy on its links. It waited for `previous`, if that was still on one of them."""
 
-    key: Hashable  # under which waiting for it is added up
+    key: tuple[str, str]  # under which waiting for it is added up
     start: float
     end: float
     previous: "_Transfer | None"
@@ -132,14 +123,15 @@ class _Walk:
 
     def __init__(self, reader: ModuleReader, times: Times):
         self.clock = 0.0
-        self.sums: dict[Hashable, float] = defaultdict(float)
+        self.sums: dict[tuple[str, str], float] = defaultdict(float)
         self._reader, self._times = reader, times
         self._on_link: dict[Hashable, _Transfer] = {}
-        self._pending: dict[Hashable, Sequence[_Transfer]] = {}
+        self._pending: dict[Hashable, Sequence[_Transfer | None]] = {}
         self._work: dict[tuple[str, str], tuple[float, bool]] = {}
-        self._chains = {name: chains for name, chains in self._chains_by_computation() if chains}
+        # The collectives that TPUs split into fragments, those in each computation, and the fusions with the last ones.
         self._fragmented = set(reader.chains.values())
-        self._last_fragments: dict[str, dict[str, list[str]]] = {}
+        self._fragments = {name: self._chains_in(each) for name, each in reader.module.computations.items()}
+        self._last_fragments: dict[str, dict[str, str]] = {}
 
     def run(self, name: str) -> None:
         """Advances over one run of a computation."""
@@ -148,8 +140,7 @@ class _Walk:
             self._step(computation, instruction)
 
     def _step(self, computation: Computation, instruction: Instruction) -> None:
-        opcode, base = instruction.opcode, instruction.base_opcode
-        module = self._reader.module
+        opcode, module = instruction.opcode, self._reader.module
         if opcode == "while":
             self._loop(computation, instruction)
         elif opcode == "conditional":
@@ -162,16 +153,14 @@ class _Walk:
             self._start_async(computation, instruction)
         elif opcode.endswith("-start") or opcode == "send":
             key = _rendezvous(instruction) if opcode == "send" else (computation.name, instruction.name)
-            self._pending[key] = _known(self._begin(computation, instruction))
+            self._pending[key] = [self._begin(computation, instruction)]
         elif opcode == "recv-done":
-            received = self._source(computation, instruction)
-            self._wait(self._pending.pop(_rendezvous(received), ()) if received else ())
+            self._wait(self._pending.pop(_rendezvous(_source(computation, instruction)), ()))
         elif opcode.endswith("-done") and opcode != "send-done":
-            started = self._source(computation, instruction)
-            self._wait(self._pending.pop((computation.name, started.name), ()) if started else ())
+            self._wait(self._pending.pop((computation.name, _source(computation, instruction).name), ()))
         elif opcode != "recv" and is_collective(instruction):
-            self._wait(_known(self._begin(computation, instruction)))
-        elif base not in ("recv", "send-done", "async-update"):
+            self._wait([self._begin(computation, instruction)])
+        elif opcode not in ("recv", "send-done", "async-update"):
             self._advance(computation, instruction)
 
     def _loop(self, computation: Computation, loop: Instruction) -> None:
@@ -179,36 +168,31 @@ class _Walk:
         trips = self._reader.loops.trip_count(computation, loop)
         trips = 1 if trips is None else trips
         names = [self._reader.module.called(loop, key).name for key in ("condition", "body")]
-        before, start = {}, self.clock
+        before, start = self.sums, self.clock
         for _ in range(min(trips, 2)):
-            before, start = dict(self.sums), self.clock
+            before, start = self.sums.copy(), self.clock
             for name in names:
                 self.run(name)
         if trips > 2:
             self.clock += (trips - 2) * (self.clock - start)
-            for key, seconds in list(self.sums.items()):
-                self.sums[key] += (trips - 2) * (seconds - before.get(key, 0.0))
+            for key, seconds in self.sums.items():
+                self.sums[key] += (trips - 2) * (seconds - before[key])
 
     def _fusion(self, computation: Computation, fusion: Instruction) -> None:
         fused = self._reader.module.called(fusion).name
-        found = self._reader.costs(fused, True).counts
-        chains = self._chains.get(fused, ())
-        transfers = []
-        if found:
-            # What a fusion with a collective moves in memory is moved by the collective.
-            moved = self._reader.memory_bytes.get((computation.name, fusion.name), 0.0)
-            begun = {key: self._begin_collective(key, moved) for key in found}
-            transfers = [transfer for key, transfer in begun.items() if transfer and key not in self._fragmented]
-            for key in begun.keys() & self._fragmented:
-                self._pending["chain", key] = _known(begun[key])
-        if not found or self._has_flops_or_estimate(fused, fusion):
+        costs = self._reader.costs(fused, True)
+        # What a fusion with a collective moves in memory is moved by the collective.
+        moved = self._reader.memory_bytes.get((computation.name, fusion.name), 0.0)
+        begun = {key: self._begin_collective(key, moved) for key in costs.counts}
+        for key in begun.keys() & self._fragmented:
+            self._pending["chain", key] = [begun.pop(key)]
+        if not costs.counts or costs.flops or _cycles(fusion) is not None:
             self._advance(computation, fusion)
-        self._wait(transfers)
-        for key in self._last(computation).get(fusion.name, ()) if chains else ():
-            self._wait(self._pending.pop(("chain", key), ()))
-
-    def _has_flops_or_estimate(self, fused: str, fusion: Instruction) -> bool:
-        return bool(self._reader.costs(fused, True).flops) or _cycles(fusion) is not None
+        self._wait(begun.values())
+        if self._fragments[fused]:
+            for key, last in self._last(computation).items():
+                if last == fusion.name:
+                    self._wait(self._pending.pop(("chain", key), ()))
 
     def _start_async(self, computation: Computation, instruction: Instruction) -> None:
         called = self._reader.module.called(instruction).name
@@ -217,7 +201,7 @@ class _Walk:
         if not begun:  # work on other units of the device, such as a SparseCore
             seconds, _ = self._times.of_work(Work(costs.flops, costs.memory_bytes))
             begun = [self._put_on_links((_ASYNC_WORK_LINK,), _COMPUTE, seconds)]
-        self._pending[computation.name, instruction.name] = [transfer for transfer in begun if transfer]
+        self._pending[computation.name, instruction.name] = begun
 
     def _begin(self, computation: Computation, instruction: Instruction) -> _Transfer | None:
         """Begins a collective or a copy; None if it takes no time."""
@@ -237,9 +221,10 @@ class _Walk:
         self.sums["total", key] += seconds
         return self._put_on_links(self._times.links(collective), ("exposed", key), seconds)
 
-    def _put_on_links(self, links: Iterable[Hashable], key: Hashable, seconds: float) -> _Transfer:
+    def _put_on_links(self, links: Iterable[Hashable], key: tuple[str, str], seconds: float) -> _Transfer:
         links = tuple(links)
-        before = max((self._on_link[link] for link in links if link in self._on_link), key=_end, default=None)
+        earlier = (self._on_link[link] for link in links if link in self._on_link)
+        before = max(earlier, key=operator.attrgetter("end"), default=None)
         if before is not None and before.end <= self.clock:
             before = None
         start = self.clock if before is None else before.end
@@ -247,9 +232,9 @@ class _Walk:
         self._on_link.update(dict.fromkeys(links, transfer))
         return transfer
 
-    def _wait(self, transfers: Iterable[_Transfer]) -> None:
+    def _wait(self, transfers: Iterable[_Transfer | None]) -> None:
         """Waits until transfers are over. What each occupied its links for while the device waits counts as its own."""
-        for waited_for in transfers:
+        for waited_for in filter(None, transfers):
             transfer, until = waited_for, waited_for.end
             while transfer is not None and until > self.clock:
                 since = max(self.clock, transfer.start)
@@ -281,42 +266,28 @@ class _Walk:
             return None
         return Work(counted, moved, cycles, _microseconds(instruction), is_attention(instruction))
 
-    def _source(self, computation: Computation, done: Instruction) -> Instruction | None:
-        """The start of which an instruction is the end; None if another computation has it."""
-        instruction = computation.operand(done, 0)
-        while instruction.opcode in _PASSES_ON or instruction.opcode.endswith("-update"):
-            instruction = computation.operand(instruction, 0)
-        is_start = instruction.opcode.endswith("-start") or instruction.opcode in ("send", "recv")
-        return instruction if is_start else None
+    def _chains_in(self, computation: Computation) -> list[str]:
+        keys = (chain(each) for each in computation.instructions.values() if is_collective(each))
+        return [self._reader.chains[key] for key in keys if key in self._reader.chains]
 
-    # ---------------------------------------------------------------------------- fragments of one TPU collective
-
-    def _chains_by_computation(self) -> Iterable[tuple[str, list[str]]]:
-        for computation in self._reader.module.computations.values():
-            keys = (chain(each) for each in computation.instructions.values() if is_collective(each))
-            yield computation.name, [self._reader.chains[key] for key in keys if key in self._reader.chains]
-
-    def _last(self, computation: Computation) -> dict[str, list[str]]:
-        """The collectives of which a fusion has the last fragment, by the name of the fusion."""
+    def _last(self, computation: Computation) -> dict[str, str]:
+        """The name of the fusion that has the last fragment of each collective."""
         if computation.name not in self._last_fragments:
-            last = {}
-            for instruction in computation.instructions.values():
-                if instruction.opcode == "fusion":
-                    for key in self._chains.get(self._reader.module.called(instruction).name, ()):
-                        last[key] = instruction.name
-            by_fusion: dict[str, list[str]] = {}
-            for key, name in last.items():
-                by_fusion.setdefault(name, []).append(key)
-            self._last_fragments[computation.name] = by_fusion
+            self._last_fragments[computation.name] = {
+                key: instruction.name
+                for instruction in computation.instructions.values()
+                if instruction.opcode == "fusion"
+                for key in self._fragments[self._reader.module.called(instruction).name]
+            }
         return self._last_fragments[computation.name]
 
 
-def _end(transfer: _Transfer) -> float:
-    return transfer.end
-
-
-def _known(transfer: _Transfer | None) -> tuple[_Transfer, ...]:
-    return () if transfer is None else (transfer,)
+def _source(computation: Computation, done: Instruction) -> Instruction:
+    """The start of which an instruction is the end, unless another computation has it."""
+    instruction = computation.operand(done, 0)
+    while instruction.opcode in _PASSES_ON or instruction.opcode.endswith("-update"):
+        instruction = computation.operand(instruction, 0)
+    return instruction
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
