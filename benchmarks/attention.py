@@ -19,7 +19,7 @@ import jax
 import keras
 
 import keras_dist as kd
-from keras_dist.planning.hlo.module_costs import read_module
+from keras_dist.planning.hlo.module_costs import ModuleReader
 
 LENGTHS = 4096, 16384, 65536
 STRATEGIES = "dp", "fsdp", "tp", "tp_sp", "fsdp_tp"
@@ -32,7 +32,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt, shorter: tuple[i
     """
     devices, builder = kd.target(target), functools.partial(strategies.build, sizes)
     compiled = handwritten.compile_for(strategy, target, sizes)
-    costs = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh)
+    costs = ModuleReader(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh).module_costs()
     by_hand = strategies.temporaries(compiled, costs)
     plan = kd.plan(builder, strategies.distribution(strategy, devices, builder), strategies.batch(strategy, sizes))
     held = sizes.length, by_hand, plan.memory.temporaries

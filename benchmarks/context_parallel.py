@@ -30,7 +30,7 @@ import jax
 import keras
 
 import keras_dist as kd
-from keras_dist.planning.hlo.module_costs import read_module
+from keras_dist.planning.hlo.module_costs import ModuleReader
 
 LENGTHS = 4096, 16384, 65536  # tokens of a device
 
@@ -86,7 +86,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt, exchange: str | 
     by_hand = "-", "-"
     if exchange != "all_gather" and not sizes.key_heads:
         compiled = handwritten.compile_for(plan_by_hand, target, sizes)
-        costs = read_module(compiled.as_text(), plan_by_hand.mesh)
+        costs = ModuleReader(compiled.as_text(), plan_by_hand.mesh).module_costs()
         held = strategies.temporaries(compiled, costs)
         by_hand = f"{plan.wire_bytes / costs.wire_bytes:.3f}", f"{plan.memory.temporaries / held:.2f}"
     cells = [

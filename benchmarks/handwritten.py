@@ -477,12 +477,12 @@ def compile_for(
 
 def measure(strategy: str, target: str, options: Mapping[str, str]) -> str:
     """Compiles a strategy for hardware that is not attached; returns a row of a table in Markdown."""
-    from keras_dist.planning.hlo.module_costs import read_module
+    from keras_dist.planning.hlo.module_costs import ModuleReader
 
     started = time.perf_counter()
     compiled = compile_for(strategy, target, options=options)
     seconds, memory, counts = time.perf_counter() - started, compiled.memory_analysis(), Counter()
-    costs = read_module(compiled.as_text(), STRATEGIES[strategy].mesh)
+    costs = ModuleReader(compiled.as_text(), STRATEGIES[strategy].mesh).module_costs()
     for each in costs.collectives:
         counts[each.kind] += each.count if each.group_size > 1 else 0
     sent, batch_bytes = costs.wire_bytes, 2 * 4 * Gpt.rows * Gpt.length

@@ -31,7 +31,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from keras import layers  # noqa: E402
 
-from keras_dist.planning.hlo.module_costs import read_module  # noqa: E402
+from keras_dist.planning.hlo.module_costs import ModuleReader  # noqa: E402
 
 AXES = {name: ",".join(f"{axis}:{size}" for axis, size in s.mesh.items()) for name, s in handwritten.STRATEGIES.items()}
 
@@ -111,7 +111,7 @@ def measure(strategy: str, target: str, sizes: handwritten.Gpt) -> str:
     """Returns a row of the table."""
     devices, builder = kd.target(target), functools.partial(build, sizes)
     compiled = handwritten.compile_for(strategy, target, sizes)
-    by_hand = read_module(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh)
+    by_hand = ModuleReader(compiled.as_text(), handwritten.STRATEGIES[strategy].mesh).module_costs()
     memory = temporaries(compiled, by_hand)
     plan = kd.plan(builder, distribution(strategy, devices, builder), batch(strategy, sizes))
     floor, held = handwritten.floor(strategy, sizes), state_floor(strategy, plan.parameters)

@@ -5,12 +5,12 @@ from collections import Counter
 import jax
 import keras
 import pytest
+from support.hlo_text import read_module
 from support.planned_models import LAYOUTS, MODELS, gpt
 from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist._keras import internals
-from keras_dist.planning.hlo.module_costs import read_module
 
 
 @pytest.fixture

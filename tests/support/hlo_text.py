@@ -1,6 +1,11 @@
-"""Text of small HLO modules."""
+"""Text of small HLO modules, and what is read from it."""
 
-from keras_dist.planning.hlo.module_costs import read_module
+from keras_dist.planning.hlo.module_costs import ModuleReader
+
+
+def read_module(*module):
+    """The costs of a module, for the arguments of `ModuleReader`."""
+    return ModuleReader(*module).module_costs()
 
 
 def module_of(*entry, computations="", devices=8):

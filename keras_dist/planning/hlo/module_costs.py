@@ -9,7 +9,7 @@ attached or not.
 ...   %x = f32[256]{0} parameter(0)
 ...   ROOT %psum = f32[256]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add
 ... }'''
->>> [found] = read_module(module, {"data": 2, "model": 4}).collectives
+>>> [found] = ModuleReader(module, {"data": 2, "model": 4}).module_costs().collectives
 >>> found.kind, found.axes, found.bytes, found.wire_bytes
 ('all-reduce', ('model',), 1024, 1536.0)
 """
@@ -85,25 +85,6 @@ class ModuleCosts:
         return sum(each.wire_bytes * each.count for each in self.collectives)
 
 
-def read_module(
-    text: str,
-    axes: Mapping[str, int] | None = None,
-    networks: Sequence[int] | None = None,
-    ids: Sequence[int] | None = None,
-) -> ModuleCosts:
-    """Computes the costs of one execution of a module, `compiled.as_text()`, on one device.
-
-    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts; if one calls
-    a fused attention kernel, that one counts.
-
-    `axes` are the sizes of the mesh axes, outermost first. For each position in the flattened mesh, `networks` has the
-    number of its slice (None: one slice) and `ids` its device id (None: the devices of each slice are in the order of
-    their ids, and all are in the mesh). Device i of the module is at position i; if the module is for several TPU
-    slices, it is the i-th device of every slice.
-    """
-    return ModuleReader(text, axes, networks, ids).module_costs()
-
-
 @dataclass
 class Costs:
     """Costs of one run of a computation, including what it calls."""
@@ -133,7 +114,15 @@ class Costs:
 
 
 class ModuleReader:
-    """Visits the computations that a module runs, each once. Takes the arguments of `read_module`.
+    """Visits the computations that a module, `compiled.as_text()`, runs, each once.
+
+    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts; if one calls
+    a fused attention kernel, that one counts.
+
+    `axes` are the sizes of the mesh axes, outermost first. For each position in the flattened mesh, `networks` has the
+    number of its slice (None: one slice) and `ids` its device id (None: the devices of each slice are in the order of
+    their ids, and all are in the mesh). Device i of the module is at position i; if the module is for several TPU
+    slices, it is the i-th device of every slice.
 
     `collectives` are by "computation/instruction", with a count of 1. `chains` has the key of each collective that TPUs
     split into fragments, and `memory_bytes` those of each instruction outside of fusions that has any.

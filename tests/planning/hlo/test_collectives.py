@@ -3,11 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hlo_text import collectives_of, module_of
+from support.hlo_text import collectives_of, module_of, read_module
 
 from keras_dist.planning.hlo.collectives import wire_bytes
 from keras_dist.planning.hlo.megascale import parse_target, slices_of
-from keras_dist.planning.hlo.module_costs import read_module
 
 
 class TestCollectiveForms:

@@ -1,9 +1,7 @@
 """FLOP and memory traffic of single instructions."""
 
 import pytest
-from support.hlo_text import module_of
-
-from keras_dist.planning.hlo.module_costs import read_module
+from support.hlo_text import module_of, read_module
 
 
 class TestFlopOfLibraryCalls:

@@ -1,9 +1,9 @@
 """FLOP and workspace of kernels that the compiler only calls."""
 
 import pytest
+from support.hlo_text import read_module
 
 from keras_dist.planning.hlo.kernel_costs import workspace_bytes
-from keras_dist.planning.hlo.module_costs import read_module
 from keras_dist.planning.hlo.parser import parse_module
 
 B, N, T, H = 2, 4, 256, 64

@@ -6,9 +6,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from support.hlo_programs import SLICES, axes_of, mapped, mesh_of_slices
+from support.hlo_text import read_module
 
 from keras_dist.mesh.topology import networks_of
-from keras_dist.planning.hlo.module_costs import read_module
 
 pytestmark = pytest.mark.usefixtures("full_compilation")
 

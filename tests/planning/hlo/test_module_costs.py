@@ -18,8 +18,7 @@ from support.hlo_programs import (
     partitioned,
     partitioned_program,
 )
-
-from keras_dist.planning.hlo.module_costs import read_module
+from support.hlo_text import read_module
 
 SHARD = ((256, 1024), jnp.float32)
 SHARD_BYTES = 256 * 1024 * 4

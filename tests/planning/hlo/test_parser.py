@@ -1,9 +1,8 @@
 """Instructions and attributes of HLO text."""
 
 import pytest
-from support.hlo_text import module_of
+from support.hlo_text import module_of, read_module
 
-from keras_dist.planning.hlo.module_costs import read_module
 from keras_dist.planning.hlo.parser import parse_module
 
 
