@@ -1,4 +1,4 @@
-"""The step that a model runs, with shapes and layouts in place of arrays: prepared and traced."""
+"""The step that a model runs, with shapes and layouts in place of arrays: prepared, traced and lowered."""
 
 import contextlib
 import math
@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.interpreters.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 
 from keras_dist._keras import deferred_variables, internals, model_structure, tracing_errors, training_state
 from keras_dist._keras.global_state import global_state_restored
 from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
+from keras_dist.layout.tensor_layout import HOST_MEMORY, is_in_host_memory
+from keras_dist.mesh.devices import is_attached
 from keras_dist.planning.targets.target_platform import platform_overridden
 from keras_dist.steps.options import OptionWithoutEffectError
 from keras_dist.steps.steps import stateless_step
@@ -55,6 +58,15 @@ class Step:
             )
             return function.trace(state, self.batch)
 
+    def lower(self, traced: Any) -> Any:
+        """Returns the traced step as `jax.stages.Lowered`, with the memory that each variable is in."""
+        lowered = traced.lower()
+        device = self.distribution.device_mesh.backend_mesh.devices.flat[0]
+        on_host = [is_in_host_memory(self.layouts[id(variable)]) for part in self.variables for variable in part]
+        if any(on_host) and device.platform == "gpu" and not is_attached(device):
+            _mark_host_memory(lowered.compiler_ir(), on_host)
+        return lowered
+
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         """Returns the shape, dtype and sharding of the state of each variable."""
         specs = [
@@ -74,6 +86,22 @@ class Step:
     def accumulation(self) -> Any:
         """How the step accumulates gradients, a `GradientAccumulation`; None: as Keras does, or not at all."""
         return self.distribution.train_steps.accumulation(self.model) if self.name == "train" else None
+
+
+def _mark_host_memory(module: Any, on_host: Sequence[bool]) -> None:
+    """Marks the arguments and results of a module that are in host memory, of which the state has these.
+
+    JAX forgets the memory of arrays on GPUs that are not attached, since these stand-ins do not know their memories.
+    """
+    main: Any = ir.SymbolTable(module.operation)["main"]
+    with module.context:
+        for key, first in (("arg_attrs", 0), ("res_attrs", len(main.attributes["res_attrs"]) - len(on_host))):
+            attributes = [{each.name: each.attr for each in one} for one in main.attributes[key]]
+            for number, one in enumerate(attributes):
+                is_state = first <= number < first + len(on_host)
+                kind = HOST_MEMORY if is_state and on_host[number - first] else "device"
+                one["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+            main.attributes[key] = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in attributes])
 
 
 def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
@@ -137,34 +165,25 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     return tuple(specs)
 
 
-def notes_on_batch(step: Step) -> tuple[str, ...]:
+def notes_on_batch(step: Step) -> list[str]:
     """Returns notes on how batches are split over devices, and on how many of them make an update."""
-    return (*_notes_on_rows(step), *_notes_on_accumulation(step))
-
-
-def _notes_on_accumulation(step: Step) -> tuple[str, ...]:
-    if step.accumulation is None:
-        return ()
-    batches = step.model.optimizer.gradient_accumulation_steps
-    return (
-        f"Figures are those of a batch after which the weights are updated, one of {batches} "
-        f"(gradient_accumulation_steps={batches}). The others send no gradients.",
-    )
-
-
-def _notes_on_rows(step: Step) -> tuple[str, ...]:
-    """Returns a note if devices repeat each other's work, since the batch axes do not divide the batch size."""
-    replicas = step.distribution.num_model_replicas
-    for spec in jax.tree.leaves(step.batch):
-        rows = spec.shape[0] if spec.shape else 0
+    notes, replicas = [], step.distribution.num_model_replicas
+    for rows in (spec.shape[0] if spec.shape else 0 for spec in jax.tree.leaves(step.batch)):
         rows_per_device = step.distribution.steps.rows_of_device(step.name, rows)
         if rows_per_device > -(-rows // replicas):
-            return (
+            notes.append(
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
                 f"{counted(rows_per_device, 'row')}, so devices repeat each other's work. Use a multiple of "
-                f"{replicas}.",
+                f"{replicas}."
             )
-    return ()
+            break
+    if step.accumulation is not None:
+        batches = step.model.optimizer.gradient_accumulation_steps
+        notes.append(
+            f"Figures are those of a batch after which the weights are updated, one of {batches} "
+            f"(gradient_accumulation_steps={batches}). The others send no gradients."
+        )
+    return notes
 
 
 def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:

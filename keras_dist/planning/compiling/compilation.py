@@ -19,7 +19,6 @@ from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
-from keras_dist.planning.compiling.lowering import lowered_step
 from keras_dist.planning.costs.forecast import TimeModel, forecast
 from keras_dist.planning.costs.model_flops import count_step_flops
 from keras_dist.planning.costs.roofline import Roofline, roofline
@@ -141,6 +140,8 @@ def compile_step(
     option.
     """
     mesh = step.distribution.device_mesh
+    devices = mesh.backend_mesh.devices.ravel().tolist()
+    is_here = is_attached(devices[0])
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
     with recorded_attention() as calls:
         traced = step.trace()
@@ -148,19 +149,48 @@ def compile_step(
     model_flops = _model_flops(step, traced, calls)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {counted(mesh.devices.size, 'device')}")
     with _refusals_explained(step):
-        lowered = lowered_step(step, traced)
-
-    def read() -> Compilation:
-        return _compile_and_read(step, hardware, lowered, options, calls, model_flops, show_progress)
-
-    if cache is None:
-        return read()
-    places = [(d.id, d.process_index, coordinates_of(d)) for d in mesh.backend_mesh.devices.ravel().tolist()]
-    first = mesh.backend_mesh.devices.flat[0]
-    compiler = first.device_kind, is_attached(first), first.client.platform_version
-    parts = mesh.axis_sizes, places, compiler, hardware, options, calls
-    texts = lowered.as_text(), step.name, *map(repr, parts)
-    return cache.get_or_make(texts, Compilation, read)
+        lowered = step.lower(traced)
+    key = ""
+    if cache is not None:
+        places = [(device.id, device.process_index, coordinates_of(device)) for device in devices]
+        compiler = devices[0].device_kind, is_here, devices[0].client.platform_version
+        parts = mesh.axis_sizes, places, compiler, hardware, options, calls
+        key = cache.key(lowered.as_text(), step.name, *map(repr, parts))
+        if (found := cache.get(key, Compilation)) is not None:
+            return found
+    started = time.perf_counter()
+    with refused_options_explained(options), _refusals_explained(step):
+        estimates = _WITH_ESTIMATES if devices[0].platform == "gpu" else {}
+        compiled, refusal, compiler_notes = _compile(lowered, options, estimates)
+    seconds = time.perf_counter() - started
+    if compiled is None:
+        compilation = replace(_refused(step, str(refusal), model_flops, seconds), attention=_attention(calls))
+    else:
+        show_progress("Reading the compiled program")
+        networks = networks_of(devices)
+        memory = compiled.memory_analysis()
+        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware)
+        compilation = Compilation(
+            argument_bytes=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes + (0 if is_here else costs.workspace_bytes),
+            program=memory.generated_code_size_in_bytes,
+            traffic=_summed(costs.collectives, networks),
+            collectives=costs.collectives,
+            flops=costs.flops,
+            model_flops=costs.flops * len(devices) if model_flops is None else model_flops,
+            memory_traffic=costs.memory_bytes,
+            host_traffic=costs.host_bytes,
+            roofline=bounds,
+            largest_values=costs.largest_values,
+            attention=_attention(calls),
+            refusal=refusal,
+            notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_here)),
+            seconds=seconds,
+        )
+    if cache is not None:
+        cache.put(key, compilation)
+    return compilation
 
 
 def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
@@ -170,50 +200,6 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> flo
             plain = step.distribution.with_step_options(step.distribution.step_options.placement_only)
             traced = replace(step, distribution=plain).trace()
     return count_step_flops(traced.jaxpr.jaxpr, calls, step.name)
-
-
-def _compile_and_read(
-    step: Step,
-    hardware: Hardware | None,
-    lowered: Any,
-    options: Mapping[str, Any],
-    calls: Sequence[AttentionCall],
-    model_flops: float | None,
-    show_progress: Callable[[str], Any],
-) -> Compilation:
-    """Compiles a lowered step, and reads the program."""
-    mesh = step.distribution.device_mesh
-    started = time.perf_counter()
-    with refused_options_explained(options), _refusals_explained(step):
-        estimates = _WITH_ESTIMATES if mesh.backend_mesh.devices.flat[0].platform == "gpu" else {}
-        compiled, refusal, compiler_notes = _compile(lowered, options, estimates)
-    seconds = time.perf_counter() - started
-    attention = _attention(calls)
-    if compiled is None:
-        return replace(_refused(step, str(refusal), model_flops, seconds), attention=attention)
-    show_progress("Reading the compiled program")
-    flat = mesh.backend_mesh.devices.ravel().tolist()
-    networks = networks_of(flat)
-    memory = compiled.memory_analysis()
-    costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware)
-    return Compilation(
-        argument_bytes=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes + (0 if is_attached(flat[0]) else costs.workspace_bytes),
-        program=memory.generated_code_size_in_bytes,
-        traffic=_summed(costs.collectives, networks),
-        collectives=costs.collectives,
-        flops=costs.flops,
-        model_flops=costs.flops * len(flat) if model_flops is None else model_flops,
-        memory_traffic=costs.memory_bytes,
-        host_traffic=costs.host_bytes,
-        roofline=bounds,
-        largest_values=costs.largest_values,
-        attention=attention,
-        refusal=refusal,
-        notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_attached(flat[0]))),
-        seconds=seconds,
-    )
 
 
 def _costs_and_times(
@@ -253,32 +239,27 @@ def _compile(
     `options` are the user's, `estimates` those that make the compiler write its estimates, if it knows the options and
     has measurements of the target.
     """
-    notes = ()
-    try:
+    notes, refusal = (), None
+    while refusal is None:
         try:
-            try:
-                return lowered.compile(compiler_options={**estimates, **options}), None, ()
-            except jax.errors.JaxRuntimeError as error:
-                has_none = any(reason in str(error) for reason in _WITHOUT_MEASUREMENTS)
-                if not (estimates and has_none) and not any(is_unknown(error, name) for name in estimates):
-                    raise
-            return lowered.compile(compiler_options=dict(options)), None, ()
+            return lowered.compile(compiler_options={**estimates, **options}), None, notes
         except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("INTERNAL: Couldn't find output tile sizes"):
+            message = str(error)
+            has_none = any(reason in message for reason in _WITHOUT_MEASUREMENTS)
+            if estimates and (has_none or any(is_unknown(error, name) for name in estimates)):
+                estimates = {}
+            elif not notes and message.startswith("INTERNAL: Couldn't find output tile sizes"):
+                estimates, options, notes = {}, {**options, **_WITHOUT_TRITON}, (_TRITON_NOTE,)
+            elif of_partitioner := re.search(
+                r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", message, re.DOTALL | re.MULTILINE
+            ):
+                raise ValueError(of_partitioner[1]) from error  # JAX's, of a kernel of a vendor
+            elif options and is_refused(error):
                 raise
-        options, notes = {**options, **_WITHOUT_TRITON}, (_TRITON_NOTE,)
-        return lowered.compile(compiler_options=options), None, notes
-    except jax.errors.JaxRuntimeError as error:
-        refusal = str(error).splitlines()[0]
-        partitioner_error = re.search(
-            r"custom_partitioner:.*?^\s*\w+Error: (.*?)$", str(error), re.DOTALL | re.MULTILINE
-        )
-        if partitioner_error:  # JAX's, of a kernel of a vendor
-            raise ValueError(partitioner_error[1]) from error
-        if options and is_refused(error):
-            raise
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
+            else:
+                refusal = message.splitlines()[0]
+                if "RESOURCE_EXHAUSTED" not in message:
+                    raise RuntimeError(f"The compiler failed with an internal error: {refusal[:400]}") from error
     try:
         return lowered.compile(compiler_options={**options, **_COMPILE_WITHOUT_FITTING}), refusal, notes
     except jax.errors.JaxRuntimeError:  # libtpu since 0.0.50
@@ -288,11 +269,9 @@ def _compile(
 def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float) -> Compilation:
     """What is known of a program that the compiler did not finish, because it does not fit."""
     arguments = jax.tree.leaves((step.state_specs(), step.batch))
-    needed = re.search(r"\(([\d.]+)([KMGT])\) exceeds|Used ([\d.]+)([KMGT]) of", refusal)
-    held, total = sum(map(bytes_on_a_device, arguments)), 0.0
-    if needed:
-        number, unit = (group for group in needed.groups() if group)
-        total = float(number) * 2.0 ** (10 * " KMGT".index(unit))
+    needed = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of|\) exceeds)", refusal)
+    held = sum(map(bytes_on_a_device, arguments))
+    total = float(needed[1]) * 2.0 ** (10 * " KMGT".index(needed[2])) if needed else 0.0
     return Compilation(
         argument_bytes=held,
         temporaries=max(0.0, total - held),
@@ -341,7 +320,7 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
     for each in collectives:
         if each.group_size > 1:
             groups[each.kind, each.axes, crosses_network(each.groups)].append(each)
-    return by_bytes_sent(
+    traffic = [
         Traffic(
             kind,
             axes,
@@ -354,7 +333,8 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
             exposed_seconds=_sum_if_known(each.exposed_seconds for each in group),
         )
         for (kind, axes, crosses), group in groups.items()
-    )
+    ]
+    return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))
 
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
@@ -371,8 +351,3 @@ def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
         Attention(implementation, len(group), max(call.logits_bytes for call in group), reason, exchange)
         for (implementation, reason, exchange), group in groups.items()
     )
-
-
-def by_bytes_sent(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Sorts traffic by the bytes that are sent."""
-    return tuple(sorted(traffic, key=lambda each: -each.wire_bytes))

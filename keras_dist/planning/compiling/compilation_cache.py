@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from keras_dist.checkpoint.atomic_write import write_atomically
 # What determines, besides the program, what a compiler makes of it and what is read from that.
 _PACKAGES = ("keras-dist", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
 _FORMAT = 1  # of the files
 
 
@@ -48,17 +45,8 @@ class CompilationCache:
             digest.update(b"\0" + part.encode())
         return digest.hexdigest()
 
-    def get_or_make(self, texts: Iterable[str], kind: Any, make: Callable[[], Any]) -> Any:
-        """Returns what was made for these texts before, of a type for `from_plain_data`, or makes and keeps it."""
-        key = self.key(*texts)
-        found = self.get(key, kind)
-        if found is None:
-            found = make()
-            self.put(key, found)
-        return found
-
     def get(self, key: str, kind: Any) -> Any:
-        """Returns what was put under a key, None if there is nothing of this type, or it cannot be read."""
+        """Returns what was put under a key, of a type for `from_plain_data`; None if nothing can be read."""
         try:
             content = json.loads(self._file(key).read_text("utf-8"))
             return from_plain_data(kind, content["value"]) if content["format"] == _FORMAT else None

@@ -231,14 +231,14 @@ def test_a_candidate_that_cannot_be_compiled_is_passed_over(monkeypatch, error):
 
 
 def test_a_target_for_which_nothing_can_be_compiled_is_passed_over(monkeypatch):
-    original = compilation._compile_and_read
+    original = compilation._model_flops
 
     def refusing(step, *arguments):
         if step.distribution.device_mesh.devices.size == 2:
             raise NotImplementedError("no such thing")
         return original(step, *arguments)
 
-    monkeypatch.setattr(compilation, "_compile_and_read", refusing)
+    monkeypatch.setattr(compilation, "_model_flops", refusing)
     choice = kd.auto(wide, 32, target=["cpu:2", "cpu:4"], objective="devices", strategies=["dp"])
     assert choice.mesh.devices.size == 4
     assert "no such thing" in choice.notes[0]
