@@ -69,15 +69,12 @@ class Step:
 
     def state_specs(self) -> tuple[list[jax.ShapeDtypeStruct], ...]:
         """Returns the shape, dtype and sharding of the state of each variable."""
-        specs = [
-            [
-                jax.ShapeDtypeStruct(
-                    v.shape, internals.stored_dtype(v), sharding=internals.as_sharding(self.layouts[id(v)])
-                )
-                for v in part
-            ]
-            for part in self.variables
-        ]
+
+        def spec(variable: keras.Variable) -> jax.ShapeDtypeStruct:
+            sharding = internals.as_sharding(self.layouts[id(variable)])
+            return jax.ShapeDtypeStruct(variable.shape, internals.stored_dtype(variable), sharding=sharding)
+
+        specs = [list(map(spec, part)) for part in self.variables]
         if self.accumulation is not None:
             specs[2] = self.accumulation.specs(specs[2])
         return tuple(specs)
@@ -117,22 +114,18 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
     In the block, JAX answers questions about the platform as the target would.
     When the block ends, a model that was passed is unchanged, and so are Keras's automatic names and random seeds.
     """
-    if not isinstance(build_model, keras.Model) and (not callable(build_model) or isinstance(build_model, keras.Layer)):
-        raise TypeError(
-            "build_model must be a keras.Model or a function that returns one, but got "
-            f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
-        )
-    if not isinstance(build_model, keras.Model):
+    is_model = isinstance(build_model, keras.Model)
+    if not is_model:
+        if isinstance(build_model, keras.Layer) or not callable(build_model):
+            raise TypeError(
+                "build_model must be a keras.Model or a function that returns one, but got "
+                f"{build_model!r} ({type(build_model).__name__}). Pass, for example, lambda: build(width=1024)."
+            )
         require_no_arguments(build_model)
     devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
-    with (
-        platform_overridden(devices),
-        distribution.scope(),
-        global_state_restored(),
-        deferred_variables.deferring(),
-    ):
-        model = _as_model(build_model if isinstance(build_model, keras.Model) else build_model(), name)
-        if model is build_model and not model.built:
+    with platform_overridden(devices), distribution.scope(), global_state_restored(), deferred_variables.deferring():
+        model = _as_model(build_model if is_model else build_model(), name)
+        if is_model and not model.built:
             raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")
         with internals.unbuilt_parts_replaced(model):
             specs = batch_specs(model, batch, name, distribution)
@@ -278,13 +271,13 @@ def _dtype_of_target(loss: Any) -> str:
 def _shape_and_dtype(leaf: Any, dtype_of_shape: str) -> tuple[tuple[int, ...], Any]:
     if is_shape(leaf):
         shape, dtype = tuple(leaf), keras.backend.standardize_dtype(dtype_of_shape)
-    else:
-        if not hasattr(leaf, "shape") or np.dtype(getattr(leaf, "dtype", object)).kind in "OSUMm":
-            raise ValueError(
-                f"A batch cannot contain {str(leaf)[:80]!r} ({type(leaf).__name__}). Pass arrays of numbers or shapes, "
-                "in tuples, lists and dicts: for example one batch of a data source, next(iter(data))."
-            )
+    elif hasattr(leaf, "shape") and np.dtype(getattr(leaf, "dtype", object)).kind not in "OSUMm":
         shape, dtype = tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
+    else:
+        raise ValueError(
+            f"A batch cannot contain {str(leaf)[:80]!r} ({type(leaf).__name__}). Pass arrays of numbers or shapes, in "
+            "tuples, lists and dicts: for example one batch of a data source, next(iter(data))."
+        )
     if dtype == "float64":
         dtype = keras.config.floatx()  # as Keras's data adapters do
     if not is_full(shape):

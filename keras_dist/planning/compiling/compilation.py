@@ -22,7 +22,7 @@ from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.costs.forecast import TimeModel, forecast
 from keras_dist.planning.costs.model_flops import count_step_flops
 from keras_dist.planning.costs.roofline import Roofline, roofline
-from keras_dist.planning.hardware.compiler_options import is_refused, is_unknown, refused_options_explained
+from keras_dist.planning.hardware.compiler_options import is_refused, refused_options_explained
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
@@ -246,7 +246,7 @@ def _compile(
         except jax.errors.JaxRuntimeError as error:
             message = str(error)
             has_none = any(reason in message for reason in _WITHOUT_MEASUREMENTS)
-            if estimates and (has_none or any(is_unknown(error, name) for name in estimates)):
+            if estimates and (has_none or any(f"No such compile option: '{name}'" in message for name in estimates)):
                 estimates = {}
             elif not notes and message.startswith("INTERNAL: Couldn't find output tile sizes"):
                 estimates, options, notes = {}, {**options, **_WITHOUT_TRITON}, (_TRITON_NOTE,)

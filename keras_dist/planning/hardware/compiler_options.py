@@ -49,11 +49,6 @@ def checked_compiler_options(options: Any) -> FrozenMapping:
     )
 
 
-def is_unknown(error: RuntimeError, name: str) -> bool:
-    """Whether a compiler does not know an option."""
-    return f"No such compile option: '{name}'" in str(error)
-
-
 def is_refused(error: RuntimeError) -> bool:
     """Whether a compiler refuses its options. It may refuse a model for the same reason."""
     return str(error).startswith(("INVALID_ARGUMENT", "FAILED_PRECONDITION"))

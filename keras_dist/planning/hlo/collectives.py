@@ -13,6 +13,7 @@ _OPCODES = frozenset({
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
     "ragged-all-to-all",
 })  # fmt: skip
+_PASSES_ON = ("bitcast", "get-tuple-element", "reshape", "copy")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def read_collective(
     if kind == "all-to-all" and instruction.attribute("dimensions") is None:
         # Without a dim to split, the operands are the pieces of one tensor.
         count = 1
+    windowed = re.search(r"windowed_dot_general_body_(ag|rs)", computation.name)
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -128,15 +130,14 @@ def read_collective(
         axes=axes_of(groups, axes) if groups or not numbered else None,
         groups=groups,
         dtype=max(tensors, key=lambda array: array.bytes).dtype,
-        part_of=_windowed_collective(computation.name),
+        part_of={"ag": "all-gather", "rs": "reduce-scatter"}[windowed[1]] if windowed else None,
     )
 
 
 def _kind_and_groups(module: Module, instruction: Instruction, slices: Slices) -> tuple[str, Groups, Groups]:
     """The kind of a collective, and its groups or pairs as numbers in the text and as positions in the mesh."""
     kind, pairs = instruction.base_opcode, instruction.attribute("source_target_pairs")
-    between_slices = transfer(instruction)
-    if between_slices:
+    if between_slices := transfer(instruction):
         kind, numbered = between_slices
         return kind, numbered, slices.of_ids(numbered)
     if kind == "send":
@@ -154,18 +155,9 @@ def _is_only_sliced(computation: Computation, name: str) -> bool:
     """Whether a value is used only to take slices of it."""
     users = computation.users.get(name, [])
     return bool(users) and all(
-        user.opcode == "dynamic-slice"
-        or (
-            user.opcode in ("bitcast", "get-tuple-element", "reshape", "copy")
-            and _is_only_sliced(computation, user.name)
-        )
+        user.opcode == "dynamic-slice" or (user.opcode in _PASSES_ON and _is_only_sliced(computation, user.name))
         for user in users
     )
-
-
-def _windowed_collective(computation_name: str) -> str | None:
-    match = re.search(r"windowed_dot_general_body_(ag|rs)", computation_name)
-    return {"ag": "all-gather", "rs": "reduce-scatter"}[match[1]] if match else None
 
 
 def with_part_of(collectives: list[Collective]) -> Iterator[Collective]:

@@ -8,7 +8,7 @@ from keras_dist.planning.hlo.parser import Computation, Instruction, Module
 from keras_dist.planning.hlo.shapes import Array, bits, leaves, numbers
 
 # Instructions without memory traffic of their own: aliases, and callers of computations that are counted themselves.
-_FREE = frozenset({
+FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async",
     "after-all", "add-dependency", "domain", "opt-barrier", "partition-id", "replica-id", "infeed", "outfeed",
     "get-dimension-size",
@@ -138,7 +138,7 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
         # The results are the array that is sent or received, scalars and tokens.
         array = next(leaves(instruction.shape))
         return array.stored_bytes if array.is_in_memory else 0
-    if opcode in _FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
+    if opcode in FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
         return 0
     operands = [computation.operand(instruction, number).shape for number in range(len(instruction.operands))]
     sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.is_in_memory) for shape in operands]

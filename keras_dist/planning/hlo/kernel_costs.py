@@ -43,7 +43,8 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         size = num_head_products * query.dims[-1] + num_value_products * value.dims[-1]
         found = _FRACTION.search(instruction.op_name)
         fraction = float(found[1]) if found else 1.0
-        return query.dtype, 2.0 * fraction * math.prod(query.dims[:-1]) * _length(instruction, key) * size
+        keys = key.dims[-3 if instruction.target.startswith("__cudnn") else -2]
+        return query.dtype, 2.0 * fraction * math.prod(query.dims[:-1]) * keys * size
     if instruction.target.startswith("cudnn_rnn"):
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
@@ -93,7 +94,3 @@ def _attention_operands(computation: Computation, instruction: Instruction) -> S
 def _arrays(computation: Computation, instruction: Instruction) -> list[Array]:
     shapes = (computation.operand(instruction, number).shape for number in range(len(instruction.operands)))
     return [shape for shape in shapes if isinstance(shape, Array)]
-
-
-def _length(instruction: Instruction, key: Array) -> int:
-    return key.dims[-3 if instruction.target.startswith("__cudnn") else -2]

@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from keras_dist.planning.hlo.collectives import Collective, is_collective, read_collective, with_part_of
 from keras_dist.planning.hlo.instruction_costs import (
+    FREE,
     chain,
     flops,
     host_bytes,
@@ -33,11 +34,6 @@ from keras_dist.planning.hlo.kernel_costs import is_attention, is_closed_form, w
 from keras_dist.planning.hlo.megascale import slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
 from keras_dist.planning.hlo.trip_counts import Loops
-
-_NO_NEW_VALUE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier",
-    "send",
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -246,8 +242,8 @@ class ModuleReader:
     def _large_values(self, computation: Computation) -> Iterator[LargeValue]:
         results = _results(computation) if computation.name == self.module.entry else set()
         for instruction in computation.instructions.values():
-            is_done = instruction.opcode.endswith(("-done", "-update"))
-            if instruction.opcode in _NO_NEW_VALUE or is_done or instruction.name in results:
+            is_new = instruction.opcode not in FREE and not instruction.opcode.endswith(("send", "-done", "-update"))
+            if not is_new or instruction.name in results:
                 continue
             for array, written in written_arrays(self.module, computation, instruction):
                 if array.is_in_memory and array.dims and written is array:

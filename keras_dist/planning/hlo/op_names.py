@@ -22,7 +22,7 @@ def layer_path(op_name: str) -> tuple[str, bool]:
     ('gpt/block_0', False)
     """
     path, is_gradient = [], False
-    *components, last = _components(op_name) or [""]
+    *components, last = _split(op_name)
     if last.startswith("("):  # several operations with a common beginning
         components.append(last)
     for component in components:
@@ -34,10 +34,6 @@ def layer_path(op_name: str) -> tuple[str, bool]:
         if _NAME.fullmatch(component) and not _OF_JAX.fullmatch(component):
             path.append(component)
     return "/".join(path), is_gradient
-
-
-def _components(op_name: str) -> list[str]:
-    return list(_split(op_name))
 
 
 def _split(op_name: str) -> Iterator[str]:

@@ -1,10 +1,8 @@
-"""Parses the text of compiled XLA modules: computations, instructions and their attributes.
-
-Reads what `compiled.as_text()` prints, and knows nothing about costs.
-"""
+"""Parses the text of compiled XLA modules, `compiled.as_text()`: computations, instructions and their attributes."""
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,10 +88,10 @@ class Computation:
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Instructions that use a value, by its name."""
-        users: dict[str, list[Instruction]] = {}
+        users = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
-                users.setdefault(operand, []).append(instruction)
+                users[operand].append(instruction)
         return users
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
@@ -130,8 +128,7 @@ def parse_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     for line in map(operator.itemgetter(0), _LINE.finditer(text)):  # lazily: texts can have 100 MB
         if line.startswith((" ", "\t")):
-            instruction = _parse_instruction(line) if computation else None
-            if computation and instruction:
+            if computation and (instruction := _parse_instruction(line)):
                 computation.instructions[instruction.name] = instruction
                 if line.lstrip().startswith("ROOT "):
                     computation.root = instruction.name
@@ -162,7 +159,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     if match is None:
         return None
     name, shape, opcode = match.groups()
-    closing = _closing(line, match.end() - 1)
+    closing = next((token.start() for token, depth in _tokens(line, match.end() - 1) if depth == 0), len(line))
     inside = line[match.end() : closing]
     literal = inside if opcode in ("constant", "parameter") else ""
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
@@ -178,10 +175,6 @@ def _tokens(text: str, start: int) -> Iterator[tuple[re.Match[str], int]]:
     for match in _BRACKET_OR_COMMA.finditer(text, start):
         depth += (match[0] in "([{") - (match[0] in ")]}")
         yield match, depth
-
-
-def _closing(line: str, opening: int) -> int:
-    return next((match.start() for match, depth in _tokens(line, opening) if depth == 0), len(line))
 
 
 def _end_of_value(text: str, start: int) -> int:

@@ -9,8 +9,6 @@ The schedule is the module's; how long each part takes comes from a `Times` obje
 
 Example: a collective of 10 ms starts, a matrix multiplication of 6 ms runs, then the collective is done. The device
 computes for 6 ms and waits for 4 ms, so 4 of the 10 ms are exposed, and all of it takes 10 ms.
-
-Source: the text formats that XLA's TPU and GPU compilers write, see `_Walk`.
 """
 
 import operator
@@ -60,14 +58,10 @@ class Times(Protocol):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times in seconds of one execution of a module on one device.
+    """Seconds that a device runs instructions in one execution, and waits for collectives and asynchronous copies.
 
-    Args:
-        compute_seconds: The device runs instructions.
-        exposed_seconds: It waits for collectives.
-        copy_seconds: It waits for asynchronous copies.
-        estimated_seconds: The part of `compute_seconds` that the compiler estimated.
-        collectives: Seconds of each collective, in total and exposed, by "computation/instruction".
+    The compiler estimated a part of those that it computes. `collectives` are by "computation/instruction", each with
+    its seconds in total and exposed.
     """
 
     compute_seconds: float
@@ -78,7 +72,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Time of one execution."""
         return self.compute_seconds + self.exposed_seconds + self.copy_seconds
 
 
