@@ -97,7 +97,7 @@ def read_collective(
 ) -> Collective:
     """Reads an instruction for which `is_collective` holds, with a count of 1. `axes` are sizes, outermost first."""
     kind, numbered, groups = _kind_and_groups(module, instruction, slices)
-    tensors = [array for name in instruction.operands for array in leaves(computation.instructions[name].shape)]
+    tensors = [array for shape in computation.operand_shapes(instruction) for array in leaves(shape)]
     has_offsets = kind == "ragged-all-to-all" or (instruction.attribute("slice_sizes") and kind.endswith("permute"))
     if has_offsets or instruction.opcode == "send":
         # The other operands are offsets, sizes or tokens.

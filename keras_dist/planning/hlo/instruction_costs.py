@@ -36,15 +36,13 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
         return flops
     is_dot = instruction.opcode in ("dot", "ragged-dot") or target.startswith(("__cublas$", "__onednn$matmul"))
     is_convolution = instruction.opcode == "convolution" or target.startswith("__cudnn$conv")
+    operands = (next(leaves(shape), None) for shape in computation.operand_shapes(instruction))
+    left, right = (*operands, None, None)[:2]
     if target == "tpu_custom_call":
         # A Pallas kernel has a cost estimate if its author gave one.
         estimate = re.search(r'"cost_estimate":\{[^{}]*?"flops":"?(\d+)', instruction.backend_config)
-        left = _array(computation, instruction, 0)
         return (left.dtype, float(estimate[1])) if estimate and left else None
-    if not is_dot and not is_convolution:
-        return None
-    left, right = (_array(computation, instruction, index) for index in (0, 1))
-    if left is None or right is None:
+    if not (is_dot or is_convolution) or left is None or right is None:
         return None
     result = next(leaves(instruction.shape))  # a library call returns its scratch space too
     if is_dot:
@@ -63,12 +61,6 @@ def is_opaque(instruction: Instruction) -> bool:
     target = instruction.target
     known = target in _FREE_CUSTOM_CALLS or target.startswith(("__cublas$", "__cudnn$conv", "__onednn$matmul"))
     return bool(target) and not known and '"cost_estimate"' not in instruction.backend_config
-
-
-def _array(computation: Computation, instruction: Instruction, index: int) -> Array | None:
-    if index >= len(instruction.operands):
-        return None
-    return next(leaves(computation.operand(instruction, index).shape), None)
 
 
 def _contracted(instruction: Instruction, left: Array, target: str) -> int:
@@ -140,13 +132,10 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
         return array.stored_bytes if array.is_in_memory else 0
     if opcode in FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
         return 0
-    operands = [computation.operand(instruction, number).shape for number in range(len(instruction.operands))]
+    operands = computation.operand_shapes(instruction)
     sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.is_in_memory) for shape in operands]
-    size_of_result = sum(
-        written.stored_bytes
-        for array, written in written_arrays(module, computation, instruction)
-        if array.is_in_memory
-    )
+    written = written_arrays(module, computation, instruction)
+    size_of_result = sum(update.stored_bytes for array, update in written if array.is_in_memory)
     if opcode in _SLICES:
         read = sum(leaf.stored_bytes for leaf in _results(instruction)) if sizes and sizes[0] else 0
         return size_of_result + read + sum(sizes[1:])

@@ -92,5 +92,4 @@ def _attention_operands(computation: Computation, instruction: Instruction) -> S
 
 
 def _arrays(computation: Computation, instruction: Instruction) -> list[Array]:
-    shapes = (computation.operand(instruction, number).shape for number in range(len(instruction.operands)))
-    return [shape for shape in shapes if isinstance(shape, Array)]
+    return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]

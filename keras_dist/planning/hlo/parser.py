@@ -97,6 +97,9 @@ class Computation:
     def operand(self, instruction: Instruction, index: int) -> Instruction:
         return self.instructions[instruction.operands[index]]
 
+    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
+        return [self.instructions[name].shape for name in instruction.operands]
+
 
 @dataclass(frozen=True)
 class Module:
