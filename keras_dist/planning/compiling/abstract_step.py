@@ -140,11 +140,6 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     """Returns the batch of `keras_dist.plan` as a tuple of x, y and sample weights, with shapes and shardings."""
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         batch = _derived_batch(model, int(batch), name)
-
-    def spec(leaf, dtype):
-        shape, dtype = _shape_and_dtype(leaf, dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=distribution.batch_sharding(shape))
-
     parts = batch if isinstance(batch, tuple) and not is_shape(batch) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise ValueError(
@@ -154,17 +149,18 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     specs = []
     for part, dtypes in zip(parts, _dtypes_of_shapes(model, parts), strict=True):
         leaves, structure = jax.tree.flatten(part, is_leaf=is_spec)
-        specs.append(jax.tree.unflatten(structure, map(spec, leaves, dtypes)))
+        of_part = [_spec(leaf, dtype, distribution) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        specs.append(jax.tree.unflatten(structure, of_part))
     return tuple(specs)
 
 
-def notes_on_batch(step: Step) -> list[str]:
-    """Returns notes on how batches are split over devices, and on how many of them make an update."""
-    notes, replicas = [], step.distribution.num_model_replicas
+def notes_on_batch(step: Step) -> Iterator[str]:
+    """Yields notes on how batches are split over devices, and on how many of them make an update."""
+    replicas = step.distribution.num_model_replicas
     for rows in (spec.shape[0] if spec.shape else 0 for spec in jax.tree.leaves(step.batch)):
         rows_per_device = step.distribution.steps.rows_of_device(step.name, rows)
         if rows_per_device > -(-rows // replicas):
-            notes.append(
+            yield (
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
                 f"{counted(rows_per_device, 'row')}, so devices repeat each other's work. Use a multiple of "
                 f"{replicas}."
@@ -172,11 +168,10 @@ def notes_on_batch(step: Step) -> list[str]:
             break
     if step.accumulation is not None:
         batches = step.model.optimizer.gradient_accumulation_steps
-        notes.append(
+        yield (
             f"Figures are those of a batch after which the weights are updated, one of {batches} "
             f"(gradient_accumulation_steps={batches}). The others send no gradients."
         )
-    return notes
 
 
 def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
@@ -268,7 +263,7 @@ def _dtype_of_target(loss: Any) -> str:
     return "int32" if "sparse" in label.lower() else keras.config.floatx()
 
 
-def _shape_and_dtype(leaf: Any, dtype_of_shape: str) -> tuple[tuple[int, ...], Any]:
+def _spec(leaf: Any, dtype_of_shape: str, distribution: Distribution) -> jax.ShapeDtypeStruct:
     if is_shape(leaf):
         shape, dtype = tuple(leaf), keras.backend.standardize_dtype(dtype_of_shape)
     elif hasattr(leaf, "shape") and np.dtype(getattr(leaf, "dtype", object)).kind not in "OSUMm":
@@ -285,7 +280,8 @@ def _shape_and_dtype(leaf: Any, dtype_of_shape: str) -> tuple[tuple[int, ...], A
             f"Shape {list(shape)} in the batch has an unknown dim or no rows. Give every dim its size, the global "
             "number of rows first."
         )
-    return shape, jax.dtypes.canonicalize_dtype(dtype)
+    sharding = distribution.batch_sharding(shape)
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), sharding=sharding)
 
 
 def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:

@@ -283,31 +283,25 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
     )
 
 
-def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> tuple[str, ...]:
-    notes = []
+def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> Iterator[str]:
     if model_flops is None:
-        notes.append(
-            "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
-        )
+        yield "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
     if costs.unknown_loops:
-        notes.append(
-            f"{counted(costs.unknown_loops, 'loop', 'has', 'have')} an unknown trip count; each counts as one "
-            "iteration."
-        )
+        loops = counted(costs.unknown_loops, "loop", "has", "have")
+        yield f"{loops} an unknown trip count; each counts as one iteration."
     if costs.opaque_calls:
-        notes.append(f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted.")
+        yield f"The FLOP of {', '.join(costs.opaque_calls)} are unknown and not counted."
     if costs.closed_forms:
-        notes.append(f"The FLOP of {', '.join(costs.closed_forms)} come from closed forms: no compiler knows them.")
+        yield f"The FLOP of {', '.join(costs.closed_forms)} come from closed forms: no compiler knows them."
     if is_target_attached:
-        return tuple(notes)
+        return
     if any(call.startswith("cudnn_rnn") for call in costs.closed_forms):
-        notes.append("The temporaries of cuDNN's LSTM are an estimate: only cuDNN on a GPU knows them.")
+        yield "The temporaries of cuDNN's LSTM are an estimate: only cuDNN on a GPU knows them."
     if costs.workspace_bytes:
-        notes.append(
+        yield (
             f"The temporaries include {bytes_text(costs.workspace_bytes)} of workspace for the backward pass of "
             "cuDNN's attention, an estimate: only cuDNN on a GPU knows it."
         )
-    return tuple(notes)
 
 
 def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Traffic, ...]:

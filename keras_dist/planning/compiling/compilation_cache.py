@@ -40,10 +40,8 @@ class CompilationCache:
 
     def key(self, *parts: str) -> str:
         """Returns a key for texts that determine a result, the versions of what makes it, and JAX's configuration."""
-        digest = hashlib.sha256(_circumstances().encode() + _hash_of_this_room())
-        for part in parts:
-            digest.update(b"\0" + part.encode())
-        return digest.hexdigest()
+        circumstances = _circumstances().encode() + _hash_of_this_room()
+        return hashlib.sha256(b"\0".join([circumstances, *(part.encode() for part in parts)])).hexdigest()
 
     def get(self, key: str, kind: Any) -> Any:
         """Returns what was put under a key, of a type for `from_plain_data`; None if nothing can be read."""
@@ -75,10 +73,8 @@ def _default_folder() -> Path:
 @functools.cache
 def _hash_of_this_room() -> bytes:
     """Returns a hash of the code that reads compiled programs, which may change while its version stays the same."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    return hashlib.sha256(b"".join(texts)).digest()
 
 
 def _circumstances() -> str:
