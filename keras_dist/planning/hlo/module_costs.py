@@ -33,7 +33,7 @@ from keras_dist.planning.hlo.instruction_costs import (
 from keras_dist.planning.hlo.kernel_costs import is_attention, is_closed_form, workspace_bytes
 from keras_dist.planning.hlo.megascale import slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
-from keras_dist.planning.hlo.trip_counts import Loops
+from keras_dist.planning.hlo.trip_counts import trip_count
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class ModuleReader:
         ids: Sequence[int] | None = None,
     ):
         module = parse_module(text)
-        self.module, self.loops = module, Loops(module)
+        self.module = module
         self.collectives: dict[str, Collective] = {}
         self.chains: dict[tuple[str, str | None], str] = {}
         self.memory_bytes: dict[tuple[str, str], float] = {}
@@ -201,7 +201,7 @@ class ModuleReader:
                     self.chains[fragments] = key
                 costs.wire_bytes += found.wire_bytes
         elif opcode == "while":
-            trips = self.loops.trip_count(computation, instruction)
+            trips = trip_count(self.module, computation, instruction)
             costs.unknown_loops += trips is None
             for key in ("condition", "body"):
                 costs.add(self.costs(self.module.called(instruction, key).name), 1 if trips is None else trips)
@@ -216,7 +216,7 @@ class ModuleReader:
             costs.kernels += is_attention(instruction)
             self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(computation, instruction))
             if work:
-                if opcode == "custom-call" and is_closed_form(instruction):
+                if is_closed_form(instruction):
                     self.closed_forms.add(instruction.target)
                 dtype, flop = work
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop

@@ -114,6 +114,18 @@ class Module:
         names = caller.names(key) if key else caller.names("calls") or caller.names("to_apply")
         return self.computations[names[0]]
 
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """Instructions that call a computation, with the computations that have them, by its name."""
+        callers = defaultdict(list)
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.base_opcode in ("fusion", "call", "while", "async"):
+                    for key in ("calls", "to_apply", "body", "condition"):
+                        for name in instruction.names(key):
+                            callers[name].append((computation, instruction))
+        return callers
+
 
 def parse_module(text: str) -> Module:
     """Parses `compiled.as_text()`, in time linear in its length. Raises a ValueError if it is not an HLO module.

@@ -23,6 +23,7 @@ from keras_dist.planning.hlo.instruction_costs import chain, flops
 from keras_dist.planning.hlo.kernel_costs import is_attention
 from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.parser import Computation, Instruction
+from keras_dist.planning.hlo.trip_counts import trip_count
 
 # What the walk adds up, besides ("total", key) and ("exposed", key) of each collective.
 _COMPUTE, _ESTIMATED, _COPIES = ("compute", ""), ("estimated", ""), ("copies", "")
@@ -158,7 +159,7 @@ class _Walk:
 
     def _loop(self, computation: Computation, loop: Instruction) -> None:
         """Walks two iterations: the first may wait for what began before the loop, the others are like the second."""
-        trips = self._reader.loops.trip_count(computation, loop)
+        trips = trip_count(self._reader.module, computation, loop)
         trips = 1 if trips is None else trips
         names = [self._reader.module.called(loop, key).name for key in ("condition", "body")]
         before, start = self.sums, self.clock
