@@ -186,8 +186,7 @@ class ModuleReader:
     def _add(self, costs: Costs, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str):
         opcode = instruction.base_opcode
         if not in_fusion:
-            moved = memory_bytes(self.module, computation, instruction)
-            if moved:
+            if moved := memory_bytes(self.module, computation, instruction):
                 self.memory_bytes[computation.name, instruction.name] = moved
                 costs.memory_bytes += moved
             costs.host_bytes += host_bytes(computation, instruction)
@@ -207,17 +206,15 @@ class ModuleReader:
                 costs.add(self.costs(self.module.called(instruction, key).name), 1 if trips is None else trips)
         elif opcode == "conditional":
             costs.add(self.costs(self.branch(instruction)))
-        elif opcode == "fusion":
-            costs.add(self.costs(self.module.called(instruction).name, True, instruction.op_name))
-        elif opcode in ("call", "async"):
-            costs.add(self.costs(self.module.called(instruction).name, in_fusion, instruction.op_name))
+        elif opcode in ("fusion", "call", "async"):
+            called = self.module.called(instruction).name
+            costs.add(self.costs(called, in_fusion or opcode == "fusion", instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
-            work = flops(computation, instruction)
             costs.kernels += is_attention(instruction)
             self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(computation, instruction))
-            if work:
-                if is_closed_form(instruction):
-                    self.closed_forms.add(instruction.target)
+            if is_closed_form(instruction):
+                self.closed_forms.add(instruction.target)
+            if work := flops(computation, instruction):
                 dtype, flop = work
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
             elif is_opaque(instruction):

@@ -240,14 +240,13 @@ class _Walk:
     def _advance(self, computation: Computation, instruction: Instruction) -> None:
         key = computation.name, instruction.name
         if key not in self._work:
-            work = self._work_of(computation, instruction)
-            self._work[key] = (0.0, False) if work is None else self._times.of_work(work)
+            self._work[key] = self._seconds_of_work(computation, instruction)
         seconds, is_estimate = self._work[key]
         self.clock += seconds
         self.sums[_COMPUTE] += seconds
         self.sums[_ESTIMATED] += seconds * is_estimate
 
-    def _work_of(self, computation: Computation, instruction: Instruction) -> Work | None:
+    def _seconds_of_work(self, computation: Computation, instruction: Instruction) -> tuple[float, bool]:
         moved = self._reader.memory_bytes.get((computation.name, instruction.name), 0.0)
         counted: Mapping[str, float] = {}
         if instruction.opcode == "fusion":
@@ -257,8 +256,9 @@ class _Walk:
             counted = {} if found is None else dict([found])
         cycles = _cycles(instruction)
         if not moved and not counted and cycles is None:
-            return None
-        return Work(counted, moved, cycles, _microseconds(instruction), is_attention(instruction))
+            return 0.0, False
+        work = Work(counted, moved, cycles, _microseconds(instruction), is_attention(instruction))
+        return self._times.of_work(work)
 
     def _chains_in(self, computation: Computation) -> list[str]:
         keys = (chain(each) for each in computation.instructions.values() if is_collective(each))

@@ -1,9 +1,8 @@
 """What code that is traced for a target learns about its platform: the answers of the target's devices.
 
-Keras chooses an attention kernel and a recurrent kernel while it traces, by `jax.devices()[0].platform`,
-`jax.default_backend()`, cuDNN's version and the compute capability. KerasHub asks for the kind of the devices too.
-Where the target is not attached, JAX's own answers are those of this machine's CPU, and the traced step is not the one
-that the target would run.
+Keras and KerasHub choose kernels of attention and recurrent layers while they trace, by what JAX says of the devices.
+Where the target is not attached, that is about this machine's CPU, and the traced step is not the one that the target
+would run.
 """
 
 import contextlib
