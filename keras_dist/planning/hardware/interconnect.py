@@ -40,23 +40,18 @@ class Interconnect:
 
     def __init__(self, hardware: Hardware, devices: np.ndarray):
         flat = devices.ravel().tolist()
-        self._size = len(flat)
-        self._networks = networks_of(flat)
+        self._hardware, self._networks = hardware, networks_of(flat)
         is_torus = coordinates_of(flat[0]) is not None
         self._torus = _TorusLinks(Torus(flat, self._networks), self._networks) if is_torus else None
-        self._hardware = hardware
-        self._start_seconds = _TORUS_START_SECONDS if is_torus else _NCCL_START_SECONDS
-        self._links = max(hardware.links, 1)
-        self._seconds_per_link_byte = inverse(hardware.link_bytes_per_second)
-        self._seconds_per_network_byte = inverse(hardware.network_bytes_per_second)
         self.seconds_per_byte = functools.cache(self._seconds_per_byte)
         self.latency = functools.cache(self._latency)
         self.links = functools.cache(self._links_of)
 
     def _by_network(self, kind: str, groups: Groups) -> list[list[np.ndarray]]:
         """The members of each group in each slice or host. Groups of () are one group of all devices."""
-        arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(self._size)]
-        assert all(array.min() >= 0 and array.max() < self._size for array in arrays), (groups, self._size)
+        size = len(self._networks)
+        arrays = [np.array(group, int) for group in groups if len(group)] or [np.arange(size)]
+        assert all(array.min() >= 0 and array.max() < size for array in arrays), (groups, size)
         if kind == "collective-permute":
             arrays = [pair for pair in arrays if pair[0] != pair[1]]
         networks = [self._networks[array] for array in arrays]
@@ -85,7 +80,8 @@ class Interconnect:
         network = seconds_for(passes * network_hops, self._hardware.network_latency_seconds)
         if link is None or network is None:
             return None
-        return link + network + (self._start_seconds if link_hops + network_hops else 0.0)
+        start = _NCCL_START_SECONDS if self._torus is None else _TORUS_START_SECONDS
+        return link + network + (start if link_hops + network_hops else 0.0)
 
     def _links_of(self, kind: str, groups: Groups) -> frozenset[Hashable]:
         """Returns what a collective occupies: links of a chip by dim of the torus and direction or all NVLinks, and
@@ -111,10 +107,10 @@ class Interconnect:
             others = max(sum(map(len, parts)) for parts in split) - 1
             link_bytes /= others
             network_bytes = (others + 1 - members) / others
-        link_seconds = seconds_for(link_bytes, self._seconds_per_link_byte)
+        link_seconds = seconds_for(link_bytes, inverse(self._hardware.link_bytes_per_second))
         if not members:
             return False, link_seconds
-        network_seconds = seconds_for(network_bytes, self._seconds_per_network_byte)
+        network_seconds = seconds_for(network_bytes, inverse(self._hardware.network_bytes_per_second))
         if link_seconds is None or network_seconds is None:
             return True, None
         return True, max(link_seconds, network_seconds)
@@ -126,7 +122,7 @@ class Interconnect:
         """
         if self._torus is None:  # a GPU sends over all of its links at once
             sent = [len(group) - 1 if kind.endswith("all-to-all") else 1 for group in groups]
-            return max(sent, default=0) / self._links
+            return max(sent, default=0) / max(self._hardware.links, 1)
         if kind.endswith("all-to-all"):
             return self._torus.exchange(groups)
         return self._torus.permute(groups) if kind == "collective-permute" else self._torus.ring(groups)
