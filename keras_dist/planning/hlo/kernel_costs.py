@@ -20,24 +20,13 @@ _MATMULS = {
 }
 
 
-def is_attention(instruction: Instruction) -> bool:
-    """Whether an instruction calls a fused attention kernel."""
-    return _attention_kernel(instruction) is not None
-
-
-def is_closed_form(instruction: Instruction) -> bool:
-    """Whether the costs of an instruction come from the closed forms here."""
-    return is_attention(instruction) or instruction.target.startswith("cudnn_rnn")
-
-
 def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[str, float] | None:
     """Returns element type and FLOP (2 per multiply-add) of a kernel; None for kernels that it does not know.
 
     Of attention, pairs that a causal mask or window hides do not count, although a kernel may compute some of them: its
     blocks are square. Padding counts.
     """
-    kernel = _attention_kernel(instruction)
-    if kernel is not None:
+    if kernel := attention_kernel(instruction):
         query, key, value = _attention_operands(computation, instruction)
         num_head_products, num_value_products = _MATMULS[kernel]
         size = num_head_products * query.dims[-1] + num_value_products * value.dims[-1]
@@ -69,7 +58,7 @@ def workspace_bytes(computation: Computation, instruction: Instruction) -> int:
 
     Source: `SDPABackwardNode` of NVIDIA's cudnn-frontend.
     """
-    if _attention_kernel(instruction) != "__cudnn$fmhaBackward":
+    if attention_kernel(instruction) != "__cudnn$fmhaBackward":
         return 0
     query, key, value = _attention_operands(computation, instruction)
     heads = query.dims[-2]
@@ -79,7 +68,8 @@ def workspace_bytes(computation: Computation, instruction: Instruction) -> int:
     return size
 
 
-def _attention_kernel(instruction: Instruction) -> str | None:
+def attention_kernel(instruction: Instruction) -> str | None:
+    """Returns the name of the fused attention kernel that an instruction calls; None if it calls none."""
     target = instruction.target
     if target.startswith("__cudnn$fmha"):
         return "__cudnn$fmhaBackward" if target.endswith("Backward") else "__cudnn$fmha"

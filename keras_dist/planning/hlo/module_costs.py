@@ -30,7 +30,7 @@ from keras_dist.planning.hlo.instruction_costs import (
     starts_chain,
     written_arrays,
 )
-from keras_dist.planning.hlo.kernel_costs import is_attention, is_closed_form, workspace_bytes
+from keras_dist.planning.hlo.kernel_costs import attention_kernel, kernel_flops, workspace_bytes
 from keras_dist.planning.hlo.megascale import slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
 from keras_dist.planning.hlo.trip_counts import trip_count
@@ -210,9 +210,9 @@ class ModuleReader:
             called = self.module.called(instruction).name
             costs.add(self.costs(called, in_fusion or opcode == "fusion", instruction.op_name))
         elif opcode in ("dot", "ragged-dot", "convolution", "custom-call"):
-            costs.kernels += is_attention(instruction)
+            costs.kernels += attention_kernel(instruction) is not None
             self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(computation, instruction))
-            if is_closed_form(instruction):
+            if kernel_flops(computation, instruction):
                 self.closed_forms.add(instruction.target)
             if work := flops(computation, instruction):
                 dtype, flop = work

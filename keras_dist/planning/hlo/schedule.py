@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from keras_dist.planning.hlo.collectives import Collective, is_collective
 from keras_dist.planning.hlo.instruction_costs import chain, flops
-from keras_dist.planning.hlo.kernel_costs import is_attention
+from keras_dist.planning.hlo.kernel_costs import attention_kernel
 from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.parser import Computation, Instruction
 from keras_dist.planning.hlo.trip_counts import trip_count
@@ -257,7 +257,7 @@ class _Walk:
         cycles = _cycles(instruction)
         if not moved and not counted and cycles is None:
             return 0.0, False
-        work = Work(counted, moved, cycles, _microseconds(instruction), is_attention(instruction))
+        work = Work(counted, moved, cycles, _microseconds(instruction), attention_kernel(instruction) is not None)
         return self._times.of_work(work)
 
     def _chains_in(self, computation: Computation) -> list[str]:
@@ -284,16 +284,12 @@ def _source(computation: Computation, done: Instruction) -> Instruction:
     return instruction
 
 
-_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
-_MODELS = re.compile(r'"reification_cost":\[([^\]]*)\]')
-_MODEL = re.compile(r'"exec_time_us":([\d.eE+-]+)[^{}]*?"name":"([^"]*)"')
 _LATENCY_HIDING_MODEL = "sol"  # knows collectives and matrix multiplications, and gives almost nothing for the rest
 _UNKNOWN_CYCLES = 2**62  # XLA:TPU writes 2^63 - 1 for what it cannot estimate
-_RENDEZVOUS = re.compile(r'_xla_(?:host_transfer_rendezvous|send_recv_source_target_pairs)="?([^",]*)')
 
 
 def _cycles(instruction: Instruction) -> float | None:
-    found = _CYCLES.search(instruction.attributes)
+    found = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     return float(found[1]) if found and float(found[1]) < _UNKNOWN_CYCLES else None
 
 
@@ -303,11 +299,12 @@ def _microseconds(instruction: Instruction) -> float | None:
     There are several models, and none is too fast for what it knows. The first one counts what a fused reduction reads
     again for each element that needs the result: seconds where a softmax fused by Triton takes microseconds.
     """
-    found = _MODELS.search(instruction.attributes)
-    times = _MODEL.findall(found[1]) if found else ()
+    found = re.search(r'"reification_cost":\[([^\]]*)\]', instruction.attributes)
+    times = re.findall(r'"exec_time_us":([\d.eE+-]+)[^{}]*?"name":"([^"]*)"', found[1]) if found else ()
     return min((float(time) for time, name in times if name != _LATENCY_HIDING_MODEL), default=None)
 
 
 def _rendezvous(instruction: Instruction) -> Hashable:
-    found = _RENDEZVOUS.search(instruction.attributes)
+    key = r'_xla_(?:host_transfer_rendezvous|send_recv_source_target_pairs)="?([^",]*)'
+    found = re.search(key, instruction.attributes)
     return "rendezvous", found[1] if found else instruction.attribute("channel_id")
