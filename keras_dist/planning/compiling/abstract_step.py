@@ -289,8 +289,8 @@ def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
     inputs, outputs = model_structure.inputs_and_outputs(model)
     if rows < 1:
         raise ValueError(f"A batch needs at least 1 row, but got batch={rows}.")
-    shapes = jax.tree.map(lambda tensor: tensor.shape, inputs)
     if inputs is None or any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs)):
+        shapes = jax.tree.map(lambda tensor: tensor.shape, inputs)
         fault = "its inputs are unknown" if inputs is None else f"input shapes contain None: {shapes}"
         raise ValueError(
             f"Cannot derive a batch for {model.name!r} from batch={rows}: {fault}. Pass a full batch specification, "

@@ -84,9 +84,7 @@ class Interconnect:
         return link + network + (start if link_hops + network_hops else 0.0)
 
     def _links_of(self, kind: str, groups: Groups) -> frozenset[Hashable]:
-        """Returns what a collective occupies: links of a chip by dim of the torus and direction or all NVLinks, and
-        the network. Collectives without a common one can run at the same time.
-        """
+        """Returns what a collective occupies: links of a chip, as (dim, direction), or all NVLinks; and the network."""
         split = self._by_network(kind, groups)
         links: set[Hashable] = {"network"} if any(len(parts) > 1 for parts in split) else set()
         inside = [part for parts in split for part in parts if len(part) > 1]
@@ -186,9 +184,8 @@ class _TorusLinks:
         """Bytes on each link, as (slice, dim, direction, *chip that it leaves), if each pair sends one."""
         load: dict[tuple, float] = defaultdict(float)
         for source, target in pairs:
-            start, end, rings = (
-                each.tolist() for each in (self._chips[source], self._chips[target], self._rings[source])
-            )
+            start, end = self._chips[[source, target]].tolist()
+            rings = self._rings[source].tolist()
             dims = [dim for dim in range(3) if start[dim] != end[dim]]
             for first in range(len(dims)):
                 at = list(start)

@@ -125,12 +125,11 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     1.00 of XLA's (v5e and v5p, 33 programs each), and equal for the half of them without such copies.
     """
     opcode = instruction.base_opcode
-    target = instruction.target
     if opcode in ("send", "recv"):
         # The results are the array that is sent or received, scalars and tokens.
         array = next(leaves(instruction.shape))
         return array.stored_bytes if array.is_in_memory else 0
-    if opcode in FREE or opcode.endswith(("-done", "-update")) or target in _FREE_CUSTOM_CALLS:
+    if opcode in FREE or opcode.endswith(("-done", "-update")) or instruction.target in _FREE_CUSTOM_CALLS:
         return 0
     operands = computation.operand_shapes(instruction)
     sizes = [sum(leaf.stored_bytes for leaf in leaves(shape) if leaf.is_in_memory) for shape in operands]
@@ -138,20 +137,16 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     size_of_result = sum(update.stored_bytes for array, update in written if array.is_in_memory)
     if opcode in _SLICES:
         read = sum(leaf.stored_bytes for leaf in _results(instruction)) if sizes and sizes[0] else 0
-        return size_of_result + read + sum(sizes[1:])
-    if opcode == "dynamic-update-slice":
-        return size_of_result + sum(sizes[1:])
-    if opcode == "scatter":
+        sizes = [read, *sizes[1:]]
+    elif opcode == "dynamic-update-slice":
+        sizes = sizes[1:]
+    elif opcode == "scatter":
         # scatter(arrays..., indices, updates...) reads and writes only the elements that it updates.
         arrays = (len(sizes) - 1) // 2
-        return sum(sizes[arrays:]) + (sum(sizes[arrays + 1 :]) if size_of_result else 0)
-    if opcode == "fusion":
+        sizes, size_of_result = sizes[arrays:], sum(sizes[arrays + 1 :]) if size_of_result else 0
+    elif opcode == "fusion":
         fused = module.called(instruction)
-        reads = (
-            min(size, _read(module, fused, fused.parameters[number].name)) if number in fused.parameters else size
-            for number, size in enumerate(sizes)
-        )
-        return size_of_result + sum(reads)
+        sizes = [min(size, _read(module, fused, fused.parameters[number].name)) for number, size in enumerate(sizes)]
     return size_of_result + sum(sizes)
 
 

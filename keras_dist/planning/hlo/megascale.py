@@ -54,9 +54,8 @@ class Slices:
 def slices_of(partitions: int, networks: Sequence[int] | None, ids: Sequence[int] | None) -> Slices:
     """Returns the positions in the mesh of the devices that run a module with a number of partitions.
 
-    `networks` is the number of the slice, from 0, of each position in the flattened mesh; None for one slice. `ids` is
-    the device id of each position. If these are not MegaScale ids, the devices of a slice are numbered in the order of
-    their ids; without ids, in the order of the mesh.
+    `networks` and `ids` are those of `ModuleReader`. If the ids are not MegaScale ids, the devices of a slice are
+    numbered in the order of their ids; without ids, in the order of the mesh.
 
     >>> slices_of(2, [0, 1, 0, 1], None).partitions
     ((0, 2), (1, 3))

@@ -308,13 +308,6 @@ def cudnn_version(compute_capability: tuple[int, int]) -> tuple[int, int]:
     return (9, 11) if compute_capability == (10, 3) else (9, 10)
 
 
-def _threads_of_core(compute_capability: tuple[int, int]) -> int:
-    """Returns how many threads a streaming multiprocessor holds: "Compute Capabilities", CUDA C++ Programming Guide."""
-    if compute_capability == (7, 5):
-        return 1024
-    return 1536 if compute_capability[0] == 12 or (8, 0) < compute_capability < (9, 0) else 2048
-
-
 def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> str:
     """Returns the text of a `GpuTargetConfigProto`. The constants are CUDA's limits since compute capability 6.0.
 
@@ -322,11 +315,13 @@ def _gpu_target_config(entry: Hardware, gpu: GpuCompilerTarget, kind: str) -> st
     """
     major, minor = gpu.compute_capability
     cudnn_major, cudnn_minor = cudnn_version(gpu.compute_capability)
+    is_of_1536_threads = major == 12 or (8, 0) < gpu.compute_capability < (9, 0)
+    threads = 1024 if gpu.compute_capability == (7, 5) else 1536 if is_of_1536_threads else 2048
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""  # compiled as sm_90a, sm_100a
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32
-          threads_per_core_limit: {_threads_of_core(gpu.compute_capability)}
+          threads_per_core_limit: {threads}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           registers_per_core_limit: 65536 registers_per_block_limit: 65536 shared_memory_per_block: 49152
           core_count: {gpu.core_count} fpus_per_core: {gpu.fpus_per_core} clock_rate_ghz: {gpu.clock_rate_ghz}

@@ -113,8 +113,7 @@ def _check_cudnn_version(target: _Target, original: Callable) -> int:
 
 
 def _check_compute_capability(target: _Target, original: Callable, capability: str) -> bool:
-    actual = target.compute_capability
-    return actual is not None and actual >= _as_pair(capability)
+    return (target.compute_capability or ()) >= _as_pair(capability)
 
 
 def _is_compute_capability(target: _Target, original: Callable, capability: str) -> bool:
