@@ -40,7 +40,7 @@ class CompilationCache:
 
     def key(self, *parts: str) -> str:
         """Returns a key for texts that determine a result, the versions of what makes it, and JAX's configuration."""
-        circumstances = _circumstances().encode() + _hash_of_this_room()
+        circumstances = _circumstances().encode() + _hash_of_planning()
         return hashlib.sha256(b"\0".join([circumstances, *(part.encode() for part in parts)])).hexdigest()
 
     def get(self, key: str, kind: Any) -> Any:
@@ -71,9 +71,10 @@ def _default_folder() -> Path:
 
 
 @functools.cache
-def _hash_of_this_room() -> bytes:
+def _hash_of_planning() -> bytes:
     """Returns a hash of the code that reads compiled programs, which may change while its version stays the same."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    files = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml")]
+    texts = [path.read_bytes() for path in sorted(files)]
     return hashlib.sha256(b"".join(texts)).digest()
 
 

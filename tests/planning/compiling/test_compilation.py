@@ -1,5 +1,7 @@
 """Programs that the compiler refuses, or compiles in another way only."""
 
+import dataclasses
+
 import jax
 import pytest
 from support.planned_models import LAYOUTS, perceptron, with_kernel
@@ -7,6 +9,7 @@ from support.planned_models import LAYOUTS, perceptron, with_kernel
 import keras_dist as kd
 from keras_dist.planning.compiling import compilation
 from keras_dist.planning.compiling.extrapolation import extrapolated
+from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.costs.roofline import Roofline
 
 
@@ -94,3 +97,19 @@ def test_temporaries_are_never_extrapolated_below_the_larger_model(fewer, more, 
     doubts = [note for note in trained.notes if "larger compile_depths" in note]
     assert len(doubts) == (deepest == more)
     assert extrapolated(compiled, 32, "predict").notes == trained.notes[:1]
+
+
+def test_extrapolation_of_an_unknown_forecast_is_unknown():
+    known = dataclasses.replace(
+        of_temporaries(1.0),
+        roofline=dataclasses.replace(of_temporaries(1.0).roofline, forecast=Forecast(3.0, 2.0, 1.0, 0.0, 1.0)),
+    )
+    more = dataclasses.replace(
+        known, roofline=dataclasses.replace(known.roofline, forecast=Forecast(5.0, 3.0, 2.0, 0.0, 2.0))
+    )
+    assert extrapolated({2: known, 4: more}, 8, "train").roofline.forecast == Forecast(9.0, 5.0, 4.0, 0.0, 4.0)
+    assert extrapolated({2: of_temporaries(1.0), 4: more}, 8, "train").roofline.forecast is None
+    overlapped = dataclasses.replace(
+        more, roofline=dataclasses.replace(more.roofline, forecast=Forecast(3.5, 3.0, 0.5, 0.0, 2.0))
+    )
+    assert extrapolated({2: known, 4: overlapped}, 8, "train").roofline.forecast == Forecast(5.5, 5.0, 0.5, 0.0, 4.0)

@@ -97,7 +97,7 @@ def test_keys_depend_on_what_the_compiler_is_told_elsewhere(monkeypatch):
 
 def test_keys_depend_on_the_code_that_reads_programs(monkeypatch):
     before = CompilationCache().key("program")
-    monkeypatch.setattr("keras_dist.planning.compiling.compilation_cache._hash_of_this_room", lambda: b"changed")
+    monkeypatch.setattr("keras_dist.planning.compiling.compilation_cache._hash_of_planning", lambda: b"changed")
     assert CompilationCache().key("program") != before
 
 

@@ -13,7 +13,6 @@ from support.slow_cases import slow, slow_unless
 from test_roofline import collective, gpus, groups_along, tpus
 
 import keras_dist as kd
-from keras_dist.planning.compiling.extrapolation import extrapolated
 from keras_dist.planning.costs.forecast import Forecast, TimeModel, forecast
 from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hardware.registry import hardware
@@ -273,21 +272,3 @@ class TestCompiled:
         found = walk_schedule(ModuleReader(text), TimeModel(made.hardware, np.array(made[:1])))
         assert found.seconds == pytest.approx(measured, rel=0.12)
         assert found.estimated_seconds > 0.9 * found.compute_seconds
-
-
-def test_extrapolation_of_an_unknown_forecast_is_unknown():
-    from test_compilation import of_temporaries
-
-    known = dataclasses.replace(
-        of_temporaries(1.0),
-        roofline=dataclasses.replace(of_temporaries(1.0).roofline, forecast=Forecast(3.0, 2.0, 1.0, 0.0, 1.0)),
-    )
-    more = dataclasses.replace(
-        known, roofline=dataclasses.replace(known.roofline, forecast=Forecast(5.0, 3.0, 2.0, 0.0, 2.0))
-    )
-    assert extrapolated({2: known, 4: more}, 8, "train").roofline.forecast == Forecast(9.0, 5.0, 4.0, 0.0, 4.0)
-    assert extrapolated({2: of_temporaries(1.0), 4: more}, 8, "train").roofline.forecast is None
-    overlapped = dataclasses.replace(
-        more, roofline=dataclasses.replace(more.roofline, forecast=Forecast(3.5, 3.0, 0.5, 0.0, 2.0))
-    )
-    assert extrapolated({2: known, 4: overlapped}, 8, "train").roofline.forecast == Forecast(5.5, 5.0, 0.5, 0.0, 4.0)
