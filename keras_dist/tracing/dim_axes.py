@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
-from keras_dist.tracing.jaxpr_dims import regrouped
-from keras_dist.tracing.primitives import GATHERED_DIMS, REDUCTIONS, RESIZED, UNCHANGED
+from keras_dist.tracing.dim_graph import DimGraph
+from keras_dist.tracing.jaxpr_dims import read_equation, regrouped
+from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
+from keras_dist.tracing.primitives import UNCHANGED
 from keras_dist.tracing.traced_values import Node, node_of
-
-_SAME_DIMS = (*UNCHANGED, "convert_element_type")
 
 
 def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | None]) -> tuple[str, ...] | None:
@@ -92,53 +92,20 @@ def _constrained_axes(node: Node, dim: int) -> tuple[str, ...] | None:
 
 def _sources(node: Node, dim: int) -> list[tuple[Node, int]]:
     """Returns the operands that a dim may come from, and its place there."""
-    name, params, inputs = node.primitive, node.params, node.inputs
-    if name == "transpose":
-        return [(inputs[0], params["permutation"][dim])]
-    if name == "broadcast_in_dim":
-        pairs = enumerate(params["broadcast_dimensions"])
-        return [(inputs[0], before) for before, after in pairs if after == dim and _has(inputs[0], before, node, dim)]
-    if name in ("reshape", "squeeze"):  # of dims that are merged or split, the outermost stays
-        groups = regrouped(inputs[0].shape, node.shape)
-        return [(inputs[0], before[0]) for before, after in groups if before and after[:1] == [dim]]
-    if name in REDUCTIONS:
-        return [(inputs[0], [kept for kept in range(len(inputs[0].shape)) if kept not in params["axes"]][dim])]
-    if name == "dot_general":
-        return _dot_sources(node, dim)
-    if name == "gather":  # a lookup, of rows by indices for example
-        index_dims = [place for place in range(len(node.shape)) if place not in params["dimension_numbers"].offset_dims]
-        return [(inputs[1], index_dims.index(dim))] if dim in index_dims else []
-    if name == "stack":
-        return [(operand, dim - (dim > params["axis"])) for operand in inputs if dim != params["axis"]]
-    if name == "concatenate":
-        return [] if dim == params["dimension"] else [(operand, dim) for operand in inputs]
-    if name in _SAME_DIMS or name in RESIZED:
-        return [(inputs[0], dim)] if _has(inputs[0], dim, node, dim) else []
-    if name in GATHERED_DIMS and dim in GATHERED_DIMS[name](params, len(node.shape)):
+    if node.equation is None or inner_jaxprs(node.params):  # a leaf; a loop, for example
         return []
-    has_body = any("jaxpr" in key or key == "branches" for key in params)  # a loop, for example
-    same_rank = [operand for operand in inputs if operand.shape and not has_body]
-    if all(len(operand.shape) == len(node.shape) for operand in same_rank):  # elementwise, sizes of 1 are broadcast
-        return [(operand, dim) for operand in same_rank if _has(operand, dim, node, dim)]
-    return []
-
-
-def _has(operand: Node, operand_dim: int, node: Node, dim: int) -> bool:
-    return operand.shape[operand_dim] == node.shape[dim]
-
-
-def _dot_sources(node: Node, dim: int) -> list[tuple[Node, int]]:
-    (left_contracted, right_contracted), (left_batch, right_batch) = node.params["dimension_numbers"]
-    left, right = node.inputs
-    if dim < len(left_batch):
-        return [(left, left_batch[dim]), (right, right_batch[dim])]
-    kept = [
+    graph = DimGraph(axis_size=1)
+    inputs = [graph.new_dims(operand.shape) for operand in node.inputs]
+    outputs = read_equation(graph, node.equation, inputs)
+    source = graph.find(outputs[node.output])[dim]
+    if node.primitive == "gather":  # rows of a table by indices, for example
+        inputs[0] = ()
+    return [
         (operand, place)
-        for operand, removed in ((left, (*left_contracted, *left_batch)), (right, (*right_contracted, *right_batch)))
-        for place in range(len(operand.shape))
-        if place not in removed
+        for operand, dims in zip(node.inputs, inputs, strict=True)
+        for place, other in enumerate(graph.find(dims))
+        if other is not None and other == source
     ]
-    return [kept[dim - len(left_batch)]]
 
 
 def _repeats(node: Node, dim: int) -> int:
@@ -152,7 +119,7 @@ def _repeats(node: Node, dim: int) -> int:
                 return 1
         elif _is_broadcast(node, dim):
             return node.shape[dim]
-        elif node.primitive in (*_SAME_DIMS, "transpose"):
+        elif node.primitive in (*UNCHANGED, "convert_element_type", "transpose") and node.shape[dim] > 1:
             ((node, dim),) = _sources(node, dim)
         else:
             return 1

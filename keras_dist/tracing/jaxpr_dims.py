@@ -70,6 +70,13 @@ def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
     return graph
 
 
+def read_equation(graph: DimGraph, equation: Any, inputs: Sequence[Dims]) -> list[Dims]:
+    """Reads one equation of inputs without gradients; returns the dims of its outputs."""
+    return [
+        tensor.dims for tensor in _Equation(graph, equation, [_Tensor(dims, False) for dims in inputs], 1).outputs()
+    ]
+
+
 class _Tensor(NamedTuple):
     """A tensor of the program. `has_gradient` is whether it depends on a trained input.
 
@@ -150,7 +157,7 @@ class _Equation:
         """Records that input `number` is gathered, and its gradient on the way back."""
         passes = 2 if self.inputs[number].has_gradient else 1
         size = passes * self._bytes(self.equation.invars[number])
-        self.graph.add_gather(node, (self.equation, number), size)
+        self.graph.add_gather(node, (id(self.equation), number), size)
 
     def _is_call_of(self, jaxpr: Any) -> bool:
         """Whether inputs and outputs are those of the inner jaxpr; those of a Pallas kernel are blocks of them."""

@@ -19,12 +19,6 @@ UNCHANGED = ("copy", "copy_p", "name", "sharding_constraint", "reshard")
 REARRANGEMENTS = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice")
 """The elements of the result are elements of the operand, at other indices."""
 
-RESIZED = ("slice", "dynamic_slice", "pad", "dynamic_update_slice", "split", "top_k", "rev")
-"""Each dim of the result is computed along the same dim of the operand, which may have another size."""
-
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-"""The dims `params["axes"]` are removed."""
-
 COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 _ARITHMETIC = ("abs", "add", "clamp", "convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub")
 ELEMENTWISE = {"and", "not", "or", "select_n", "xor", *COMPARISONS, *_ARITHMETIC}
@@ -33,18 +27,8 @@ ELEMENTWISE = {"and", "not", "or", "select_n", "xor", *COMPARISONS, *_ARITHMETIC
 SUMS = ("add", "add_any", "sub")
 
 LINEAR = (
-    *UNCHANGED,
-    *(
-        "broadcast_in_dim",
-        "convert_element_type",
-        "neg",
-        "reduce_sum",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-    ),
+    *(*UNCHANGED, "broadcast_in_dim", "convert_element_type", "neg"),
+    *("reduce_sum", "reshape", "rev", "slice", "squeeze", "transpose"),
 )
 """Linear in their only operand."""
 

@@ -31,6 +31,7 @@ class Node:
         primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
         params: Parameters of the primitive.
         output: Which of the outputs of the operation it is.
+        equation: The equation of that operation; None for a leaf.
         origin: The tracer or array itself; None for a value inside a jitted function.
         root: What `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
             traced function has the same root everywhere.
@@ -43,7 +44,7 @@ class Node:
     origin: Any = None
     root: Any = None
     output: int = 0
-    _equation: Any = None
+    equation: Any = None
     _read_inputs: Sequence[Callable[[], "Node"]] = ()
 
     @cached_property
@@ -74,7 +75,7 @@ class Node:
 
     def apply(self, *operands: Any) -> Any:
         """Applies the operation to other operands."""
-        primitive = self._equation.primitive
+        primitive = self.equation.primitive
         outputs = primitive.bind(*operands, **self.params)
         return outputs[self.output] if primitive.multiple_results else outputs
 
@@ -135,7 +136,7 @@ def _output_node(equation: Any, number: int, inputs: Sequence[Callable[[], Node]
         return body.node(body.jaxpr.outvars[number])
     variable = equation.outvars[number]
     shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
-    return Node(shape, dtype, name, params, output=number, _equation=equation, _read_inputs=inputs)
+    return Node(shape, dtype, name, params, output=number, equation=equation, _read_inputs=inputs)
 
 
 class _Body:
