@@ -4,7 +4,7 @@ A mask is seen as (B, N, T, S). Each of its elements was computed from elements 
 through broadcasts, transposes, reshapes and slices. What is read there is a position, a constant or something else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -34,16 +34,12 @@ class Read(NamedTuple):
 
     def operands(self) -> list["Read"]:
         """What an elementwise operation read; operands may be numbers, or have dims of size 1 that are broadcast."""
-        return [
-            Read(
-                operand,
-                tuple(
-                    place if size == result_size else (None, 0)
-                    for place, size, result_size in zip(self.view, operand.shape, self.node.shape, strict=False)
-                ),
-            )
-            for operand in self.node.inputs
-        ]
+
+        def view_of(operand: Node) -> tuple[tuple[int | None, int], ...]:
+            places = zip(self.view, operand.shape, self.node.shape, strict=False)
+            return tuple(place if size == result_size else (None, 0) for place, size, result_size in places)
+
+        return [Read(operand, view_of(operand)) for operand in self.node.inputs]
 
     def source(self) -> "Read | None":
         """Returns the same elements in the value of which this is a rearrangement, if it is one."""
@@ -78,21 +74,12 @@ class Read(NamedTuple):
         source = self.source()
         return self if source is None else source.origin()
 
-    def with_dim(self, dim: int, other: int) -> "Read":
-        """Returns what is read where one dim of the mask is indexed in place of another."""
-        return Read(self.node, tuple((other if each == dim else each, offset) for each, offset in self.view))
-
     def placed(self, value: Any, mask_shape: Sequence[int]) -> Any:
         """Returns the elements of `value` that the mask reads, as (B, N, T, S); 1 for dims that it has not."""
-        slices, dims = [], []
-        for dim, offset in self.view:
-            slices.append(offset if dim is None else slice(offset, offset + mask_shape[dim]))
-            dims += [] if dim is None else [dim]
-        return (
-            value[tuple(slices)]
-            .transpose(np.argsort(dims).tolist())
-            .reshape([size if dim in dims else 1 for dim, size in enumerate(mask_shape)])
-        )
+        dims = [dim for dim, _ in self.view if dim is not None]
+        index = [offset if dim is None else slice(offset, offset + mask_shape[dim]) for dim, offset in self.view]
+        elements = value[tuple(index)].transpose(np.argsort(dims).tolist())
+        return elements.reshape([size if dim in dims else 1 for dim, size in enumerate(mask_shape)])
 
 
 class MaskReader:
@@ -130,20 +117,11 @@ class MaskReader:
             index = _index(*view[axis])
             counts = _number(node.shape[axis]) - index if node.params["reverse"] else index + _number(1)
             return None if number is None else number * counts
-        if node.primitive not in ("convert_element_type", "neg", "add", "sub", "mul"):
+        if node.primitive not in _AFFINE_OPERATIONS:
             return None
-        first, *others = [self.affine(operand) for operand in read.operands()]
-        last = others[0] if others else first
-        if first is None or last is None:
-            return None
-        if node.primitive == "mul":
-            number, other = (first, last) if not any(first[:4]) else (last, first)
-            return None if any(number[:4]) else number[4] * other
-        if node.primitive == "add":
-            return first + last
-        if node.primitive == "sub":
-            return first - last
-        return -first if node.primitive == "neg" else first
+        operands = [self.affine(operand) for operand in read.operands()]
+        is_known = all(operand is not None for operand in operands)
+        return _AFFINE_OPERATIONS[node.primitive](*operands) if is_known else None
 
     def _varying_dims(self, read: Read) -> frozenset[int]:
         """Returns dims of the mask along which the elements may vary; without needless ones if they would be T x S."""
@@ -162,7 +140,7 @@ class MaskReader:
         """Computes the elements (B, N, T, S), with size 1 for all dims but `dims`, which are those that vary."""
         node = read.node
         if read.mask_dims <= dims:
-            return read.placed(jnp.asarray(node.value(), node.dtype), self.shape)
+            return read.placed(jnp.asarray(node.value, node.dtype), self.shape)
         if (affine := self.affine(read)) is not None:
             result = jnp.full((1, 1, 1, 1), affine[4])
             for dim in dims:
@@ -194,6 +172,21 @@ def _index(dim: int | None, offset: int) -> np.ndarray:
     if dim is not None:
         affine[dim] = 1
     return affine
+
+
+def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray | None:
+    if not any(left[:4]):
+        return left[4] * right
+    return None if any(right[:4]) else left * right[4]
+
+
+_AFFINE_OPERATIONS: dict[str, Callable[..., np.ndarray | None]] = {
+    "convert_element_type": np.positive,
+    "neg": np.negative,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": _product,
+}
 
 
 def _affine_constant(constant: Any, view: tuple[tuple[int | None, int], ...]) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.rematerialization import Rematerialization
-from keras_dist.tracing.traced_weights import TracedWeights
+from keras_dist.tracing.traced_values import TracedWeights
 
 
 @dataclass(frozen=True)

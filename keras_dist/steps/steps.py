@@ -27,8 +27,7 @@ from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.weight_layouts import weight_layouts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
-from keras_dist.tracing.traced_values import root_of
-from keras_dist.tracing.traced_weights import TracedWeights
+from keras_dist.tracing.traced_values import TracedWeights, root_of
 
 _choose_remat: Callable[[Any, Any, Any], Any] | None = None
 

@@ -23,12 +23,8 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | Non
     """Returns the mesh axes over which a dim of a traced value is sharded, or None if that cannot be known.
 
     The dim is followed backwards, through whatever keeps it, to a sharding constraint or a value whose layout is
-    known. Of several operands that have the dim, the first that leads to an answer is taken.
-
-    Args:
-        value: A tracer or an array.
-        dim: One of its dims.
-        axes_of_weight: Returns the axes of each dim of a value if it is a weight, otherwise None.
+    known. Of several operands that have the dim, the first that leads to an answer is taken. `axes_of_weight` returns
+    the axes of each dim of a value if it is a weight, otherwise None.
 
     Example:
 
@@ -53,14 +49,8 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | Non
 def without_repeats(value: Any, dim: int) -> tuple[Any, int]:
     """Returns a value without the repeats of its elements along a dim, and how often each is there.
 
-    KerasHub repeats keys and values for each group of queries, which a kernel need not be given.
-
-    Args:
-        value: A tracer or an array.
-        dim: The dim of size `n * repeats`.
-
-    Returns:
-        The value with size `n` at `dim`, and `repeats`; the value itself and 1 if it was not made by `repeat`.
+    KerasHub repeats keys and values for each group of queries, which a kernel need not be given. A value that was not
+    made by `repeat` is returned as it is, with 1.
 
     Example:
 

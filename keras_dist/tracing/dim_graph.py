@@ -45,13 +45,7 @@ class DimGraph:
 
     def new_dims(self, shape: Sequence[int]) -> Dims:
         """Returns new nodes for the dims of a tensor."""
-        dims: list[int | None] = []
-        for size in shape:
-            is_divisible = size > 1 and size % self.axis_size == 0
-            dims.append(len(self._parents) if is_divisible else None)
-            if is_divisible:
-                self._parents.append(len(self._parents))
-        return tuple(dims)
+        return tuple(self._new_node() if size > 1 and size % self.axis_size == 0 else None for size in shape)
 
     def unite(self, node: int | None, other: int | None) -> None:
         if node is not None and other is not None:
@@ -87,6 +81,10 @@ class DimGraph:
             for node in nodes:
                 conflicts[node] |= nodes - {node}
         return conflicts
+
+    def _new_node(self) -> int:
+        self._parents.append(len(self._parents))
+        return self._parents[-1]
 
     def _root(self, node: int) -> int:
         while self._parents[node] != node:

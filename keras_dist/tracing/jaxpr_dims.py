@@ -161,9 +161,7 @@ class _Equation:
 
     def _is_call_of(self, jaxpr: Any) -> bool:
         """Whether inputs and outputs are those of the inner jaxpr; those of a Pallas kernel are blocks of them."""
-        shapes = [
-            [getattr(each.aval, "shape", None) for each in each_side] for each_side in (jaxpr.invars, jaxpr.outvars)
-        ]
+        shapes = [[getattr(each.aval, "shape", None) for each in side] for side in (jaxpr.invars, jaxpr.outvars)]
         return shapes == [self.shapes, self.out_shapes]
 
     def _is_elementwise(self) -> bool:
@@ -338,10 +336,8 @@ class _Equation:
         scanned = num_consts + num_carried  # the first input of which each iteration takes a slice
         for number in range(scanned, len(self.inputs)):
             self._gather(self.dims[number][0], number)
-        inputs = [
-            tensor if number < scanned else _Tensor(tensor.dims[1:], tensor.has_gradient)
-            for number, tensor in enumerate(self.inputs)
-        ]
+        slices = [_Tensor(tensor.dims[1:], tensor.has_gradient) for tensor in self.inputs[scanned:]]
+        inputs = [*self.inputs[:scanned], *slices]
         outputs = _read_jaxpr(self.graph, self.params["jaxpr"].jaxpr, inputs, self.repeats * self.params["length"])
         carried = outputs[:num_carried]
         self._unite_all(inputs[num_consts:scanned], carried)

@@ -88,11 +88,9 @@ def with_equations(program: Any, replace: Callable[[Any], Sequence[Any] | None])
     def replaced(equation: Any) -> Sequence[Any]:
         if (others := replace(equation)) is not None:
             return others
-        values = tuple(equation.params.values())
-        inner = unless_same(values, tuple(map(in_parameter, values)))
-        if inner is values:
-            return [equation]
-        return [equation.replace(params=dict(zip(equation.params, inner, strict=True)))]
+        params = {name: in_parameter(value) for name, value in equation.params.items()}
+        is_same = all(params[name] is value for name, value in equation.params.items())
+        return [equation if is_same else equation.replace(params=params)]
 
     equations = unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
     return program if equations is program.eqns else program.replace(eqns=equations)

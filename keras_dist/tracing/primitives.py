@@ -32,10 +32,7 @@ LINEAR = (
 )
 """Linear in their only operand."""
 
-FOLDED = {
-    *("add", "and", "broadcast_in_dim", "convert_element_type", *COMPARISONS, "iota", "max", "min", "mul", "neg"),
-    *("not", "or", "rem", "reshape", "select_n", "squeeze", "sub"),
-}
+FOLDED = {*ELEMENTWISE, "broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Computed while tracing where all operands are known numbers, such as the index of a slice."""
 
 GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {

@@ -8,6 +8,7 @@ This is the only file that knows the private attributes of JAX's tracers.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from keras_dist.layout.tensor_layout import Axes
 from keras_dist.tracing.primitives import ALL_CALLS, FOLDED
 
 
@@ -65,13 +67,10 @@ class Node:
         with jax.ensure_compile_time_eval():
             return self.apply(*map(jnp.asarray, constants, (node.dtype for node in self.inputs)))
 
-    def value(self) -> Any:
-        """Returns the array or tracer. For a value inside a jitted function, its operations are traced again."""
-        return self._traced_again if self.origin is None else self.origin
-
     @cached_property
-    def _traced_again(self) -> Any:
-        return self.apply(*(node.value() for node in self.inputs))
+    def value(self) -> Any:
+        """The array or tracer. For a value inside a jitted function, its operations are traced again."""
+        return self.apply(*(node.value for node in self.inputs)) if self.origin is None else self.origin
 
     def apply(self, *operands: Any) -> Any:
         """Applies the operation to other operands."""
@@ -81,11 +80,7 @@ class Node:
 
 
 def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
-    """Returns the node of a traced or concrete value.
-
-    Args:
-        value: A tracer, an array or a number.
-        known: Nodes of a graph to which the new node belongs, which it joins. Default: a new graph.
+    """Returns the node of a tracer, an array or a number, in a new graph or one of `known` nodes.
 
     Example:
 
@@ -96,10 +91,8 @@ def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
     known = {} if known is None else known
     root = root_of(value)
     if id(root) not in known:
-        equation: Any = getattr(root, "parent", None) if isinstance(root, Tracer) else None
-        numbers = (
-            [number for number, variable in enumerate(equation.outvars) if variable is root.val] if equation else []
-        )
+        equation: Any = getattr(root, "parent", None)  # of a tracer
+        numbers = [number for number, variable in enumerate(getattr(equation, "outvars", ())) if variable is root.val]
         if numbers:
             inputs = [partial(node_of, operand, known) for operand in equation.in_tracers]
             node = _output_node(equation, numbers[0], inputs)
@@ -146,10 +139,9 @@ class _Body:
         self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.nodes: dict[Any, Node] = {}
         constants = [partial(node_of, constant) for constant in getattr(jaxpr, "consts", ())]
-        self.arguments = dict(zip(self.jaxpr.invars, inputs, strict=False))
-        self.arguments.update(zip(self.jaxpr.constvars, constants, strict=False))
-        given, read = (len(inputs), len(constants)), (len(self.jaxpr.invars), len(self.jaxpr.constvars))
-        self.is_complete = given == read
+        variables = (self.jaxpr.invars, inputs), (self.jaxpr.constvars, constants)
+        self.is_complete = all(len(names) == len(values) for names, values in variables)
+        self.arguments = {name: value for pair in variables for name, value in zip(*pair, strict=False)}
         self.outputs = {
             variable: (equation, number)
             for equation in self.jaxpr.eqns
@@ -166,3 +158,21 @@ class _Body:
             inputs = [partial(self.node, operand) for operand in equation.invars]
             self.nodes[atom] = _output_node(equation, number, inputs)
         return self.nodes[atom]
+
+
+class TracedWeights:
+    """Remembers the axes of the dims of traced weights, as long as the values that stand for them live."""
+
+    def __init__(self):
+        self._axes: dict[int, tuple[weakref.ref, Axes]] = {}  # by the id of the value
+
+    def add(self, value: Any, axes: Axes) -> None:
+        tracer = root_of(value)
+        key = id(tracer)
+        self._axes[key] = (weakref.ref(tracer, lambda _: self._axes.pop(key, None)), axes)
+
+    def axes_of(self, value: Any) -> Axes | None:
+        """Returns the axes of each dim of a weight, None for other values."""
+        tracer = root_of(value)
+        reference, axes = self._axes.get(id(tracer), (None, None))
+        return axes if reference is not None and reference() is tracer else None

@@ -50,7 +50,7 @@ def test_values_inside_called_functions_are_computed_again():
         node = node_of(jax.jit(lambda y: jnp.split(y * 2, 3, axis=1)[1] + 1)(x))
         (half, _) = node.inputs
         assert half.origin is None
-        return half.value(), half.value()
+        return half.value, half.value
 
     first, second = jax.jit(program)(X)
     np.testing.assert_array_equal(first, 2 * X[:, 1:2])
@@ -119,4 +119,4 @@ def test_what_is_not_known_is_a_leaf():
 
 def test_values_outside_of_traces():
     node = node_of(X)
-    assert (node.primitive, node.shape, node.constant is X, node.value() is X) == ("", (2, 3), True, True)
+    assert (node.primitive, node.shape, node.constant is X, node.value is X) == ("", (2, 3), True, True)
