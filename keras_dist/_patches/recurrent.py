@@ -63,7 +63,6 @@ def _lstm(
         (*arrays, seq_lengths),
         specs=(rows, states, states, PartitionSpec(), rows),
         out_spec=(rows, states, states),
-        differentiable=len(arrays),
         summed_axes=((), (), (), tuple(axis_names(rows))),  # the gradient of the weights
     )
     return distribution.sequences.shard(outputs), *last_states

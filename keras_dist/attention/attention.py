@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from keras_dist._keras import internals
 from keras_dist._report.user_warnings import warn
-from keras_dist.attention.exchange import Exchange
 from keras_dist.attention.kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
 from keras_dist.attention.mask import AttentionMask
 from keras_dist.attention.mask_recognition import recognize, recognize_bias
@@ -75,6 +74,7 @@ def attention(
     Raises a ValueError if `flash_attention` is True and no kernel can compute it.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    layer = internals.current_path() or ""
     if not all(isinstance(size, int) for size in (*query.shape, *key.shape)):
         # Keras infers the shape of a layer's outputs, for inputs of any size.
         return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
@@ -86,7 +86,10 @@ def attention(
     sequence_axes = usable_axes(sequence_axes, mesh, min(query.shape[1], key.shape[1]))
     if kernel is not None or sequence_axes:
         structure, numeric_bias = _structure(mask, bias, is_causal)
-        key_heads, value_heads = _without_repeats(key, value)
+        # Kernels need no keys and values that are repeated for groups of queries.
+        (key_heads, repeats), (value_heads, value_repeats) = without_repeats(key, 2), without_repeats(value, 2)
+        if repeats != value_repeats:
+            key_heads, value_heads = key, value
         shards = shards_of(query, mesh, batch_axes, sequence_axes, axes_of_weight)
         if sequence_axes:
             preferred = kernel or XLA_IN_BLOCKS
@@ -101,7 +104,8 @@ def attention(
         if kernel is not None and (reason is None or kernel is XLA_IN_BLOCKS):
             call = ShardedCall(kernel, structure, scale, soft_cap, shards, exchange)
             if calls is not None:
-                calls.append(_recorded(kernel.name, reason, 0, call.flops(query, key, value), exchange))
+                flops, name = call.flops(query, key, value), None if exchange is None else str(exchange)
+                calls.append(AttentionCall(layer, kernel.name, reason, 0, flops, name))
             return call(query, key_heads, value_heads, numeric_bias)
     if flash_attention:
         raise ValueError(
@@ -113,15 +117,8 @@ def attention(
         shards = shards_of(query, mesh, batch_axes, (), axes_of_weight)
         rows = -(-query.shape[0] // shards.count(shards.batch))
         logits = 4 * rows * math.prod(query.shape[1:3]) * key.shape[1]
-        calls.append(_recorded("XLA", reason, logits // shards.count(shards.heads), 0.0))
+        calls.append(AttentionCall(layer, "XLA", reason, logits // shards.count(shards.heads), 0.0))
     return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
-
-
-def _recorded(
-    implementation: str, reason: str | None, logits_bytes: int, flops: float, exchange: Exchange | None = None
-) -> AttentionCall:
-    name, path = None if exchange is None else str(exchange), internals.current_path() or ""
-    return AttentionCall(path, implementation, reason, logits_bytes, flops, name)
 
 
 def _caller() -> str:
@@ -152,9 +149,6 @@ def _warn_once(reason: str, is_in_blocks: bool) -> None:
         warn(f"{_caller()} computes attention by XLA, {effect}: {reason}.")
 
 
-# --------------------------------------------------------------------------------------------------------- operands
-
-
 def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, Any]:
     """Returns which keys each query sees, and the bias with four dims, unless all it does is to hide keys."""
     if bias is not None:
@@ -165,12 +159,6 @@ def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, An
     if is_causal:
         structure = replace(structure, upper=0 if structure.upper is None else min(structure.upper, 0))
     return structure, bias
-
-
-def _without_repeats(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values before their heads were repeated for groups of queries, which kernels do not need."""
-    (few_keys, repeats), (few_values, value_repeats) = without_repeats(key, 2), without_repeats(value, 2)
-    return (few_keys, few_values) if repeats == value_repeats else (key, value)
 
 
 def kernel_platform(mesh: Mesh) -> str:

@@ -21,14 +21,11 @@ and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generat
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
-from keras_dist.attention.kernels import KEPT
 from keras_dist.attention.splash_blocks import QueryRuns
 
 ALL_TO_ALL, ALL_GATHER = "all_to_all", "all_gather"
@@ -68,8 +65,6 @@ class Exchange:
             return f"all-gather over {over}"
         return f"all-to-all and all-gather over {over}, {self.members} x {self.groups}"
 
-    # ------------------------------------------------------------------------------------------------------- sizes
-
     def key_heads(self, num_heads: int, num_key_heads: int) -> int:
         """Returns how many key heads the group divides: repeated so that each member has those of its query heads."""
         if num_key_heads % self.members == 0:
@@ -86,31 +81,25 @@ class Exchange:
         part = (1 - self.devices % 2 / self.devices) / 2 if self.swaps_queries else 1 - 1 / self.members
         query_elements = num_queries / self.devices * heads * part
         key_elements = num_keys * self.key_heads(heads, key_heads) / self.members * (1 - 1 / self.devices)
-        return (
-            4 * query_elements + (4 if self.groups == 1 else 6) * key_elements
-        )  # `gather_again` sends keys and values thrice
+        times_sent = 4 if self.groups == 1 else 6  # the backward pass gathers keys and values again
+        return 4 * query_elements + times_sent * key_elements
 
-    # --------------------------------------------------------------------------------------------------- positions
+    def padded_length(self, length: int, block: int) -> int:
+        """Returns the least number of positions that devices can share in runs of multiples of a block."""
+        multiple = self.devices * (1 if self.groups == 1 else 2 * block if self.swaps_queries else block)
+        return math.ceil(length / multiple) * multiple
 
     @property
     def devices_of_groups(self) -> list[list[int]]:
         """The devices of each group: in turn one from the start and from the end, so that groups are balanced."""
-        return [
-            [
-                member * self.groups + (self.groups - 1 - group if member % 2 else group)
-                for member in range(self.members)
-            ]
-            for group in range(self.groups)
-        ]
+        devices = np.arange(self.devices).reshape(self.members, self.groups)
+        devices[1::2] = devices[1::2, ::-1]
+        return devices.T.tolist()
 
     def starts(self, length: int) -> tuple[np.ndarray, int]:
-        """Returns where the runs of consecutive queries of each group begin, in ascending order, and their length.
+        """Returns where the runs of consecutive queries of each group begin, (groups, runs), and the length of a run.
 
-        Args:
-            length: Number of positions of one device.
-
-        Returns:
-            An array (groups, runs), and the number of positions of a run.
+        The starts of a group ascend. `length` is the number of positions of one device.
         """
         if self.swaps_queries:
             first, half = 2 * np.arange(self.devices), length // 2
@@ -125,21 +114,13 @@ class Exchange:
         group_of_device = np.argsort(np.ravel(self.devices_of_groups)) // self.members
         return QueryRuns(starts, run, jnp.asarray(group_of_device)[jax.lax.axis_index(self.axes)])
 
-    # -------------------------------------------------------------------------------------------------- on a device
-
     def queries(self, tensor: jax.Array) -> jax.Array:
         """Exchanges queries (B, T, N, H), or the gradient of the output."""
-        if self.swaps_queries:
-            return self._swapped(tensor)
-        return self._scatter_heads(tensor) if self.members > 1 else tensor
+        return self._swapped(tensor) if self.swaps_queries else self._all_to_all(tensor, 2, 1)
 
     def output(self, tensor: jax.Array) -> jax.Array:
         """Undoes the exchange of queries for the output."""
-        if self.swaps_queries:
-            return self._swapped(tensor)
-        if self.members == 1:
-            return tensor
-        return jax.lax.all_to_all(tensor, self.axes, 1, 2, axis_index_groups=self._index_groups(), tiled=True)
+        return self._swapped(tensor) if self.swaps_queries else self._all_to_all(tensor, 1, 2)
 
     def keys(self, tensor: jax.Array, num_heads: int) -> jax.Array:
         """Returns all positions of the key or value heads (B, S, K, H) for this device's query heads."""
@@ -147,8 +128,7 @@ class Exchange:
         if repeats > 1:
             tensor = jnp.repeat(tensor, repeats, axis=2)
         length = tensor.shape[1]
-        if self.members > 1:
-            tensor = self._scatter_heads(tensor)
+        tensor = self._all_to_all(tensor, 2, 1)
         if self.groups == 1:
             return tensor
         same_member = [list(members) for members in zip(*self.devices_of_groups, strict=True)]
@@ -157,11 +137,11 @@ class Exchange:
         in_order = [jnp.flip(runs[:, :, m], 1) if m % 2 else runs[:, :, m] for m in range(self.members)]
         return jnp.concatenate(in_order, axis=1).reshape(tensor.shape[0], -1, *tensor.shape[2:])
 
-    def _scatter_heads(self, tensor: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(tensor, self.axes, 2, 1, axis_index_groups=self._index_groups(), tiled=True)
-
-    def _index_groups(self) -> list[list[int]] | None:
-        return None if self.groups == 1 else self.devices_of_groups
+    def _all_to_all(self, tensor: jax.Array, split_dim: int, concat_dim: int) -> jax.Array:
+        if self.members == 1:
+            return tensor
+        groups = None if self.groups == 1 else self.devices_of_groups
+        return jax.lax.all_to_all(tensor, self.axes, split_dim, concat_dim, axis_index_groups=groups, tiled=True)
 
     def _swapped(self, tensor: jax.Array) -> jax.Array:
         """Swaps the second half of the positions with the device at the same place from the other end."""
@@ -182,18 +162,10 @@ def choose_exchange(
 ) -> Exchange:
     """Returns the exchange that sends the fewest bytes, or the one that is named.
 
-    Args:
-        axes: Mesh axes that sequences are sharded over.
-        devices: Number of devices along them.
-        queries: Number of positions of all devices together, and number of heads of one.
-        keys: The same of keys and values.
-        is_balanced: Whether all queries see about as many keys.
-        is_grouped: Whether some devices may divide the heads among them, and not only all devices.
-        max_pairs: How many pairs of a query and a key one device can compute with.
-        name: `"all_to_all"` or `"all_gather"` for that alone.
-
-    Raises:
-        ValueError: An all-to-all is asked for, but the devices do not divide the heads.
+    `queries` and `keys` are as in `Exchange.elements_sent`. `is_balanced` is whether all queries see about as many
+    keys, `is_grouped` whether some devices may divide the heads among them and not only all devices, and `max_pairs`
+    how many pairs of a query and a key one device can compute with. Raises ValueError if an all-to-all is asked for,
+    but the devices do not divide the heads.
     """
     axes, heads = tuple(axes), queries[1]
     all_to_all, gather = Exchange(axes, devices, devices), Exchange(axes, devices, 1, swaps_queries=not is_balanced)
@@ -215,21 +187,3 @@ def choose_exchange(
         if exchange is gather or (heads % exchange.members == 0 and pairs * exchange.members <= max_pairs)
     ]
     return min(candidates, key=lambda exchange: exchange.elements_sent(queries, keys))
-
-
-def gather_again(function: Any, exchange: Exchange) -> Any:
-    """Makes a function gather keys and values again for its backward pass, in place of keeping them."""
-    if exchange.groups == 1:
-        return function
-    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
-
-
-def mark_kept(tensor: Any) -> Any:
-    """Marks what a function that gathers again keeps."""
-    return checkpoint_name(tensor, KEPT)
-
-
-def padded_length(length: int, exchange: Exchange, block: int) -> int:
-    """Returns the least number of positions that devices can share in runs of multiples of a block."""
-    multiple = exchange.devices * (1 if exchange.groups == 1 else 2 * block if exchange.swaps_queries else block)
-    return math.ceil(length / multiple) * multiple

@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from keras_dist.attention.mask import AttentionMask
 from keras_dist.attention.splash_blocks import QueryRuns, band_function, block_tables
-from keras_dist.sharding.per_device import pad_dim
+from keras_dist.sharding.per_device import pad_dim, pad_to_multiple
 
 KEPT = "kept_for_backward"  # name of what a rematerialized kernel keeps
 
@@ -26,8 +26,6 @@ MAX_SPLASH_PAIRS = _TABLE_BYTES // 3 * _BLOCK_SIZES[-1] ** 2  # of a query and a
 _QUERIES_AT_ONCE = 64  # of attention by XLA in blocks
 # Since which compute capability GPUs have units that multiply a dtype and sum in float32: Ampere, Volta.
 _MIN_CAPABILITY = {"bfloat16": "8.0", "float16": "7.0"}
-
-# ------------------------------------------------------------------------------------------- splash attention (TPU)
 
 
 def why_not_splash(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
@@ -63,18 +61,16 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     num_queries, num_keys = query.shape[1], key.shape[1]
-    query = _pad_to_lanes(query * jnp.asarray(scale, query.dtype))
-    key, value = _pad_to_lanes(key), _pad_to_lanes(value)
+    query = query * jnp.asarray(scale, query.dtype)
+    query, key, value = (pad_to_multiple(tensor, 1, _LANES) for tensor in (query, key, value))
     lengths = query.shape[1], key.shape[1]
     runs = runs or QueryRuns(np.zeros((1, 1), int), lengths[0], 0)
     block_q, block_kv = _block_sizes(runs.length, *lengths)
-    if not mask.has_band:
-        by_queries = by_keys = MaskInfo(None, None, None, None, None)
-        mask_function = None
-    else:
+    by_queries = by_keys = MaskInfo(None, None, None, None, None)
+    mask_function = None
+    if mask.has_band:
         tables = block_tables(mask.lower, mask.upper, runs, lengths[1], block_q, block_kv)
-        by_queries = MaskInfo(tables.keys, None, tables.has_keys, None, runs.positions())  # pyright: ignore
-        by_keys = MaskInfo(tables.queries, None, tables.has_queries, None, runs.positions())  # pyright: ignore
+        by_queries, by_keys = (MaskInfo(blocks, None, has, None, runs.positions()) for blocks, has in tables)  # pyright: ignore
         mask_function = band_function(mask.lower, mask.upper)
     kernel = kernels.SplashAttentionKernel(
         by_queries,
@@ -122,11 +118,8 @@ def _splash_segments(
     hides_padded_keys = mask.upper is not None and lengths[0] - 1 + mask.upper < lengths[1]
     if mask.segments is None and mask.key_valid is None and (padded[1] == lengths[1] or hides_padded_keys):
         return None
-    query_ids, key_ids = (
-        [jnp.zeros((1, length), jnp.int32) for length in lengths]
-        if mask.segments is None
-        else [ids.astype(jnp.int32) for ids in mask.segments]
-    )
+    ids = mask.segments or [jnp.zeros((1, length)) for length in lengths]
+    query_ids, key_ids = (each.astype(jnp.int32) for each in ids)
     padding_id = query_ids.max() + 1  # the id of no query
     if mask.key_valid is not None:
         key_ids = jnp.where(mask.key_valid, key_ids, padding_id)
@@ -136,13 +129,6 @@ def _splash_segments(
             for each, length in zip((query_ids, key_ids), padded, strict=True)
         )
     )
-
-
-def _pad_to_lanes(tensor: jax.Array) -> jax.Array:
-    return pad_dim(tensor, 1, -(-tensor.shape[1] // _LANES) * _LANES)
-
-
-# ------------------------------------------------------------------------------------------------------ cuDNN (GPU)
 
 
 def why_not_cudnn(query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask) -> str | None:
@@ -195,32 +181,29 @@ def cudnn_attention(
     """
     num_queries, num_keys, head_size = query.shape[1], key.shape[1], value.shape[-1]
     bias = bias if bias is None else jnp.broadcast_to(bias, (*bias.shape[:2], num_queries, num_keys))
-    multiple = -max(query.shape[-1], head_size) % 8 + max(query.shape[-1], head_size)
-    query, key, value = (pad_dim(tensor, -1, multiple) for tensor in (query, key, value))
+    largest = max(query.shape[-1], head_size)
+    query, key, value = (pad_dim(tensor, -1, largest + -largest % 8) for tensor in (query, key, value))
+    is_causal, window = mask.upper == 0, None if mask.lower is None else (-mask.lower, 0)
 
-    def fused(lengths=None, window: Any = None, is_causal=False):
+    def fused(lengths=None):
         return jax.nn.dot_product_attention(
             query, key, value, bias, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
             local_window_size=window, implementation="cudnn",
         )  # fmt: skip
 
-    is_causal = mask.upper == 0
     has_odd_bias = bias is not None and (num_queries % 2 or num_keys % 2)
     if (mask.has_band and not is_causal) or mask.dense is not None or mask.segments is not None or has_odd_bias:
         output = _cudnn_with_dense_mask(query, key, value, bias, mask.to_dense(num_queries, num_keys), scale)
+    elif mask.key_valid is None:
+        output = fused()
     else:
-        window = None if mask.lower is None else (-mask.lower, 0)
-        if mask.key_valid is None:
-            output = fused(window=window, is_causal=is_causal)
-        else:
-            key_valid = jnp.broadcast_to(mask.key_valid, key.shape[:2])
-            lengths = key_valid.sum(axis=1, dtype=jnp.int32)
-            is_prefix = key_valid == (jnp.arange(num_keys) < lengths[:, None])
-            output = jax.lax.cond(
-                is_prefix.all(),
-                lambda: fused(jnp.maximum(lengths, 1), window, is_causal),
-                lambda: xla_attention_in_blocks(query, key, value, bias, mask, scale=scale),
-            )
+        key_valid = jnp.broadcast_to(mask.key_valid, key.shape[:2])
+        lengths = key_valid.sum(axis=1, dtype=jnp.int32)
+        output = jax.lax.cond(
+            (key_valid == (jnp.arange(num_keys) < lengths[:, None])).all(),  # all padding is at the end
+            lambda: fused(jnp.maximum(lengths, 1)),
+            lambda: xla_attention_in_blocks(query, key, value, bias, mask, scale=scale),
+        )
     return output[..., :head_size]
 
 
@@ -229,21 +212,16 @@ def _cudnn_with_dense_mask(
 ) -> jax.Array:
     """Computes attention by cuDNN under a mask with a value for each pair, which takes even lengths only."""
     num_queries, num_keys = query.shape[1], key.shape[1]
-    even_queries, even_keys = num_queries + num_queries % 2, num_keys + num_keys % 2
-    query, key, value = pad_dim(query, 1, even_queries), pad_dim(key, 1, even_keys), pad_dim(value, 1, even_keys)
-    mask = pad_dim(pad_dim(mask, 2, even_queries), 3, even_keys)
-    bias = bias if bias is None else pad_dim(pad_dim(bias, 2, even_queries), 3, even_keys)
-    if even_keys > num_keys:
+    query, key, value = (pad_to_multiple(tensor, 1, 2) for tensor in (query, key, value))
+    mask = pad_to_multiple(pad_to_multiple(mask, 2, 2), 3, 2)
+    bias = bias if bias is None else pad_to_multiple(pad_to_multiple(bias, 2, 2), 3, 2)
+    if num_keys % 2:
         # A query that sees no key gets the mean of all values: the padding must be hidden better than they are.
-        is_padding = jnp.arange(even_keys) >= num_keys
+        is_padding = jnp.arange(num_keys + 1) >= num_keys
         hidden = jnp.where(is_padding, jnp.finfo(query.dtype).min, 0).astype(query.dtype)[None, None, None]
         bias, mask = hidden if bias is None else bias + hidden, mask | is_padding
-    return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, implementation="cudnn")[
-        :, :num_queries
-    ]
-
-
-# -------------------------------------------------------------------------------------------------------------- XLA
+    output = jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, implementation="cudnn")
+    return output[:, :num_queries]
 
 
 def xla_attention(
@@ -335,9 +313,6 @@ def xla_attention_in_blocks(
         return jnp.moveaxis(output, 0, 1).reshape(query.shape[0], -1, *output.shape[3:])[:, :num_queries]
 
     return in_blocks(query, key, value, bias)
-
-
-# ----------------------------------------------------------------------------------------------------------- kernels
 
 
 class Kernel(NamedTuple):

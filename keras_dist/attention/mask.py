@@ -1,8 +1,7 @@
 """Which keys each query of attention sees."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,11 +11,7 @@ import numpy as np
 from keras_dist.sharding.per_device import pad_dim
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["query_valid", "key_valid", "segments", "dense"],
-    meta_fields=["lower", "upper"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Which keys each query sees: those for which all of these conditions hold.
@@ -31,8 +26,8 @@ class AttentionMask:
         dense: Booleans (B or 1, N or 1, T, S): the conditions that were not recognized; or None.
     """
 
-    lower: int | None = None
-    upper: int | None = None
+    lower: int | None = field(default=None, metadata={"static": True})
+    upper: int | None = field(default=None, metadata={"static": True})
     query_valid: Any | None = None
     key_valid: Any | None = None
     segments: tuple[Any, Any] | None = None
@@ -52,15 +47,13 @@ class AttentionMask:
         return replace(
             self,
             query_valid=None,
-            segments=self.segments and (_pad(self.segments[0], 1, length), self.segments[1]),
-            dense=_pad(self.dense, 2, length),
+            segments=self.segments and (pad_queries(self.segments[0], 1, length), self.segments[1]),
+            dense=pad_queries(self.dense, 2, length),
         )
 
     def at(self, queries: jax.Array) -> "AttentionMask":
         """Returns the mask of some queries; its band, and arrays with a value for each pair, stay as they are."""
-        if self.segments is None:
-            return self
-        return replace(self, segments=(self.segments[0][:, queries], self.segments[1]))
+        return replace(self, segments=self.segments and (self.segments[0][:, queries], self.segments[1]))
 
     def visible_keys(self, queries: jax.Array, num_keys: int, positions: jax.Array | None = None) -> jax.Array:
         """Returns which keys some queries see, as booleans (B or 1, N or 1, queries, S).
@@ -116,8 +109,8 @@ class AttentionMask:
         return first, end
 
 
-def _pad(array: Any, dim: int, length: int) -> Any:
-    """Pads a dim that has a value for each query."""
+def pad_queries(array: Any, dim: int, length: int) -> Any:
+    """Pads a dim that has a value for each query, or one for all; None stays None."""
     return array if array is None or array.shape[dim] == 1 else pad_dim(array, dim, length)
 
 

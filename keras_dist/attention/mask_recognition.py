@@ -12,7 +12,6 @@ Example: KerasHub's decoders pass `min(int(padding)[:, None, :], int(i[:, None] 
 """
 
 import functools
-import itertools
 import math
 import operator
 from typing import Any
@@ -69,15 +68,11 @@ class _Conditions:
     """The conditions that a mask consists of, collected by following its operations backwards."""
 
     def __init__(self, mask: Any):
-        shape = tuple(mask.shape)
         # (B, T, S) is the same for all heads, (T, S) also for all sequences.
-        dims, shape = (
-            ((BATCH, QUERY, KEY), (shape[0], 1, *shape[1:]))
-            if len(shape) == 3
-            else (tuple(range(4 - len(shape), 4)), (1,) * (4 - len(shape)) + shape)
-        )
-        self.whole = Read(node_of(mask), tuple((dim, 0) if shape[dim] > 1 else (None, 0) for dim in dims))
-        self.reader = MaskReader(shape)
+        dims = (BATCH, QUERY, KEY) if len(mask.shape) == 3 else range(4 - len(mask.shape), 4)
+        sizes = dict(zip(dims, mask.shape, strict=True))
+        self.whole = Read(node_of(mask), tuple((dim, 0) if size > 1 else (None, 0) for dim, size in sizes.items()))
+        self.reader = MaskReader(tuple(sizes.get(dim, 1) for dim in range(4)))
         self.lower, self.upper, self.segments = -math.inf, math.inf, None
         self.query_valid, self.key_valid, self.dense = [], [], []
         self.required = set()
@@ -153,6 +148,8 @@ class _Conditions:
         return False
 
     def _require_comparison(self, name: str, left: Read, right: Read) -> bool:
+        if name in ("le", "lt"):
+            return self._require_comparison({"le": "ge", "lt": "gt"}[name], right, left)
         for read, number in ((left, self.reader.number(right)), (right, self.reader.number(left))):
             if name in ("eq", "ne") and (number == 0 or (number == 1 and _is_binary(read.node))):
                 self.require(read, (name == "eq") == bool(number))
@@ -160,45 +157,45 @@ class _Conditions:
         if _is_binary(left.node) and (name, self.reader.number(right)) in (("gt", 0), ("ge", 1)):
             self.require(left, True)
             return True
-        if name == "eq" and self._require_same_segment(left, right):
-            return True
-        pairs = {"eq": [(left, right), (right, left)], "ne": []}  # larger and smaller
-        pairs |= {"ge": [(left, right)], "gt": [(left, right)], "le": [(right, left)], "lt": [(right, left)]}
-        differences = [self._differences(*pair) for pair in pairs[name]]
-        bands = [_as_band(one, least=1 if name in ("gt", "lt") else 0) for one in itertools.chain(*differences)]
-        is_band = bool(differences) and [] not in differences and None not in bands
-        return is_band and all(map(self._require_band, bands))
+        if name == "ne" or (name == "eq" and self._require_same_segment(left, right)):
+            return name == "eq"
+        bands = self._bands(left, right, least=1 if name == "gt" else 0)
+        if name == "eq":
+            bands += self._bands(right, left, least=0)
+        return None not in bands and all(map(self._require_band, bands))
 
-    def _differences(self, larger: Read, smaller: Read) -> list[np.ndarray]:
-        """Returns the affine functions that must be positive for one value to be larger, of which one may be `abs`."""
+    def _bands(self, larger: Read, smaller: Read, least: int) -> list[tuple[float, float] | None]:
+        """Returns the bands in which one value, maybe an `abs`, is smaller by `least` or more; None for no band."""
         absolute = smaller.node.primitive == "abs"
         if absolute:
             (smaller,) = smaller.operands()
         large, small = self.reader.affine(larger), self.reader.affine(smaller)
         if large is None or small is None:
-            return []
-        return [large - small, large + small] if absolute else [large - small]
+            return [None]
+        return [_as_band(large - each, least) for each in ((small, -small) if absolute else (small,))]
 
     def _require_same_segment(self, left: Read, right: Read) -> bool:
+        is_band = self.reader.affine(left) is not None and self.reader.affine(right) is not None
+        if self.segments is not None or is_band or left.node.dtype.itemsize > 4:
+            return False
         for queries, keys in ((left, right), (right, left)):
             dims, key_dims = self.reader.varying_dims(queries), self.reader.varying_dims(keys)
-            if QUERY not in dims or KEY not in key_dims or not dims <= {BATCH, QUERY} or not key_dims <= {BATCH, KEY}:
-                continue
-            is_band = self.reader.affine(left) is not None and self.reader.affine(right) is not None
-            if self.segments is None and not is_band and left.node.dtype.itemsize <= 4:
-                query_ids = _as_integers(self.reader.build(queries, dims)[:, 0, :, 0])
+            if {QUERY} <= dims <= {BATCH, QUERY} and {KEY} <= key_dims <= {BATCH, KEY}:
+                ids = _as_integers(self.reader.build(queries, dims)[:, 0, :, 0])
                 # The same ids of both are one array: then every query sees the key of its own position.
-                is_same = queries.origin() == keys.origin().with_dim(KEY, QUERY)
-                key_ids = None if is_same else _as_integers(self.reader.build(keys, key_dims)[:, 0, 0, :])
-                self.segments = query_ids, query_ids if key_ids is None else key_ids
+                node, view = keys.origin()
+                as_queries = Read(node, tuple((QUERY if dim == KEY else dim, offset) for dim, offset in view))
+                is_same = queries.origin() == as_queries
+                self.segments = ids, ids if is_same else _as_integers(self.reader.build(keys, key_dims)[:, 0, 0, :])
                 return True
         return False
 
     def _require_concrete(self, read: Read, nonzero: bool) -> bool:
         """Adds the conditions of a concrete mask (T, S) that is a band, or blocks along the diagonal."""
         constant = read.node.constant
-        is_known = constant is not None and getattr(constant, "is_fully_addressable", True)
-        if not is_known or self.reader.varying_dims(read) != {QUERY, KEY}:
+        if constant is None or not getattr(constant, "is_fully_addressable", True):
+            return False
+        if self.reader.varying_dims(read) != {QUERY, KEY}:
             return False
         values = read.placed(np.asarray(constant), self.reader.shape)[0, 0]
         visible = (values != 0) if nonzero else (values == 0)
@@ -207,10 +204,9 @@ class _Conditions:
         blocks = _blocks(visible) if self.segments is None else None
         if blocks is None:
             return False
-        ids, is_causal = blocks
-        ids = jnp.asarray(ids, jnp.int32)[None]
+        ids = jnp.asarray(blocks[0], jnp.int32)[None]
         self.segments = ids, ids
-        return not is_causal or self._require_band((-math.inf, 0))
+        return self._require_band((-math.inf, 0 if blocks[1] else math.inf))
 
     def _require_band(self, band: tuple[float, float] | None) -> bool:
         if band is not None:
@@ -222,13 +218,13 @@ class _Conditions:
         node, operands = read.node, read.operands()
         if node.primitive == "mul":
             for factor, other in (operands, operands[::-1]):
-                if _is_binary(factor.node, trusts_integers=True) and _is_large_negative(other.node):
+                if _is_binary(factor.node, trusts_integers=True) and _constant(other.node) <= -1e9:
                     self.require(factor, False)
                     return True
         if node.primitive == "select_n" and node.inputs[0].dtype == bool:
             condition, *choices = operands
             for holds, (zero, other) in ((True, choices[::-1]), (False, choices)):
-                if self.reader.number(zero) == 0 and _is_large_negative(other.node):
+                if self.reader.number(zero) == 0 and _constant(other.node) <= -1e9:
                     self.require(condition, holds)
                     return True
         source = operands[0] if node.primitive == "convert_element_type" else read.source()
@@ -318,18 +314,13 @@ def _keeps_zeros(node: Node) -> bool:
     before, after = node.inputs[0].dtype, node.dtype
     if jnp.issubdtype(after, jnp.bool_) or _is_binary(node.inputs[0]):
         return True
-    if not jnp.issubdtype(before, jnp.integer):
-        return False
-    return jnp.issubdtype(after, jnp.floating) or before.itemsize <= after.itemsize
+    keeps_size = jnp.issubdtype(after, jnp.floating) or before.itemsize <= after.itemsize
+    return keeps_size and jnp.issubdtype(before, jnp.integer)
 
 
-def _is_large_negative(node: Node) -> bool:
-    constant = _constant(node)
-    return constant is not None and constant <= -1e9
-
-
-def _constant(node: Node) -> float | None:
-    """Returns the number that all values are, if it is known."""
+def _constant(node: Node) -> float:
+    """Returns the number that all values are, NaN if it is not known."""
     while node.primitive in ("broadcast_in_dim", "convert_element_type", "reshape") and node.constant is None:
         node = node.inputs[0]
-    return None if node.constant is None or np.size(node.constant) != 1 else float(np.asarray(node.constant).item())
+    is_known = node.constant is not None and np.size(node.constant) == 1
+    return float(np.asarray(node.constant).item()) if is_known else math.nan

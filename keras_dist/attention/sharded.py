@@ -7,18 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_dist.attention.exchange import (
-    ALL_TO_ALL,
-    Exchange,
-    choose_exchange,
-    gather_again,
-    mark_kept,
-    padded_length,
-)
-from keras_dist.attention.kernels import Kernel
-from keras_dist.attention.mask import AttentionMask
+from keras_dist.attention.exchange import ALL_TO_ALL, Exchange, choose_exchange
+from keras_dist.attention.kernels import KEPT, Kernel
+from keras_dist.attention.mask import AttentionMask, pad_queries
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.per_device import call_per_device, pad_dim
 from keras_dist.tracing.dim_axes import axes_of_dim
@@ -137,28 +131,19 @@ class ShardedCall:
         return 2.0 * fraction * math.prod(query.shape[:3]) * key.shape[1] * (query.shape[-1] + value.shape[-1])
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None) -> jax.Array:
-        length, mask, values = query.shape[1], self.mask, value
-        if self.exchange is not None:
+        length, mask, values, exchange = query.shape[1], self.mask, value, self.exchange
+        if exchange is not None:
             multiple = self.kernel.run_multiple or 1
-            query = pad_dim(query, 1, padded_length(length, self.exchange, multiple))
-            key, value = (
-                pad_dim(each, 1, padded_length(each.shape[1], self.exchange, multiple)) for each in (key, value)
+            query, key, value = (
+                pad_dim(each, 1, exchange.padded_length(each.shape[1], multiple)) for each in (query, key, value)
             )
             # Queries that are themselves padding get the mean of all values below.
             mask = mask.with_queries(query.shape[1])
-            bias = bias if bias is None or bias.shape[2] == 1 else pad_dim(bias, 2, query.shape[1])
+            bias = pad_queries(bias, 2, query.shape[1])
         output = self._on_shards(query, key, value, bias, mask, values.shape[1])[:, :length]
         return _with_mean_where_all_is_masked(output, values, self.mask)
 
-    def _on_shards(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None,
-        mask: AttentionMask,
-        num_keys: int,
-    ) -> jax.Array:
+    def _on_shards(self, query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask, num_keys: int) -> jax.Array:
         """Computes attention on each device. Keys beyond `num_keys` are padding, which no query may see."""
         shards, exchange = self.shards, self.exchange
         by_rows = by_pairs = replace(shards, sequence=())  # how arrays with a value for each query and key are sharded
@@ -167,12 +152,8 @@ class ShardedCall:
         specs: tuple[Any, ...] = (
             *(shards.spec(tensor, heads_dim=2, sequence_dim=1) for tensor in (query, key, value)),
             None if bias is None else by_pairs.spec(bias, 1, 2),
-            AttentionMask(
-                mask.lower,
-                mask.upper,
-                query_valid=None if mask.query_valid is None else by_rows.spec(mask.query_valid),
-                key_valid=None if mask.key_valid is None else by_rows.spec(mask.key_valid),
-                segments=None if mask.segments is None else tuple(map(by_rows.spec, mask.segments)),  # pyright: ignore
+            replace(
+                jax.tree.map(by_rows.spec, replace(mask, dense=None)),
                 dense=None if mask.dense is None else by_pairs.spec(mask.dense, 1, 2),
             ),
         )
@@ -188,7 +169,7 @@ class ShardedCall:
             options: dict[str, Any] = {}
             if exchange is not None:
                 runs, heads = exchange.query_runs(query.shape[1]), query.shape[2]
-                query = query if exchange.keeps_positions else mark_kept(exchange.queries(query))
+                query = query if exchange.keeps_positions else checkpoint_name(exchange.queries(query), KEPT)
                 key, value = (exchange.keys(tensor, heads)[:, :num_keys] for tensor in (key, value))
                 if runs is not None:
                     options["runs"], mask = runs, mask.at(runs.positions())
@@ -198,9 +179,11 @@ class ShardedCall:
                 )
             return output if exchange is None else exchange.output(output)
 
-        arguments = query, key, value, bias, mask
-        function = on_device if exchange is None else gather_again(on_device, exchange)
-        return call_per_device(function, shards.mesh, arguments, specs, specs[0], 4, summed_axes)
+        function = on_device
+        if exchange is not None and exchange.groups > 1:
+            # The backward pass gathers keys and values again, in place of keeping them.
+            function = jax.checkpoint(on_device, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+        return call_per_device(function, shards.mesh, (query, key, value, bias, mask), specs, specs[0], summed_axes)
 
     def _heads_of(self, query: jax.Array, tensor: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Returns the key or value heads of a device's query heads, if it holds all of them."""

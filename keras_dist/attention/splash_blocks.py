@@ -34,34 +34,20 @@ class QueryRuns:
         return (starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)).reshape(-1)
 
 
-@dataclass(frozen=True)
-class BlockTables:
-    """The tables of one device, with a dim for heads in front. A step is of the kernel's grid.
-
-    Attributes:
-        keys: The block of keys that each block of queries takes at each step, (1, query blocks, steps).
-        has_keys: Whether it takes one, of the same shape.
-        queries: The block of queries that each block of keys takes at each step, (1, steps, key blocks).
-        has_queries: Whether it takes one, of the same shape.
-    """
-
-    keys: Any
-    has_keys: Any
-    queries: Any
-    has_queries: Any
-
-
 def block_tables(
     lower: int | None, upper: int | None, runs: QueryRuns, num_keys: int, block_q: int, block_kv: int
-) -> BlockTables:
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns the tables of a band: a query sees the keys at distances from `lower` to `upper` of its position.
+
+    They are the block of keys that each block of queries takes at each step of the kernel's grid, and whether it takes
+    one, both (1, query blocks, steps); and the same of queries for each block of keys, (1, steps, key blocks).
 
     Example: 4 queries and keys in blocks of 2, causal. Query block 0 takes key block 0, query block 1 takes 0 and 1.
 
-    >>> tables = block_tables(None, 0, QueryRuns(np.array([[0]]), 4, 0), 4, 2, 2)
-    >>> tables.keys[0].tolist(), tables.has_keys[0].tolist()
+    >>> (keys, has_keys), (queries, has_queries) = block_tables(None, 0, QueryRuns(np.array([[0]]), 4, 0), 4, 2, 2)
+    >>> keys[0].tolist(), has_keys[0].tolist()
     ([[0, 0], [0, 1]], [[1, 0], [1, 1]])
-    >>> tables.queries[0].tolist(), tables.has_queries[0].tolist()
+    >>> queries[0].tolist(), has_queries[0].tolist()
     ([[0, 1], [1, 1]], [[1, 1], [1, 0]])
     """
 
@@ -82,9 +68,9 @@ def block_tables(
     if len(runs.starts) > 1:
         # Computed in the step: tables of all groups would be megabytes of the program, for each call of attention.
         numpy, (begin, end, first, last) = jnp, blocks_of(jnp.asarray(runs.starts)[runs.group][None], jnp)
-    keys, has_keys = _steps(begin, end, key_steps, num_keys // block_kv, numpy)
+    of_queries = _steps(begin, end, key_steps, num_keys // block_kv, numpy)
     queries, has_queries = _steps(first, last, query_steps, runs.starts.shape[1] * runs.length // block_q, numpy)
-    return BlockTables(keys, has_keys, queries.swapaxes(1, 2), has_queries.swapaxes(1, 2))
+    return of_queries, (queries.swapaxes(1, 2), has_queries.swapaxes(1, 2))
 
 
 def _steps(begin: Any, end: Any, num_steps: int, num_blocks: int, numpy: Any) -> tuple[Any, Any]:

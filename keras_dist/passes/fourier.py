@@ -33,7 +33,7 @@ def fourier(equation: Any, program: StepProgram) -> Callable | None:
         def on_device(shard: Any) -> Any:
             return transform(fft, shard)
 
-        result = call_per_device(on_device, mesh, (operand,), (spec,), spec, differentiable=1, summed_axes=((),))
+        result = call_per_device(on_device, mesh, (operand,), (spec,), spec, summed_axes=((),))
         return program.sequences_sharded(equation, result)
 
     return per_device

@@ -88,7 +88,7 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
     sums = (), () if summed else rows
 
     def per_device(_: Callable, *operands: Any) -> Any:
-        result = call_per_device(on_device, mesh, operands, specs, out_spec, differentiable=2, summed_axes=sums)
+        result = call_per_device(on_device, mesh, operands, specs, out_spec, summed_axes=sums)
         return program.sequences_sharded(equation, result)
 
     return per_device

@@ -18,16 +18,16 @@ def call_per_device(
     arguments: Sequence[Any],
     specs: Sequence[Any],
     out_spec: Any,
-    differentiable: int,
     summed_axes: Sequence[tuple[str, ...]],
 ) -> Any:
     """Calls a function with every device's shards of the arguments.
 
     The backward pass runs on each device, too. `jax.shard_map` alone would sum gradients over all axes that an argument
     is replicated over, although devices that repeat each other's work have equal gradients. Here only the axes that
-    `summed_axes` names for an argument are summed over: those whose devices compute with other shards.
+    `summed_axes` names for an argument are summed over: those whose devices compute with other shards. It has an entry
+    for each of the leading arguments, those with gradients.
 
-    `differentiable` is the number of leading arguments with gradients. Inside of a user's own `jax.shard_map` the
+    Inside of a user's own `jax.shard_map` the
     arguments are shards already, and the function is called as it is.
 
     A dim may have shards of unequal sizes: it is padded with zeros (masks with True) to equal ones. Each index along it
@@ -37,6 +37,7 @@ def call_per_device(
     if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
         return function(*arguments)
     arguments, sizes = _padded(arguments, specs, mesh)
+    differentiable = len(summed_axes)
     # Devices with the same shards repeat each other's work, and have the same residuals.
     specified = jax.tree.leaves((specs, out_spec), is_leaf=lambda each: isinstance(each, PartitionSpec))
     used_axes = {name for spec in specified for name in axis_names(spec)}
@@ -82,8 +83,7 @@ def _padded(arguments: Sequence[Any], specs: Sequence[Any], mesh: Mesh) -> tuple
             size, count = argument.shape[dim], math.prod(mesh.shape[name] for name in axis_tuple(axes))
             if size % count:
                 sizes[axis_tuple(axes)] = size
-                widths = [(0, -size % count if number == dim else 0) for number in range(argument.ndim)]
-                argument = jnp.pad(argument, widths, constant_values=argument.dtype == bool)
+                argument = pad_to_multiple(argument, dim, count, argument.dtype == bool)
         return argument
 
     return jax.tree.map(pad, tuple(specs), tuple(arguments), is_leaf=_is_spec), sizes
@@ -104,9 +104,15 @@ def _is_spec(value: Any) -> bool:
     return value is None or isinstance(value, PartitionSpec)
 
 
-def pad_dim(array: jax.Array, dim: int, size: int) -> jax.Array:
-    """Pads a dim with zeros at its end, up to a size."""
+def pad_dim(array: jax.Array, dim: int, size: int, value: Any = 0) -> jax.Array:
+    """Pads a dim at its end, up to a size."""
     missing = size - array.shape[dim]
     if not missing:
         return array
-    return jnp.pad(array, [(0, missing if number == dim % array.ndim else 0) for number in range(array.ndim)])
+    widths = [(0, missing if number == dim % array.ndim else 0) for number in range(array.ndim)]
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def pad_to_multiple(array: jax.Array, dim: int, multiple: int, value: Any = 0) -> jax.Array:
+    size = array.shape[dim]
+    return pad_dim(array, dim, size + -size % multiple, value)

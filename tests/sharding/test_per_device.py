@@ -31,7 +31,7 @@ def test_outputs_and_gradients(function, out_spec, rows):
     x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
 
     def per_device(x):
-        return call_per_device(function, mesh, (x,), (ROWS,), out_spec, 1, ((),))
+        return call_per_device(function, mesh, (x,), (ROWS,), out_spec, ((),))
 
     def with_gradient(function):
         outputs, pullback = jax.vjp(function, x)
