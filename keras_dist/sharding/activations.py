@@ -36,23 +36,23 @@ def distribute_tensors(
     does not divide its dim.
     """
     gradient_layout = _gradient_layout(inputs_layout, layout)
-    if not isinstance(layout, keras.distribution.TensorLayout) or layout.device_mesh is None:
-        return jax.tree.map(lambda leaf: _distribute(leaf, layout), tensors, is_leaf=_is_symbolic)
-    leaves, structure = jax.tree.flatten(tensors, is_leaf=_is_symbolic)
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if shapes and max(map(len, shapes)) < len(layout.axes):
+    is_on_mesh = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is not None
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tensors, is_leaf=_is_symbolic)]
+    if is_on_mesh and shapes and max(map(len, shapes)) < len(layout.axes):
         _require_fit(layout.axes, max(shapes, key=len), layout, role)
-    axes = batch_axes, sequence_axes, splits_rows
-    for index, shape in enumerate(shapes):
-        if len(shape) < len(layout.axes) or _is_symbolic(leaves[index]):
-            continue
-        fitted = _fit(leaves[index], layout, *axes, role)
-        if isinstance(leaves[index], Tracer):
-            gradient = None if gradient_layout is None else _fit(leaves[index], gradient_layout, *axes, role)
-            leaves[index] = _constrain(leaves[index], fitted, gradient)
-        else:
-            leaves[index] = _distribute(leaves[index], fitted)
-    return jax.tree.unflatten(structure, leaves)
+
+    def fit(leaf: Any, layout: Any) -> Any:
+        return _fit(leaf, layout, batch_axes, sequence_axes, splits_rows, role)
+
+    def distribute(leaf: Any) -> Any:
+        if _is_symbolic(leaf) or (is_on_mesh and np.ndim(leaf) < len(layout.axes)):
+            return leaf
+        fitted = fit(leaf, layout) if is_on_mesh else layout
+        if not is_on_mesh or not isinstance(leaf, Tracer):
+            return internals.distribute_with_keras(leaf, fitted)
+        return _constrain(leaf, fitted, None if gradient_layout is None else fit(leaf, gradient_layout))
+
+    return jax.tree.map(distribute, tensors, is_leaf=_is_symbolic)
 
 
 def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
@@ -103,10 +103,6 @@ def _constrain(leaf: Tracer, layout: Any, gradient_layout: Any) -> Any:
     sizes = as_device_mesh(layout.device_mesh).axis_sizes
     # Without a `jit`, the tracers of `fit(run_eagerly=True)` cannot have shards of unequal sizes.
     return jax.jit(constrain)(leaf) if layout_error(layout.axes, leaf.shape, sizes) else constrain(leaf)
-
-
-def _distribute(leaf: Any, layout: Any) -> Any:
-    return leaf if _is_symbolic(leaf) else internals.distribute_with_keras(leaf, layout)
 
 
 def _is_symbolic(leaf: Any) -> bool:

@@ -88,18 +88,9 @@ class Lookup:
         return axis_tuple(next(iter(self.layouts.stored.axes[1:]), None))
 
     def __call__(self, table: Any, indices: Any) -> Any:
-        """Returns the rows of a table at some indices.
-
-        Args:
-            table: The traced table, in the dtype of the rows.
-            indices: Integers.
-        """
+        """Returns the rows of a traced table, in their dtype, at some indices."""
         forward, backward = self._exchange() if self.exchanges_rows else self._gather()
-
-        @jax.custom_vjp
-        def rows(table, indices):
-            return forward(table, indices)
-
+        rows = jax.custom_vjp(forward)
         rows.defvjp(lambda table, indices: (forward(table, indices), indices), lambda *each: (backward(*each), None))
         return rows(table, indices)
 
@@ -151,14 +142,9 @@ class Lookup:
         return self._on_devices(forward, (columns, rows), rows), backward
 
     def _on_devices(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        mesh = self.placer.device_mesh.backend_mesh
+        mesh, names = self.placer.device_mesh.backend_mesh, set(self._row_axes)
         return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self._row_axes),
-            check_vma=False,
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
         )
 
 

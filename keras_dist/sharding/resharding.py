@@ -1,5 +1,6 @@
 """Reshards tensors inside traced functions: weights as layers read them, activations, and the gradients of both."""
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,9 +25,11 @@ def to_compute_layout(
     """
     if stored.axes == compute.axes and update in (None, stored):
         return weight
-    if update is None:
-        return _reshard(weight, compute, lambda gradient: gradient, stored)
-    return _reshard(weight, compute, lambda gradient: _reduce_scatter(gradient, compute, update, batch_axes), stored)
+
+    def reshard_gradient(gradient: Any) -> Any:
+        return gradient if update is None else _reduce_scatter(gradient, compute, update, batch_axes)
+
+    return _with_gradient(weight, lambda weight: _constrained(weight, stored, compute), reshard_gradient)
 
 
 def with_gradient_layout(value: Any, layout: TensorLayout, gradient_layout: TensorLayout) -> Any:
@@ -36,36 +39,27 @@ def with_gradient_layout(value: Any, layout: TensorLayout, gradient_layout: Tens
     """
 
     def reshard_gradient(gradient: Any) -> Any:
-        gradient = with_sharding_constraint(gradient, layout.backend_layout)
-        return with_sharding_constraint(gradient, gradient_layout.backend_layout)
+        return _constrained(gradient, layout, gradient_layout)
 
-    return _reshard(value, layout, reshard_gradient)
-
-
-def _reshard(
-    value: Any, layout: TensorLayout, reshard_gradient: Callable[[Any], Any], stored: TensorLayout | None = None
-) -> Any:
-    def resharded(value):
-        if stored is not None:  # for the value alone: a gradient stays in the layout it was scattered to
-            value = with_sharding_constraint(value, stored.backend_layout)
-        return with_sharding_constraint(value, layout.backend_layout)
-
-    return apply_to_gradient(reshard_gradient, value, resharded)
+    return _with_gradient(value, lambda value: _constrained(value, layout), reshard_gradient)
 
 
-def apply_to_gradient(function: Callable[[Any], Any], value: Any, to_value: Callable[[Any], Any] = lambda value: value):
-    """Returns `to_value(value)`, and applies a linear function to the gradient."""
+def _constrained(value: Any, *layouts: TensorLayout) -> Any:
+    for layout in layouts:
+        value = with_sharding_constraint(value, layout.backend_layout)
+    return value
 
-    @jax.custom_jvp
-    def changed(value):
-        return to_value(value)
+
+def _with_gradient(value: Any, change: Callable[[Any], Any], change_gradient: Callable[[Any], Any]) -> Any:
+    """Returns `change(value)`, and applies a linear function to the gradient."""
+    changed = jax.custom_jvp(change)
 
     @changed.defjvp
     def with_tangent(primals, tangents):
         (value,), (tangent,) = primals, tangents
         if tangent.dtype != jax.dtypes.float0:  # the tangent of integers
             # JAX transposes what is done to the tangent into what is done to the gradient.
-            (tangent,) = jax.linear_transpose(function, value)(tangent)
+            (tangent,) = jax.linear_transpose(change_gradient, value)(tangent)
         return changed(value), tangent
 
     return changed(value)
@@ -86,11 +80,7 @@ def layout_of_summands(compute: TensorLayout, axes: Sequence[str]) -> TensorLayo
 def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
     """Returns the sum of a gradient's summands in the layout of its update, in one reduce-scatter where possible.
 
-    Args:
-        summands: Array (summands, ...) whose dim 0 is sharded over `axes`, and the others as `layout_of_summands` says.
-        axes: Axes of the mesh.
-        compute: The layout in which layers compute with the weight.
-        update: The layout of its gradient and optimizer state.
+    Dim 0 of the array, of summands, is sharded over `axes`, and the others as `layout_of_summands` says.
     """
     compute = layout_of_summands(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
@@ -153,19 +143,15 @@ def as_summands(value: Any, axes: Sequence[str], compute: TensorLayout, update: 
 def _scattered_dim(
     compute: TensorLayout, update: TensorLayout, axes: Sequence[str]
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the dim along which a sum over `axes` is reduce-scattered, and over which of them; None: all-reduced."""
-    dim, shard_axes = _newly_sharded(compute, update)
-    return (dim, shard_axes) if set(shard_axes) <= set(axes) else (None, ())
+    """Returns the dim along which a sum over `axes` is reduce-scattered, and over which of them; None: all-reduced.
 
-
-def _newly_sharded(compute: TensorLayout, update: TensorLayout) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the only dim that `update` shards and `compute` does not, and its axes; None if there is no such dim."""
-    rank = max(len(compute.axes), len(update.axes))
-    before, after = ([*layout.axes, *[None] * (rank - len(layout.axes))] for layout in (compute, update))
-    changed = [dim for dim in range(rank) if before[dim] != after[dim]]
-    if len(changed) != 1 or before[changed[0]] is not None:
+    It is the only dim that `update` shards and `compute` does not.
+    """
+    pairs = enumerate(itertools.zip_longest(compute.axes, update.axes))
+    changed = [(dim, before, axis_tuple(after)) for dim, (before, after) in pairs if before != after]
+    if len(changed) != 1 or changed[0][1] is not None or not set(changed[0][2]) <= set(axes):
         return None, ()
-    return changed[0], axis_tuple(after[changed[0]])
+    return changed[0][0], changed[0][2]
 
 
 def _reduce_scatter(gradient: Any, compute: TensorLayout, update: TensorLayout, batch_axes: Sequence[str]) -> Any:
@@ -199,14 +185,14 @@ def _reduce_scatter_on_tpu(
     of parts, (4, 2, 8, 128); and the dim of "replica" is gathered.
     """
     mesh = as_device_mesh(compute.device_mesh)
-    dim, shard_axes = _newly_sharded(compute, update)
+    dim, shard_axes = _scattered_dim(compute, update, summed_axes)
     if dim is None:
         return gradient
     before = [*compute.axes, *[None] * (gradient.ndim - len(compute.axes))]
     part_axes = [*shard_axes, *(name for name in summed_axes if name not in shard_axes)]  # outermost first
     sizes = [mesh.axis_sizes[name] for name in part_axes]
     num_parts = math.prod(sizes)
-    if set(part_axes) != set(summed_axes) or gradient.shape[dim] % num_parts:
+    if gradient.shape[dim] % num_parts:
         return gradient
 
     def constrained(value, entries):

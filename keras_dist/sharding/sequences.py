@@ -1,7 +1,7 @@
 """Shards dim 1 of what a step computes with over the sequence axes, and gathers it where it cannot be split."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.mesh.devices import is_on_mesh
-from keras_dist.sharding.resharding import unsharded_along
 
 _ANY = PartitionSpec.UNCONSTRAINED
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """Constrains dim 1 of arrays. Without sequence axes, and inside of a `jax.shard_map`, they stay unchanged.
-
-    `compute_unsharded`, `compute_rows`, `gather_gradient` and `gather_unequal` work without sequence axes, too.
-    """
+    """Constrains dim 1 of arrays. Without sequence axes, and inside of a `jax.shard_map`, they stay unchanged."""
 
     placer: BatchPlacer
 
@@ -49,11 +45,18 @@ class SequenceSharding:
 
     def shard(self, tensors: Any) -> Any:
         """Shards dim 1 of arrays that were computed from gathered ones, if it has a position for each shard."""
-        return self._map(self._shard_again, tensors)
+
+        def shard(tensor: Any) -> Any:
+            if not self.placer.is_sequence(tensor.shape):
+                return tensor
+            # The first constraint keeps the partitioner from splitting the operation that computed the array.
+            return self._constrained(self._constrained(tensor, _ANY, None), _ANY, self.placer.sequence_axes)
+
+        return self._map(shard, tensors)
 
     def gather(self, tensors: Any) -> Any:
         """Gathers dim 1 of arrays, and of their gradients."""
-        return self._map(lambda tensor: self._unshard(tensor, {1}), tensors)
+        return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
 
     def _is_inactive(self) -> bool:
         return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -63,27 +66,12 @@ class SequenceSharding:
             return leaf
         return self._constrained(leaf, self.placer.axes_for(leaf.shape[0]), self.placer.sequence_axes)
 
-    def _shard_again(self, tensor: Any) -> Any:
-        if not self.placer.is_sequence(tensor.shape):
-            return tensor
-        # The first constraint keeps the partitioner from splitting the operation that computed the array.
-        return self._constrained(self._unshard(tensor, {1}), _ANY, self.placer.sequence_axes)
-
     def _map(self, function: Callable, tensors: Any) -> Any:
-        return tensors if self._is_inactive() else self._map_on_devices(function, tensors)
+        def apply(leaf):  # eager arrays that are elsewhere are not moved
+            is_here = isinstance(leaf, Tracer) or is_on_mesh(leaf, self.placer.device_mesh.backend_mesh)
+            return function(leaf) if is_here and np.ndim(leaf) > 1 else leaf
 
-    def _map_on_devices(self, function: Callable, tensors: Any) -> Any:
-        def apply(leaf):
-            return function(leaf) if self._is_on_devices(leaf) and np.ndim(leaf) > 1 else leaf
-
-        return jax.tree.map(apply, tensors)
-
-    def _is_on_devices(self, leaf: Any) -> bool:
-        """Returns whether an array is traced or on the mesh. Eager arrays that are elsewhere are not moved."""
-        return isinstance(leaf, Tracer) or is_on_mesh(leaf, self.placer.device_mesh.backend_mesh)
-
-    def _unshard(self, tensor: Any, dims: Collection[int]) -> Any:
-        return _constrain_to(unsharded_along(dims, tensor.ndim, self.placer.device_mesh.backend_mesh))(tensor)
+        return tensors if self._is_inactive() else jax.tree.map(apply, tensors)
 
     def _constrained(self, tensor: Any, *axes_of_dims: Any) -> Any:
         """Constrains the first dims of an array. The compiler chooses the layout of the others, and of `_ANY`."""
