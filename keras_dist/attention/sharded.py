@@ -62,16 +62,10 @@ class Shards:
         devices = self.count(self.sequence)
         if kernel.run_multiple is None and heads % devices == 0:
             name = name or ALL_TO_ALL
-        return choose_exchange(
-            self.sequence,
-            devices,
-            (query.shape[1], heads),
-            (key.shape[1], key_heads),
-            is_balanced=has_array or (mask.lower is None) == (mask.upper is None),
-            is_grouped=not has_array,
-            max_pairs=kernel.max_pairs if mask.has_band else math.inf,
-            name=name,
-        )
+        queries, keys = (query.shape[1], heads), (key.shape[1], key_heads)
+        is_balanced = has_array or (mask.lower is None) == (mask.upper is None)
+        max_pairs = kernel.max_pairs if mask.has_band else math.inf
+        return choose_exchange(self.sequence, devices, queries, keys, is_balanced, not has_array, max_pairs, name)
 
     def why_not(
         self, kernel: Kernel, query: Any, key: Any, mask: AttentionMask, exchange: Exchange | None

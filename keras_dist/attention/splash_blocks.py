@@ -51,34 +51,31 @@ def block_tables(
     ([[0, 1], [1, 1]], [[1, 1], [1, 0]])
     """
 
-    def blocks_of(starts: Any, numpy: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns the first key block of each query block, the one after the last, and the same of queries."""
+    def seen_blocks(starts: Any, numpy: Any) -> Any:
+        """Returns which query blocks see which key blocks, (groups, query blocks, key blocks)."""
         first = (starts[:, :, None] + numpy.arange(0, runs.length, block_q)).reshape(len(starts), -1)
         begin = first * 0 if lower is None else numpy.clip(first + lower, 0, num_keys) // block_kv
         last_key = first * 0 + num_keys - 1
         last_key = last_key if upper is None else numpy.minimum(first + block_q - 1 + upper, last_key)
         end = last_key // block_kv + 1  # 0 or less where no key is seen
         blocks = numpy.arange(num_keys // block_kv)
-        seen = (begin[..., None] <= blocks) & (blocks < end[..., None])  # (groups, query blocks, key blocks)
-        first_query = seen.argmax(1)
-        return begin, end, first_query, first_query + seen.sum(1)
+        return (begin[..., None] <= blocks) & (blocks < end[..., None])
 
-    numpy, (begin, end, first, last) = np, blocks_of(runs.starts, np)
-    key_steps, query_steps = (max(1, steps.max()) for steps in (end - begin, last - first))  # the same in all groups
+    numpy, seen = np, seen_blocks(runs.starts, np)
+    key_steps, query_steps = (max(1, seen.sum(dim).max()) for dim in (2, 1))  # the same in all groups
     if len(runs.starts) > 1:
         # Computed in the step: tables of all groups would be megabytes of the program, for each call of attention.
-        numpy, (begin, end, first, last) = jnp, blocks_of(jnp.asarray(runs.starts)[runs.group][None], jnp)
-    of_queries = _steps(begin, end, key_steps, num_keys // block_kv, numpy)
-    queries, has_queries = _steps(first, last, query_steps, runs.starts.shape[1] * runs.length // block_q, numpy)
-    return of_queries, (queries.swapaxes(1, 2), has_queries.swapaxes(1, 2))
+        numpy, seen = jnp, seen_blocks(jnp.asarray(runs.starts)[runs.group][None], jnp)
+    queries, has_queries = _steps(seen.swapaxes(1, 2), query_steps, numpy)
+    return _steps(seen, key_steps, numpy), (queries.swapaxes(1, 2), has_queries.swapaxes(1, 2))
 
 
-def _steps(begin: Any, end: Any, num_steps: int, num_blocks: int, numpy: Any) -> tuple[Any, Any]:
+def _steps(seen: Any, num_steps: int, numpy: Any) -> tuple[Any, Any]:
     """Returns the block of each step, the last one repeated where there are no more, and whether there is one."""
-    small = next(kind for kind in (np.int8, np.int16, np.int32) if num_blocks - 1 <= np.iinfo(kind).max)
-    steps = np.arange(num_steps)
-    blocks = numpy.minimum(begin[..., None] + steps, numpy.maximum(end, begin + 1)[..., None] - 1)
-    return numpy.maximum(blocks, 0).astype(small), (steps < (end - begin)[..., None]).astype(np.int8)
+    small = next(kind for kind in (np.int8, np.int16, np.int32) if seen.shape[2] - 1 <= np.iinfo(kind).max)
+    first, count, steps = seen.argmax(2)[..., None], seen.sum(2)[..., None], np.arange(num_steps)
+    blocks = first + numpy.clip(steps, 0, numpy.maximum(count - 1, 0))
+    return blocks.astype(small), (steps < count).astype(np.int8)
 
 
 @functools.lru_cache

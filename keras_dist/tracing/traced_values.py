@@ -28,8 +28,6 @@ class Node:
     """A value of a traced function: an output of an operation, or a leaf, of which only shape and dtype are known.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
         primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
         params: Parameters of the primitive.
         output: Which of the outputs of the operation it is.
