@@ -132,13 +132,12 @@ _warned: set[str] = set()
 @contextlib.contextmanager
 def attention_warnings_repeated() -> Iterator[None]:
     """Shows warnings of attention in a block that were shown before, and again after it."""
-    before = set(_warned)
-    _warned.clear()
+    global _warned
+    before, _warned = _warned, set()
     try:
         yield
     finally:
-        _warned.clear()
-        _warned.update(before)
+        _warned = before
 
 
 def _warn_once(reason: str, is_in_blocks: bool) -> None:

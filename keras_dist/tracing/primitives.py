@@ -19,9 +19,10 @@ UNCHANGED = ("copy", "copy_p", "name", "sharding_constraint", "reshard")
 REARRANGEMENTS = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice")
 """The elements of the result are elements of the operand, at other indices."""
 
-COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
-_ARITHMETIC = ("abs", "add", "clamp", "convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub")
-ELEMENTWISE = {"and", "not", "or", "select_n", "xor", *COMPARISONS, *_ARITHMETIC}
+ELEMENTWISE = {
+    *("and", "not", "or", "select_n", "xor", "eq", "ge", "gt", "le", "lt", "ne", "abs", "add", "clamp"),
+    *("convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub"),
+}
 """Elementwise operations of which masks and positions consist. There are others."""
 
 SUMS = ("add", "add_any", "sub")
