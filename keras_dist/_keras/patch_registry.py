@@ -14,7 +14,6 @@ While the group is installed, `trainer._distribute_data(data)` calls this functi
 import dataclasses
 import functools
 import inspect
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from keras_dist._keras.internals import unsupported_keras
 
 _lock = threading.RLock()
-_INHERITED = object()  # in the place of an original that the owner does not define itself
+_signature = functools.cache(inspect.signature)  # patches are installed by each `with distribution.scope()`
 GROUPS: list["PatchGroup"] = []
 
 
@@ -34,14 +33,12 @@ class Patch:
     instead. Without a context the replacement is always called, with `original` only.
     """
 
-    owner: Any  # the module or class that holds the function
+    owner: Any  # the module or class that defines the function
     name: str
-    parameters: tuple[str, ...]  # of Keras's function; other ones mean a Keras that is not supported
     replacement: Any  # a function, or a class that stands in for a class
     reason: str  # what is wrong or missing in Keras without the patch
     issue: str  # upstream, for example "keras#21167"
     context: Callable[[], Any] | None
-    passes_on_more: bool = False  # whether Keras's function may have more parameters, which the replacement passes on
 
     @property
     def target(self) -> str:
@@ -49,16 +46,11 @@ class Patch:
         module = getattr(self.owner, "__module__", "")
         return f"{module}.{self.owner.__qualname__}.{self.name}" if module else f"{self.owner.__name__}.{self.name}"
 
-    def original(self) -> Callable:
-        """Returns the function that is replaced: the owner's own one, else the one that it inherits."""
-        if self.name in vars(self.owner):
-            return vars(self.owner)[self.name]
-
-        # Looked up at each call: subclasses have other bases, and a base may be patched itself.
-        def inherited(instance, *args, **kwargs):
-            return getattr(super(self.owner, instance), self.name)(*args, **kwargs)
-
-        return functools.wraps(getattr(self.owner, self.name))(inherited)
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        """Those of the replacement, without `original` and what the context returns."""
+        before = 0 if isinstance(self.replacement, type) else 1 if self.context is None else 2
+        return list(_signature(self.replacement).parameters.values())[before:]
 
     def bound(self, original: Callable) -> Any:
         """Returns what is set on the owner: a function with the signature of Keras's, or the replacement class."""
@@ -76,55 +68,40 @@ class Patch:
         return patched
 
     def check_signature(self) -> None:
-        """Raises ValueError where Keras's function is missing or takes other parameters."""
-        function = getattr(self.owner, self.name, None)
-        found = None if function is None else _parameters_of(function)
-        compared = found[: len(self.parameters)] if found and self.passes_on_more else found
-        if compared != self.parameters:
-            problem = "does not exist" if found is None else f"takes {found} instead of {self.parameters}"
-            raise ValueError(unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}"))
+        """Raises ValueError where Keras's function is missing, or has other parameters than the replacement.
 
-
-@functools.cache  # patches are installed by each `with distribution.scope()`
-def _parameters_of(function: Callable) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+        Keyword-only parameters of the replacement do not count. Where it takes `*args` or `**kwargs`, Keras's function
+        may have more.
+        """
+        function, problem = vars(self.owner).get(self.name), "does not exist"
+        if function is not None:
+            expected = tuple(each.name for each in self.parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+            passes_on_more = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in self.parameters)
+            found = tuple(_signature(function).parameters)
+            if expected == (found[: len(expected)] if passes_on_more else found):
+                return
+            problem = f"takes {found} instead of {expected}"
+        raise ValueError(unsupported_keras(f"{self.target} {problem}. Without keras_dist's patch: {self.reason}"))
 
 
 class PatchGroup:
-    """Patches that are installed and removed together; `context` is the default of `Patch.context`."""
+    """Patches that are installed and removed together; `context` is that of its patches."""
 
     def __init__(self, name: str, when: str, context: Callable[[], Any] | None = None):
         self.name, self.when, self.patches, self._context = name, when, [], context
         self._installed: dict[Patch, tuple[Any, Any]] = {}  # what the owner had, and what replaced it
         GROUPS.append(self)
 
-    def patch(
-        self,
-        owner: Any,
-        name: str,
-        reason: str,
-        issue: str = "",
-        parameters: tuple[str, ...] | None = None,
-        every_thread: bool = False,
-    ) -> Callable:
+    def patch(self, owner: Any, name: str, reason: str, issue: str = "", every_thread: bool = False) -> Callable:
         """Returns a decorator that declares a function, or a class, to be the replacement of one of Keras's.
 
-        By default Keras's function must have the parameters of the replacement, without `original` and the group's
-        context; where the replacement takes `*args`, those before it, and any others. With `every_thread` the
-        replacement is called without the group's context, in every thread.
+        With `every_thread` the replacement is called without the group's context, in every thread.
         """
 
         def declare(replacement):
             assert not any(p.owner is owner and p.name == name for group in GROUPS for p in group.patches)
             context = None if every_thread else self._context
-            expected, passes_on_more = parameters, False
-            if expected is None:
-                own_arguments = 0 if isinstance(replacement, type) else 1 if context is None else 2
-                own_parameters = [*inspect.signature(replacement).parameters.values()][own_arguments:]
-                passes_on_more = any(each.kind is each.VAR_POSITIONAL for each in own_parameters)
-                compared = itertools.takewhile(lambda each: each.kind is not each.VAR_POSITIONAL, own_parameters)
-                expected = tuple(each.name for each in compared)
-            self.patches.append(Patch(owner, name, expected, replacement, reason, issue, context, passes_on_more))
+            self.patches.append(Patch(owner, name, replacement, reason, issue, context))
             return replacement
 
         return declare
@@ -139,11 +116,10 @@ class PatchGroup:
         with _lock:
             self.check_signatures()
             for patch in self.patches:
-                if patch in self._installed:
-                    continue
-                before, bound = vars(patch.owner).get(patch.name, _INHERITED), patch.bound(patch.original())
-                self._installed[patch] = before, bound
-                setattr(patch.owner, patch.name, bound)
+                if patch not in self._installed:
+                    original = vars(patch.owner)[patch.name]
+                    self._installed[patch] = original, patch.bound(original)
+                    setattr(patch.owner, patch.name, self._installed[patch][1])
 
     def remove(self) -> None:
         """Restores Keras's functions.
@@ -151,11 +127,7 @@ class PatchGroup:
         Where another library has replaced a function after this one did, its function stays, and calls the patch.
         """
         with _lock:
-            for patch, (before, bound) in list(self._installed.items()):
-                if vars(patch.owner).get(patch.name) is not bound:
-                    continue
-                del self._installed[patch]
-                if before is _INHERITED:
-                    delattr(patch.owner, patch.name)
-                else:
-                    setattr(patch.owner, patch.name, before)
+            for patch, (original, bound) in list(self._installed.items()):
+                if vars(patch.owner).get(patch.name) is bound:
+                    del self._installed[patch]
+                    setattr(patch.owner, patch.name, original)

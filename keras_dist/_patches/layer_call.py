@@ -24,11 +24,13 @@ def _distribute_tensor(original, distribution, tensor, layout):
 
 
 @VARIABLES.patch(
-    keras.Model,
+    keras.Layer,
     "__call__",
     reason="`model(x)` replicates its input over all devices; after its distribution, it fails without saying why",
 )
 def _call_model(original, self, *args, **kwargs):
+    if not isinstance(self, keras.Model):
+        return original(self, *args, **kwargs)
     distribution = active_distribution()
     if distribution is None:
         with _explained_devices(self):

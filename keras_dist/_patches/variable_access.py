@@ -11,8 +11,8 @@ from keras_dist.variables import global_reads
 _REASON = "a variable whose shards are on several processes cannot be read"
 
 
-@VARIABLES.patch(internals.KerasVariable, "__array__", parameters=("self", "dtype"), reason=_REASON)
-def _array(original, self, dtype=None, copy=None):
+@VARIABLES.patch(internals.KerasVariable, "__array__", reason=_REASON)
+def _array(original, self, dtype=None, *, copy=None):
     if not internals.in_stateless_scope() and global_reads.is_held_by_others(internals.variable_value(self)):
         return np.asarray(global_reads.read(self), dtype=dtype)
     # NumPy does not copy by itself where `__array__` accepts `copy`.

@@ -10,7 +10,6 @@ from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
 from keras_dist._keras.active_distribution import PackageDistribution
-from keras_dist._keras.patch_registry import GROUPS
 from keras_dist._patches.__main__ import document
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,12 +23,6 @@ def test_the_document_lists_all_patches():
     assert (ROOT / "docs" / "patches.md").read_text() == document(), (
         "run: python -m keras_dist._patches > docs/patches.md"
     )
-
-
-def test_keras_defines_what_is_patched():
-    """A function that its owner inherits is found, but is there a reason to patch it where nobody defines it?"""
-    for patch in [patch for group in GROUPS for patch in group.patches]:
-        assert patch.name in vars(patch.owner) or (patch.owner, patch.name) == (keras.Model, "__call__"), patch.target
 
 
 def test_patches_ask_a_distribution_for_little():

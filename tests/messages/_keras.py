@@ -133,9 +133,9 @@ def cudnn_with_another_dtype():
         rnn.lstm(*4 * [array], None, 16, 16, 1, 0.0, False)
 
 
-def unknown_keras(name, parameters):
+def unknown_keras(name, replacement):
     with mock.patch.object(keras, "__version__", "9.0"):
-        Patch(keras.saving, name, parameters, None, "files are written twice", "", None).check_signature()
+        Patch(keras.saving, name, replacement, "files are written twice", "", None).check_signature()
 
 
 def another_backend():
@@ -144,8 +144,10 @@ def another_backend():
 
 
 CASES = {
-    "a Keras whose function takes other parameters": lambda: unknown_keras("get_registered_name", ("name",)),
-    "a Keras without the function": lambda: unknown_keras("write_twice", ("path",)),
+    "a Keras whose function takes other parameters": lambda: unknown_keras(
+        "get_registered_name", lambda original, name: None
+    ),
+    "a Keras without the function": lambda: unknown_keras("write_twice", lambda original, path: None),
     "another backend than JAX": another_backend,
     "a name of PyTorch's": lambda: kd.FSDP,
     "a misspelled name": lambda: kd.FullyShardedDataparalel,
