@@ -1,7 +1,8 @@
 """Private names of Keras, how its functions are patched, and which distribution is active.
 
 * `internals.py`: small functions around Keras's private names.
-* `model_structure.py`: the layers of a model, their weights, and the graphs of functional models.
+* `model_structure.py`: the layers of a model, their weights, the graphs of functional models, and why a model is not
+  compiled.
 * `data_adapters.py`: those of data adapters.
 * `global_state.py`: automatic names, and the seeds and generators of random numbers.
 * `patch_registry.py`: declares, installs and removes patches of Keras's functions.
@@ -13,6 +14,6 @@
 * `thread_value.py`: values that each thread has for itself.
 * `quantized_weights.py`: the float weights that variables of quantized layers were computed from.
 * `deferred_variables.py`: variables without values.
-* `tracing_errors.py`: what went wrong while a model was traced; `uncompiled_layers.py`: why a model is not compiled.
+* `tracing_errors.py`: what went wrong while a model was traced.
 * `not_a_distribution.py`: what a value is that was passed in place of a distribution.
 """

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import keras
@@ -24,13 +24,9 @@ from keras_dist._report.user_warnings import warn
 
 
 class PackageDistribution:
-    """A distribution of this package; Keras's own ones are not. `strategies.base.Distribution` is the only subclass.
+    """A distribution of this package; Keras's own ones are not. `strategies.base.Distribution` is the only subclass."""
 
-    Attributes:
-        asked_by_patches: The attributes that patches use. Most are objects that the distribution hands out.
-    """
-
-    asked_by_patches = (
+    asked_by_patches = (  # mostly objects that the distribution hands out
         *("attention", "batches", "layer_calls", "sequences", "steps", "train_steps"),
         *("check_processes_agree", "check_values_agree", "is_multi_process", "layout_rules", "strict"),
     )
@@ -61,15 +57,10 @@ _warned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # about scopes
 _distributions: dict[int, tuple[weakref.ref, PackageDistribution]] = {}  # by the id of a living variable
 
 
-def is_of_this_package(value: Any) -> TypeGuard[PackageDistribution]:
-    """Returns whether a value is a distribution of this package; Keras's own ones are not."""
-    return isinstance(value, PackageDistribution)
-
-
 def active_distribution() -> PackageDistribution | None:
     """Returns the distribution of this package that is active in this thread, if one is."""
     active = current_distribution()
-    return active if is_of_this_package(active) else None
+    return active if isinstance(active, PackageDistribution) else None
 
 
 ALWAYS = PatchGroup("always", "As soon as keras_dist is imported.")
@@ -92,9 +83,9 @@ def install(distribution: Any) -> None:
     """Makes a distribution active in this thread and, if it is of this package, in all that have set none."""
     global _for_all_threads, _scopes
     with _lock:
-        if is_of_this_package(distribution):
+        if isinstance(distribution, PackageDistribution):
             _install_patches()
-        _for_all_threads = distribution if is_of_this_package(distribution) else None
+        _for_all_threads = distribution if isinstance(distribution, PackageDistribution) else None
         thread = threading.current_thread()
         _shadowed.pop(thread, None)
         _scopes = tuple(scope for scope in _scopes if scope.thread is not thread)
@@ -137,7 +128,7 @@ def set_by_keras(distribution: Any) -> None:
         thread = threading.current_thread()
         own, shadowed = _by_thread.get(thread), _shadowed.pop(thread, None)
         was_for_all = own is not None and own is _for_all_threads
-        if is_of_this_package(distribution):
+        if isinstance(distribution, PackageDistribution):
             if shadowed == (distribution, True):
                 _for_all_threads = distribution
             elif own is None and shadowed is None and distribution is _for_all_threads:
@@ -216,7 +207,7 @@ def _set_in_this_thread(distribution: Any) -> None:
     global _intent
     with _lock:
         _intent = None
-        if is_of_this_package(distribution):
+        if isinstance(distribution, PackageDistribution):
             _install_patches()
             _by_thread[threading.current_thread()] = distribution
         else:
@@ -273,8 +264,3 @@ def distribution_of(variable: keras.Variable) -> PackageDistribution | None:
 def distribution_of_model(model: keras.Model) -> PackageDistribution | None:
     """Returns the distribution of this package that chose the layout of a model's variables, if one did."""
     return next(filter(None, map(distribution_of, model.variables)), None)
-
-
-def any_variable_distributed() -> bool:
-    """Returns whether a variable exists whose layout a distribution of this package chose."""
-    return bool(_distributions)

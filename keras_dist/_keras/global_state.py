@@ -4,38 +4,25 @@ import collections
 import contextlib
 import inspect
 import random
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from keras_dist._keras.internals import backend_lib, global_state, missing_names_are_errors, variable_value
+from keras_dist._keras.internals import global_state, missing_names_are_errors, variable_value
 
 with missing_names_are_errors():
     from keras.src.random.seed_generator import global_seed_generator
-    from keras.src.utils import rng_utils
+    from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 
 _NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
 
 
 def is_clearing_session() -> bool:
     """Returns whether Keras's `clear_session` runs. Since 3.16 it sets the distribution to None as users do."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is global_state.clear_session.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def initialize_seed() -> None:
-    """Gives all processes the same random seed, unless they have one."""
-    backend_lib.initialize_rng()
-
-
-def random_seed() -> int | None:
-    """Returns the last seed that was passed to `keras.utils.set_random_seed`."""
-    return rng_utils.get_random_seed()
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_code is global_state.clear_session.__code__ for frame, _ in frames)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ with missing_names_are_errors():
     from keras.src.backend.common import global_state as global_state
     from keras.src.backend.common import standardize_dtype as standardize_dtype
     from keras.src.backend.common import variables
-    from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+    from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+    from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
     from keras.src.backend.common.name_scope import current_path as current_path
     from keras.src.backend.common.remat import get_current_remat_mode
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
@@ -94,19 +95,6 @@ with missing_names_are_errors():
 STEPS = ("train", "test", "predict")
 
 
-def list_devices(device_type: str | None) -> list[str]:
-    """Returns Keras's list of devices. Looked up at each call, so that tests can replace it."""
-    return distribution_lib.list_devices(device_type)
-
-
-def num_processes() -> int:
-    return backend_lib.num_processes()
-
-
-def process_id() -> int:
-    return backend_lib.process_id()
-
-
 @replaces_in_jax(
     "`jax.distributed.initialize`",
     "while `keras_dist.initialize` runs",
@@ -132,13 +120,6 @@ def stored_dtype(variable) -> str:
     return variable._dtype
 
 
-def has_mask(tensor) -> bool:
-    return get_keras_mask(tensor) is not None
-
-
-get_mask, set_mask = get_keras_mask, set_keras_mask
-
-
 def variable_layout(variable):
     """Returns the layout of a variable: a TensorLayout, a JAX layout, or None."""
     return getattr(variable, "_layout", None)
@@ -156,13 +137,7 @@ def place_variable(variable, layout, value) -> None:
         variable._value = value
 
 
-def distribute_with_keras(tensor, layout):
-    """Places a tensor by Keras's own function: a sharding constraint while tracing, else a move."""
-    return backend_lib.distribute_tensor(tensor, layout)
-
-
 def weights_of_optimizer(optimizer) -> list:
-    """Returns the weights that an optimizer was built for."""
     return optimizer._trainable_variables
 
 
@@ -172,7 +147,6 @@ def current_distribution():
 
 
 def is_random_state(path: str) -> bool:
-    """Returns whether a path is that of the state of a random generator."""
     return path.endswith("seed_generator_state")
 
 
@@ -198,7 +172,6 @@ def computes_train_step_as_keras(model) -> bool:
 
 
 def is_embedding_table(path: str) -> bool:
-    """Returns whether a path is that of the table of an `Embedding` layer."""
     return path.endswith("/embeddings")
 
 
@@ -219,9 +192,8 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
             vars(inner)["_traced_losses"] = traced_losses
             outputs = call()
         traced_losses.extend(inner.losses)
-        changed = {
-            key: value for key, value in inner.state_mapping.items() if value is not outer.state_mapping.get(key)
-        }
+        known = outer.state_mapping
+        changed = {key: value for key, value in inner.state_mapping.items() if value is not known.get(key)}
         masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(outputs)]
         return outputs, masks, changed, inner.losses
 

@@ -1,5 +1,6 @@
-"""The layers of a model, their weights, and the graphs of functional models."""
+"""The layers of a model, their weights, the graphs of functional models, and why a model is not compiled."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,6 +11,12 @@ from keras_dist._keras.internals import missing_names_are_errors, stored_dtype
 with missing_names_are_errors():
     from keras.src.models import functional
     from keras.src.utils.naming import to_snake_case
+
+# Keras excludes them from compilation since TensorFlow's compiler lacks an operation that JAX's has.
+_COMPILED_BY_JAX = (
+    *(keras.layers.RandomPerspective, keras.layers.RandomRotation, keras.layers.RandomShear),
+    *(keras.layers.RandomTranslation, keras.layers.RandomZoom),
+)
 
 
 def child_layers(layer) -> list:
@@ -40,27 +47,42 @@ def direct_variables(layer) -> list:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def _with_paths(layer, as_keras: bool, owner: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yields a layer and all layers in it, each once, with its path: that of its owner, and its own name.
+
+    With `as_keras`, a layer that was called has the path that Keras gave it at its first call.
+    """
+    seen = set() if seen is None else seen
+    if id(layer) not in seen:
+        seen.add(id(layer))
+        parent = layer._parent_path if as_keras and layer._parent_path is not None else owner
+        path = f"{parent}/{layer.name}" if parent else layer.name
+        yield path, layer
+        for inner in child_layers(layer):
+            yield from _with_paths(inner, as_keras, path, seen)
+
+
 def weight_paths(model) -> dict[int, str]:
     """Returns the path of each weight by its id, from the names of the model and of all layers that contain it."""
     paths: dict[int, str] = {}
-    seen: set[int] = set()
-
-    def add(layer, path):
-        if id(layer) in seen:
-            return
-        seen.add(id(layer))
+    for path, layer in _with_paths(model, as_keras=False):
         for variable in direct_variables(layer):
             paths.setdefault(id(variable), f"{path}/{variable.name}")
-        for inner in layer._flatten_layers(include_self=False, recursive=False):
-            add(inner, f"{path}/{inner.name}")
-
-    add(model, model.name)
     return paths
 
 
-def layers_without_compilation(model) -> list[keras.Layer]:
-    """Returns the layers because of which Keras does not compile the steps of a model."""
-    return [layer for layer in model._flatten_layers() if not layer.supports_jit]
+def why_not_compiled(model: keras.Model) -> str | None:
+    """Returns the layer because of which Keras does not compile a model, and the fix; None if it is not a layer."""
+    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
+    if not layers or model.run_eagerly or model.jit_compile:
+        return None
+    layer = next((layer for layer in layers if not isinstance(layer, _COMPILED_BY_JAX)), layers[0])
+    fix = (
+        "JAX can compile this layer: set supports_jit = True on it before model.compile()"
+        if isinstance(layer, _COMPILED_BY_JAX)
+        else "Remove it from the model, and apply it to the data before fit"
+    )
+    return f"Keras does not compile models that contain layer {layer.name!r} ({type(layer).__name__}). {fix}."
 
 
 def seed_generator_states(model) -> list:
@@ -84,7 +106,6 @@ def last_layers(model) -> list:
 
 
 def embedding_table(layer) -> Any:
-    """Returns the table of an `Embedding` layer."""
     return layer._embeddings
 
 
@@ -115,9 +136,8 @@ def tied_tables(model) -> set[int]:
 
 def casts_rows_to_fewer_bytes(layer) -> bool:
     """Returns whether an `Embedding` layer computes in a dtype with fewer bytes than that of its table."""
-    return (
-        jax.numpy.dtype(layer.compute_dtype).itemsize < jax.numpy.dtype(stored_dtype(embedding_table(layer))).itemsize
-    )
+    of_table = jax.numpy.dtype(stored_dtype(embedding_table(layer)))
+    return jax.numpy.dtype(layer.compute_dtype).itemsize < of_table.itemsize
 
 
 def is_built(model) -> bool:
@@ -131,23 +151,10 @@ def is_built(model) -> bool:
 
 
 def layers_by_path(model) -> dict[str, Any]:
-    """Returns a model and all its layers by path, as Keras spells it when it asks for layouts of outputs.
-
-    Keras sets the path of a layer at its first call. A layer that was never called gets the path of its owner.
-    """
-    seen: set[int] = set()
+    """Returns a model and all its layers by path, as Keras spells it when it asks for layouts of outputs."""
     layers: dict[str, Any] = {}
-
-    def add(layer, owner):
-        if id(layer) not in seen:
-            seen.add(id(layer))
-            parent = owner if layer._parent_path is None else layer._parent_path
-            path = f"{parent}/{layer.name}" if parent else layer.name
-            layers.setdefault(path, layer)
-            for inner in layer._flatten_layers(include_self=False, recursive=False):
-                add(inner, path)
-
-    add(model, "")
+    for path, layer in _with_paths(model, as_keras=True):
+        layers.setdefault(path, layer)
     return layers
 
 
@@ -159,5 +166,4 @@ def inputs_and_outputs(model) -> tuple:
 
 def compute_dtypes(model) -> dict[int, str]:
     """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
-    layers = model._flatten_layers(include_self=True, recursive=True)
-    return {id(variable): layer.compute_dtype for layer in layers for variable in direct_variables(layer)}
+    return {id(each): layer.compute_dtype for layer in model._flatten_layers() for each in direct_variables(layer)}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_dist._keras.internals import global_state, stored_dtype
+from keras_dist._keras.model_structure import direct_variables
 
 Dims = tuple[tuple[int, ...], ...]
 _LAYERS = keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding
@@ -47,7 +48,7 @@ def record_variables(model: keras.Layer) -> None:
     """Records the float weights of all variables of a model that have one."""
     for layer in model._flatten_layers():
         if isinstance(layer, _LAYERS) and getattr(layer, "_is_quantized", False):
-            for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            for variable in direct_variables(layer):
                 _record(layer, variable)
 
 

@@ -38,15 +38,7 @@ def compute_gradients(
 ) -> tuple[list, tuple[dict, list, list]]:
     """Does what Keras's train step does before the update.
 
-    Args:
-        model: The model.
-        state: Its state.
-        batch: x, y and sample weights, as Keras's train step takes them.
-        scale: What the loss is multiplied with before it is differentiated.
-        improve: Calls the function of loss, logs and updates that is differentiated.
-
-    Returns:
-        The gradients, and the logs and new values of `others` and `metrics`.
+    Returns the gradients of the loss times `scale`, and the logs and new values of `others` and `metrics`.
     """
 
     def loss_and_logs(state: TrainState, batch: Any) -> tuple[Any, tuple[dict, list, list]]:

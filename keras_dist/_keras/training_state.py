@@ -46,10 +46,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _as_list(part):
-    return part.data if type(part) is _Leaves else part
-
-
 def state_variables(model, step: str) -> list[list]:
     """Returns the variables that a step takes and returns, in the parts and order of Keras's training state."""
     parts = [model.trainable_variables, model.non_trainable_variables]
@@ -64,29 +60,23 @@ _OPTIMIZER = 2  # the part of a train step's state
 
 
 def step_function(
-    model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any], accumulation: Any = None
+    model, step: str, keras_function: Callable, finish: Callable[[Any, Any], Any] | None, accumulation: Any
 ) -> Callable:
     """Wraps Keras's function of a step: state is passed as `_Leaves`, and a step that fails loses no variable.
 
     Keras restores the values of variables only from a step that has ended. If the first step fails, they are lost.
 
-    Args:
-        model: The model.
-        step: The step.
-        keras_function: Keras's function.
-        finish: Converts the outputs, given them and the iterator.
-        accumulation: Converts the state of the optimizer, if steps have it in another form than the variables: a
-            `GradientAccumulation`.
+    `finish` converts the outputs, given them and the iterator. `accumulation`, a `GradientAccumulation`, converts the
+    state of the optimizer. They are None where steps have these as Keras does.
     """
 
     def from_variables(state) -> tuple:
         variables = state_variables(model, step)
         _require_arrays(model, step, variables, state)
         _give_own_arrays(variables, state)
-        parts = list(state)
-        if accumulation is not None:
-            parts[_OPTIMIZER] = accumulation.from_variables(parts[_OPTIMIZER])
-        return tuple(parts)
+        if accumulation is None:
+            return state
+        return *state[:_OPTIMIZER], accumulation.from_variables(state[_OPTIMIZER]), *state[_OPTIMIZER + 1 :]
 
     def between_steps(state) -> tuple:
         parts = [_Leaves(part, model=model) if type(part) is list else part for part in state]
@@ -97,9 +87,13 @@ def step_function(
     def function(state, iterator):
         given = state
         try:
-            state = from_variables(state) if type(state[0]) is list else tuple(map(_as_list, state))
+            if type(state[0]) is list:
+                state = from_variables(state)
+            else:  # from the step before
+                state = tuple(part.data if type(part) is _Leaves else part for part in state)
             if iterator is NOTHING_LEFT:
-                return _metrics_result(model, state[-1]), between_steps(state)
+                with StatelessScope(state_mapping=list(zip(model.metrics_variables, state[-1], strict=True))):
+                    return model.get_metrics_result(), between_steps(state)
             batches = batches_of_execution(iterator, model.steps_per_execution)
             outputs, new_state = keras_function(state, batches)
         except BaseException:
@@ -108,14 +102,9 @@ def step_function(
                 part.clear()  # a traceback, which may be kept, refers to it
             model._jax_state, model._jax_state_synced = None, True
             raise
-        return finish(outputs, iterator), between_steps(new_state)
+        return outputs if finish is None else finish(outputs, iterator), between_steps(new_state)
 
     return function
-
-
-def _metrics_result(model, values: list) -> dict:
-    with StatelessScope(state_mapping=list(zip(model.metrics_variables, values, strict=True))):
-        return model.get_metrics_result()
 
 
 def _references(values: list, index: int) -> int:
@@ -129,11 +118,8 @@ def _give_own_arrays(variables: list[list], state: tuple) -> None:
     """Copies the arrays of variables to which anything else refers, since a step donates its arrays, each of them once.
 
     Two variables have one array after `a.assign(b)`, and so do each weight and its average after a `fit` with a moving
-    average of the weights. Users keep arrays too: `variable.value`.
-
-    Args:
-        variables: The variables of a step, in parts.
-        state: Their values, in lists, in which arrays are replaced.
+    average of the weights. Users keep arrays too: `variable.value`. Arrays are replaced in the lists of `state`, which
+    has the values of the variables.
     """
     for part, values in zip(variables, state, strict=True):
         for index, variable in enumerate(part):

@@ -18,25 +18,16 @@
 """
 
 import importlib
+import pkgutil
 
 from keras_dist._keras.active_distribution import ALWAYS
 from keras_dist._keras.internals import missing_names_are_errors
 
-_TOPICS = (
-    *("distribution_lookup", "training", "layer_call", "attention", "recurrent"),
-    *("deferred_creation", "epoch_iterator", "resumable_iterator", "weight_loading", "variable_access"),
-    *("file_saving", "orbax_loading"),
-)
-
 
 def register() -> None:
-    """Declares all patches, and installs those that are always active; a distribution installs the others.
-
-    Raises:
-        ImportError: Keras lacks the class or module of a function that is replaced.
-        ValueError: Keras lacks a function that is always replaced, or it takes other parameters.
-    """
-    for topic in _TOPICS:
-        with missing_names_are_errors():
+    """Declares all patches, and installs those that are always active; a distribution installs the others."""
+    topics = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "__main__"]
+    with missing_names_are_errors():
+        for topic in topics:
             importlib.import_module(f"{__name__}.{topic}")
     ALWAYS.install()

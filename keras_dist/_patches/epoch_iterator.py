@@ -14,12 +14,7 @@ from typing import Any
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
-from keras_dist._keras.data_adapters import (
-    COUNT_EPOCHS,
-    data_adapters,
-    finished_epochs,
-    set_finished_epochs,
-)
+from keras_dist._keras.data_adapters import COUNT_EPOCHS, data_adapters, finished_epochs, set_finished_epochs
 from keras_dist._keras.internals import trainer
 from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
@@ -41,26 +36,15 @@ class EpochIterator(trainer.JAXEpochIterator):
 
     _current_iterator: Any
 
-    def __init__(
-        self,
-        x,
-        y=None,
-        sample_weight=None,
-        batch_size=None,
-        steps_per_epoch=None,
-        shuffle=False,
-        class_weight=None,
-        steps_per_execution=1,
-    ):
+    def __init__(self, x, y=None, sample_weight=None, *args, **kwargs):
         self._distribution: Any = active_distribution()
         self._step: str | None = None  # what the batches are for, once that is known
         self._model: Callable[[], Any] = lambda: None  # the model that is trained
         self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
         self._is_in_epoch = self._has_begun = False
-        arguments = (x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight, steps_per_execution)
         if self._distribution is None:
-            super().__init__(*arguments)
+            super().__init__(x, y, sample_weight, *args, **kwargs)
             return
         for leaf in keras.tree.flatten((x, y, sample_weight)):
             require_numbers(leaf)
@@ -68,7 +52,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         # leave out batches of other processes where they find a distribution.
         with no_distribution_in_this_thread():
             try:
-                super().__init__(*arguments)
+                super().__init__(x, y, sample_weight, *args, **kwargs)
             except ValueError:
                 if data_adapters.is_grain_dataset(x) and next(iter(x), None) is None:
                     raise no_batches_error(data_adapters.GrainDatasetAdapter) from None

@@ -17,26 +17,22 @@ from keras_dist.variables.global_reads import require_same_call, run_on_process_
 _REASON = "every process writes the same file"
 
 
-def _save(model, path, write: Callable) -> None:
-    is_local = isinstance(path, (str, os.PathLike)) and not file_utils.is_remote_path(os.fspath(path))
-    work = functools.partial(write_atomically, path, write) if is_local else functools.partial(write, path)
-    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else type(path).__name__
-    return run_on_process_zero(model, f"save {where!r}", work)
+for _module, _name in (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+):
 
+    @INSTALLED.patch(_module, _name, reason=_REASON)
+    def _save(original, distribution, model, filepath, *args, **kwargs):
+        def write(path):
+            return original(model, path, *args, **kwargs)
 
-@INSTALLED.patch(saving_lib, "save_model", reason=_REASON)
-def _save_model(original, distribution, model, filepath, *args, **kwargs):
-    return _save(model, filepath, lambda path: original(model, path, *args, **kwargs))
-
-
-@INSTALLED.patch(saving_lib, "save_weights_only", reason=_REASON)
-def _save_weights_only(original, distribution, model, filepath, max_shard_size=None, objects_to_skip=None):
-    return _save(model, filepath, lambda path: original(model, path, max_shard_size, objects_to_skip))
-
-
-@INSTALLED.patch(legacy_h5_format, "save_model_to_hdf5", reason=_REASON)
-def _save_model_to_hdf5(original, distribution, model, filepath, overwrite=True, include_optimizer=True):
-    return _save(model, filepath, lambda path: original(model, path, overwrite, include_optimizer))
+        is_path = isinstance(filepath, (str, os.PathLike))
+        is_local = is_path and not file_utils.is_remote_path(os.fspath(filepath))
+        work = functools.partial(write_atomically, filepath, write) if is_local else functools.partial(write, filepath)
+        where = os.fspath(filepath) if is_path else type(filepath).__name__
+        return run_on_process_zero(model, f"save {where!r}", work)
 
 
 # ----------------------------------------------------------------------------------------------------------- callbacks
@@ -76,16 +72,15 @@ def _set_model(original, distribution, self, model):
     original(self, model)
 
 
-def _led_by_process_0(callback: type, name: str, what: str) -> None:
-    """Patches a method of a callback to run on process 0, while the others wait and send it shards that it reads."""
-
-    @INSTALLED.patch(callback, name, reason=_REASON)
-    def method(original, distribution, self, *args, **kwargs):
-        return run_on_process_zero(self.model, what, functools.partial(original, self, *args, **kwargs))
+@INSTALLED.patch(keras.callbacks.TensorBoard, "on_epoch_end", reason=_REASON)
+def _write_summaries(original, distribution, self, *args, **kwargs):
+    work = functools.partial(original, self, *args, **kwargs)
+    return run_on_process_zero(self.model, "write what TensorBoard shows", work)
 
 
-_led_by_process_0(keras.callbacks.TensorBoard, "on_epoch_end", "write what TensorBoard shows")
-_led_by_process_0(keras.callbacks.BackupAndRestore, "on_train_end", "delete a backup")
+@INSTALLED.patch(keras.callbacks.BackupAndRestore, "on_train_end", reason=_REASON)
+def _delete_backup(original, distribution, self, logs=None):
+    return run_on_process_zero(self.model, "delete a backup", functools.partial(original, self, logs))
 
 
 @INSTALLED.patch(
@@ -94,9 +89,8 @@ _led_by_process_0(keras.callbacks.BackupAndRestore, "on_train_end", "delete a ba
     reason="a process that is killed while it writes leaves a backup that cannot be read",
 )
 def _save_backup(original, distribution, self):
-    if file_utils.is_remote_path(self.backup_dir):
-        work = functools.partial(original, self)
-    else:
+    work = functools.partial(original, self)
+    if not file_utils.is_remote_path(self.backup_dir):
         work = functools.partial(write_atomically, self.backup_dir, functools.partial(_backup_in, self, original))
     return run_on_process_zero(self.model, "write a backup", work)
 

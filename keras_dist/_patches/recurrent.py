@@ -1,7 +1,5 @@
 """Patches of recurrent layers: each device computes all positions of the rows that it holds, by cuDNN or in a loop."""
 
-from typing import Any
-
 import keras
 from jax.experimental import rnn
 from jax.sharding import PartitionSpec
@@ -31,23 +29,8 @@ def _call_recurrent(original, distribution, self, sequences, initial_state=None,
     "lstm",
     reason="cuDNN's LSTM, which Keras calls on GPUs, cannot be partitioned: every device computes the global batch",
 )
-def _lstm(
-    original,
-    distribution,
-    x,
-    h_0,
-    c_0,
-    weights,
-    seq_lengths,
-    input_size,
-    hidden_size,
-    num_layers,
-    dropout,
-    bidirectional,
-    precision=None,
-):
+def _lstm(original, distribution, x, h_0, c_0, weights, seq_lengths, *args, **kwargs):
     arrays = x, h_0, c_0, weights
-    settings: Any = input_size, hidden_size, num_layers, dropout, bidirectional, precision
     if any(array.dtype != "float32" for array in arrays):
         # JAX fails when it lowers the call. Keras catches this error, and computes the layer in a loop.
         raise TypeError(
@@ -58,7 +41,7 @@ def _lstm(
     rows = sharding.spec  # over no axis if none divides the rows
     states = PartitionSpec(None, *rows)
     outputs, *last_states = call_per_device(
-        lambda *arrays: original(*arrays, *settings),
+        lambda *arrays: original(*arrays, *args, **kwargs),
         sharding.mesh,
         (*arrays, seq_lengths),
         specs=(rows, states, states, PartitionSpec(), rows),

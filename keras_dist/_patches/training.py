@@ -13,7 +13,6 @@ from keras_dist._keras.active_distribution import (
     INSTALLED,
     VARIABLES,
     active_distribution,
-    any_variable_distributed,
     distribution_of_model,
     remove_unused_patches,
     warn_of_idle_devices,
@@ -21,7 +20,6 @@ from keras_dist._keras.active_distribution import (
 from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
 from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
-from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batches import InputPipeline, select_local_rows
@@ -168,12 +166,9 @@ _checked: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[keras.Model,
 
 
 def _check_layout_map(distribution: Any, model: keras.Model) -> None:
-    rules = distribution.layout_rules()
-    if rules is None:
-        return
-    state = len(model.variables), rules  # LoRA adds variables later, and users add rules
+    state = len(model.variables), distribution.layout_rules()  # LoRA adds variables later, and users add rules
     checked = _checked.setdefault(distribution, weakref.WeakKeyDictionary())
-    if checked.get(model) != state:
+    if state[1] is not None and checked.get(model) != state:
         check_rules(model, distribution, distribution.strict)
         checked[model] = state
 
@@ -241,18 +236,18 @@ def _patch_make_function(step: str) -> None:
             placed = [variable for variable in variables if id(variable) not in seeds]
             check_placement(self, placed, distribution)
             place_new_seed_generators(self, distribution)
-            if reason := why_not_compiled(self):
+            if reason := model_structure.why_not_compiled(self):
                 warn(f"The operations of {self.name!r} run one by one, which is slow: {reason}")
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
             compared = self.name if distribution.is_multi_process else None
             with distribution.steps.replaced(self, step), changed(compared_model=compared):
                 original(self, force=True)
-            finish = _outputs_of_process if step == "predict" and distribution.is_multi_process else _unchanged
-            accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
-            keras_function = getattr(self, attribute)
+            keras_function, finish = getattr(self, attribute), None
             if distribution.is_multi_process:
                 keras_function = _counted(keras_function)
+                finish = _outputs_of_process if step == "predict" else None
+            accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
             function = step_function(self, step, keras_function, finish, accumulation)
             function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
@@ -271,10 +266,6 @@ def _counted(function):
     return begin_and_call
 
 
-def _unchanged(outputs, iterator):
-    return outputs
-
-
 def _outputs_of_process(outputs, iterator):
     distribution = active_distribution()
     assert distribution is not None
@@ -287,14 +278,13 @@ def _warn_if_not_active(model: keras.Model) -> bool:
     distribution = distribution_of_model(model)
     if distribution is None:
         warn_of_idle_devices(model.name)
-    if not any_variable_distributed():
-        remove_unused_patches()
-    elif current_distribution() is None and distribution is not None:
-        warn(
-            f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
-            f"device computes all rows, although its variables are distributed by {distribution}. Call "
-            "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
-            "keras_dist.redistribute(model) to move it to one device.",
-        )
-        return True
-    return False
+    remove_unused_patches()
+    if distribution is None or current_distribution() is not None:
+        return False
+    warn(
+        f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
+        f"device computes all rows, although its variables are distributed by {distribution}. Call "
+        "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
+        "keras_dist.redistribute(model) to move it to one device.",
+    )
+    return True

@@ -126,6 +126,7 @@ def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, co
         config = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
         model = saving_lib._model_from_config(config, custom_objects, compile, safe_mode)
         failed, messages = set(), {}
+        state = {"visited_saveables": set(), "failed_saveables": failed, "error_msgs": messages}
         with contextlib.ExitStack() as stores:
             weights = saving_lib.H5IOStore(saving_lib._VARS_FNAME_H5, archive, mode="r")
             stores.callback(weights.close)
@@ -133,15 +134,7 @@ def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, co
             if any(name.startswith(f"{saving_lib._ASSETS_DIRNAME}/") for name in archive.namelist()):
                 assets = saving_lib.DiskIOStore(saving_lib._ASSETS_DIRNAME, archive=archive, mode="r")
                 stores.callback(assets.close)
-            saving_lib._load_state(
-                model,
-                weights_store=weights,
-                assets_store=assets,
-                inner_path="",
-                visited_saveables=set(),
-                failed_saveables=failed,
-                error_msgs=messages,
-            )
+            saving_lib._load_state(model, weights_store=weights, assets_store=assets, inner_path="", **state)
     if failed:
         saving_lib._raise_loading_failure(messages)
     return model

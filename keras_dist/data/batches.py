@@ -226,6 +226,6 @@ class Batches:
 
     def _place_argument(self, leaf: Any) -> Any:
         is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
-        if not is_concrete or leaf.ndim == 0 or internals.has_mask(leaf) or is_global(leaf):
+        if not is_concrete or leaf.ndim == 0 or internals.get_keras_mask(leaf) is not None or is_global(leaf):
             return leaf
         return self.place(leaf)[0]

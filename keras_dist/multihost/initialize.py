@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from keras_dist._keras import internals
-from keras_dist._keras.global_state import initialize_seed
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import has_jax_started
@@ -71,7 +70,7 @@ def initialize(
     elif _timeout is None:  # `jax.distributed.initialize` or `keras.distribution.initialize` has joined the processes
         coordination.give_back_sigterm()
         _watch(seconds)
-        initialize_seed()
+        internals.backend_lib.initialize_rng()
 
 
 def _join(timeout: float, jax_initialize: Callable, **arguments) -> None:

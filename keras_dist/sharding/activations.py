@@ -49,7 +49,7 @@ def distribute_tensors(
             return leaf
         fitted = fit(leaf, layout) if is_on_mesh else layout
         if not is_on_mesh or not isinstance(leaf, Tracer):
-            return internals.distribute_with_keras(leaf, fitted)
+            return internals.backend_lib.distribute_tensor(leaf, fitted)
         return _constrain(leaf, fitted, None if gradient_layout is None else fit(leaf, gradient_layout))
 
     return jax.tree.map(distribute, tensors, is_leaf=_is_symbolic)
@@ -97,7 +97,7 @@ def _fit(
 def _constrain(leaf: Tracer, layout: Any, gradient_layout: Any) -> Any:
     def constrain(tensor):
         if gradient_layout is None:
-            return internals.distribute_with_keras(tensor, layout)
+            return internals.backend_lib.distribute_tensor(tensor, layout)
         return with_gradient_layout(tensor, layout, gradient_layout)
 
     sizes = as_device_mesh(layout.device_mesh).axis_sizes

@@ -16,7 +16,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.active_distribution import active_distribution
-from keras_dist._keras.internals import get_mask, set_mask
+from keras_dist._keras.internals import get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
@@ -211,7 +211,7 @@ class Steps:
             replaced = dict(zip(places, arrays, strict=True))
             with changed(is_improved=True, attention=None if current.attention is None else attention):
                 outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
-            masks.extend(map(get_mask, jax.tree.leaves(outputs)))  # attributes of tracers
+            masks.extend(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers
             return outputs, [mask for mask in masks if mask is not None]
 
         jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(state, arrays)
@@ -227,7 +227,7 @@ class Steps:
         kept = iter(kept_masks)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
-                set_mask(leaf, next(kept))
+                set_keras_mask(leaf, next(kept))
         return outputs
 
     def _program(

@@ -10,7 +10,7 @@ import keras
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import PackageDistribution, expect_distribution, installed_in_this_thread
-from keras_dist._keras.global_state import random_seed
+from keras_dist._keras.global_state import get_random_seed
 from keras_dist.attention.attention import attention
 from keras_dist.attention.exchange import EXCHANGES
 from keras_dist.data.batch_placement import BatchPlacer
@@ -98,8 +98,8 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
             )
         self._step_options = StepOptions() if step_options is None else step_options
         self._auto_shard_dataset = auto_shard_dataset
-        self._num_processes = internals.num_processes()
-        self._process_id = internals.process_id()
+        self._num_processes = internals.backend_lib.num_processes()
+        self._process_id = internals.backend_lib.process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = False
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
@@ -365,7 +365,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         if self.is_multi_process:
             settings = ("jit_compile", "run_eagerly", "steps_per_execution")
             facts = {name: getattr(model, name) for name in settings} | {
-                "random seed": random_seed(),
+                "random seed": get_random_seed(),
                 "distribution": repr(self),
                 "order of devices in the mesh": order_of_devices(self._device_mesh.backend_mesh),
                 "auto_shard_dataset": self.auto_shard_dataset,

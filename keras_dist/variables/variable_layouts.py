@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals, model_structure, training_state
-from keras_dist._keras.active_distribution import distribution_of, is_of_this_package, record_distribution
+from keras_dist._keras.active_distribution import PackageDistribution, distribution_of, record_distribution
 from keras_dist._keras.internals import as_sharding
 from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
@@ -74,7 +74,7 @@ def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras
 
 def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
     """Returns the layout of a variable's optimizer state: `layout`, the variable's own, if the user passed that."""
-    if not is_of_this_package(distribution):
+    if not isinstance(distribution, PackageDistribution):
         return layout
     chooser: Any = distribution
     spec = VariableSpec.of(variable)
@@ -222,4 +222,4 @@ def _move_variable(variable: keras.Variable, layout: Any, distribution: Any) -> 
         # Without a layout not committed to a device, like the value of a variable created without a distribution.
         value = jax.device_put(gather(value)) if layout is None else reshard(value, as_sharding(layout))
     internals.place_variable(variable, layout, value)
-    record_distribution(variable, distribution if is_of_this_package(distribution) else None)
+    record_distribution(variable, distribution if isinstance(distribution, PackageDistribution) else None)

@@ -57,7 +57,7 @@ def fit_with_a_pass_that_fails():
 
 
 def with_processes(number, function):
-    with mock.patch("keras_dist._keras.internals.num_processes", return_value=number):
+    with mock.patch("keras_dist._keras.internals.backend_lib.num_processes", return_value=number):
         function()
 
 

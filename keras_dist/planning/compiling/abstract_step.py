@@ -13,7 +13,6 @@ from jax.interpreters.mlir import ir  # pyright: ignore[reportAttributeAccessIss
 
 from keras_dist._keras import deferred_variables, internals, model_structure, tracing_errors, training_state
 from keras_dist._keras.global_state import global_state_restored
-from keras_dist._keras.uncompiled_layers import why_not_compiled
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
 from keras_dist.layout.tensor_layout import HOST_MEMORY, is_in_host_memory
@@ -203,7 +202,7 @@ def _as_model(model: Any, name: str) -> keras.Model:
             'where the model is built, or plan with step="predict".'
         )
     if model.run_eagerly or not model.jit_compile:
-        reason = why_not_compiled(model) or (
+        reason = model_structure.why_not_compiled(model) or (
             f"it has run_eagerly={model.run_eagerly} and jit_compile={model.jit_compile}. Leave both arguments of "
             "model.compile at their defaults."
         )
