@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 
@@ -12,11 +11,14 @@ from keras_dist._keras.internals import in_stateless_scope
 from keras_dist._keras.patch_registry import PatchGroup
 from keras_dist._keras.thread_value import ThreadValue
 
-DEFERRED = PatchGroup("deferred", "While a `deferred()` block is open in any thread. They act in threads where one is.")
-
 _lock = threading.RLock()
 _blocks_of_thread = ThreadValue(0)  # how many are open in this thread
 _blocks = 0  # how many are open in all threads
+DEFERRED = PatchGroup(
+    "deferred",
+    "While a `deferred()` block is open in any thread. They act in threads where one is.",
+    lambda: _blocks_of_thread.value or None,
+)
 
 
 class DeferredValue:
@@ -48,12 +50,6 @@ def deferred_initializer(variable: keras.Variable) -> Callable | None:
     """Returns the initializer of a variable that has no value yet, None for other variables."""
     is_deferred = variable._value is None and isinstance(variable._initializer, DeferredValue)
     return variable._initializer.initializer if is_deferred else None
-
-
-def set_value(variable: keras.Variable, value: Any) -> None:
-    """Gives a deferred variable its value, which has the variable's layout already."""
-    variable._value = value
-    variable._initializer = None
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def place_variable(variable, layout, value) -> None:
     """Sets the layout of a variable (None: no distribution), and its value in that layout unless it is None."""
     variable._layout = layout
     if value is not None:
-        variable._value = value
+        variable._value, variable._initializer = value, None  # of a deferred variable
 
 
 def weights_of_optimizer(optimizer) -> list:

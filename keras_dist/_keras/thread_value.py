@@ -9,17 +9,7 @@ T = TypeVar("T")
 
 
 class ThreadValue(threading.local, Generic[T]):
-    """A value that a block of code sets for its thread; everywhere else it is `default`.
-
-    Example:
-
-    >>> depth = ThreadValue(0)
-    >>> with depth.set_to(1):
-    ...     depth.value
-    1
-    >>> depth.value
-    0
-    """
+    """A value that a block of code sets for its thread; everywhere else it is `default`."""
 
     def __init__(self, default: T):  # called once in each thread
         self.value = default

@@ -7,8 +7,7 @@
 * `deferred_creation.py`: variables without values.
 * `epoch_iterator.py`: the batches of `fit`, `evaluate` and `predict`.
 * `resumable_iterator.py`: data iterators that begin in the middle of an epoch.
-* `weight_loading.py`: values are loaded directly into shards.
-* `variable_access.py`: variables whose shards are on several processes are read.
+* `variable_values.py`: values are loaded directly into shards, and read from shards on several processes.
 * `attention.py`: attention is computed by the kernels of the devices, on their shards.
 * `file_saving.py`: files are written once, by process 0, and atomically.
 * `orbax_loading.py`: Orbax checkpoints are restored completely.

@@ -1,6 +1,6 @@
 """Patches that create variables without values inside `deferred()`."""
 
-from keras_dist._keras.deferred_variables import DEFERRED, DeferredValue, deferred_initializer, is_deferring
+from keras_dist._keras.deferred_variables import DEFERRED, DeferredValue, deferred_initializer
 from keras_dist._keras.internals import JaxVariable, KerasVariable
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
@@ -8,27 +8,21 @@ _REASON = "a variable gets a value when it is created"
 
 
 @DEFERRED.patch(JaxVariable, "_initialize_with_initializer", reason=_REASON)
-def _initialize_with_initializer(original, self, initializer):
-    if not is_deferring():
-        return original(self, initializer)
+def _initialize_with_initializer(original, blocks, self, initializer):
     self._initialize_layout()
     self._value = None
     self._initializer = DeferredValue(initializer, self.path)
 
 
 @DEFERRED.patch(KerasVariable, "_deferred_initialize", reason=_REASON)
-def _deferred_initialize(original, self):
+def _deferred_initialize(original, blocks, self):
     # Called for variables of layers that are created while shapes are inferred. Keras drops the initializer after this.
-    if not is_deferring():
-        return original(self)
     if not isinstance(self._initializer, DeferredValue):
         self._initialize_with_initializer(self._initializer)
 
 
 @DEFERRED.patch(JaxVariable, "_initialize", reason=_REASON)
-def _initialize(original, self, value):
-    if not is_deferring():
-        return original(self, value)
+def _initialize(original, blocks, self, value):
     # The value that the user passed stays where it is: a device that is not attached could not hold it.
     self._shape = self._validate_shape(value.shape)
     self._initialize_layout()
@@ -36,10 +30,10 @@ def _initialize(original, self, value):
 
 
 @DEFERRED.patch(JaxVariable, "_direct_assign", reason=_REASON)
-def _direct_assign(original, self, value):
-    if is_deferring() and deferred_initializer(self) is not None:
+def _direct_assign(original, blocks, self, value):
+    if deferred_initializer(self) is not None:
         self._initializer = DeferredValue(lambda shape, dtype=None: value, self.path)
-    elif is_deferring() and not is_on_attached_devices(self):
+    elif not is_on_attached_devices(self):
         self._value = value
     else:
         original(self, value)

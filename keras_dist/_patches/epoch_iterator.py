@@ -31,37 +31,37 @@ _newest_iterator: ContextVar[Callable[[], Any]] = ContextVar("newest_iterator", 
     "JAXEpochIterator",
     reason="several processes accept tf.data only, batches are not prefetched, and training cannot resume in an epoch",
 )
+def _epoch_iterator(original, distribution, x, y=None, sample_weight=None, *args, **kwargs):
+    for leaf in keras.tree.flatten((x, y, sample_weight)):
+        require_numbers(leaf)
+    # Keras's adapters must read all data; the pipeline decides which process uses which rows. Since Keras 3.16 they
+    # leave out batches of other processes where they find a distribution.
+    with no_distribution_in_this_thread():
+        try:
+            iterator = EpochIterator(distribution, x, y, sample_weight, *args, **kwargs)
+        except ValueError:
+            if data_adapters.is_grain_dataset(x) and next(iter(x), None) is None:
+                raise no_batches_error(data_adapters.GrainDatasetAdapter) from None
+            raise
+    _newest_iterator.set(weakref.ref(iterator))
+    return iterator
+
+
 class EpochIterator(trainer.JAXEpochIterator):
     """Keras's iterator over the batches of an epoch, with batches from an `InputPipeline`."""
 
     _current_iterator: Any
 
-    def __init__(self, x, y=None, sample_weight=None, *args, **kwargs):
-        self._distribution: Any = active_distribution()
+    def __init__(self, distribution, *args, **kwargs):
+        self._distribution = distribution
         self._step: str | None = None  # what the batches are for, once that is known
         self._model: Callable[[], Any] = lambda: None  # the model that is trained
         self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
         self._is_in_epoch = self._has_begun = False
-        if self._distribution is None:
-            super().__init__(x, y, sample_weight, *args, **kwargs)
-            return
-        for leaf in keras.tree.flatten((x, y, sample_weight)):
-            require_numbers(leaf)
-        # Keras's adapters must read all data; the pipeline decides which process uses which rows. Since Keras 3.16 they
-        # leave out batches of other processes where they find a distribution.
-        with no_distribution_in_this_thread():
-            try:
-                super().__init__(x, y, sample_weight, *args, **kwargs)
-            except ValueError:
-                if data_adapters.is_grain_dataset(x) and next(iter(x), None) is None:
-                    raise no_batches_error(data_adapters.GrainDatasetAdapter) from None
-                raise
-        _newest_iterator.set(weakref.ref(self))
+        super().__init__(*args, **kwargs)
 
     def _get_iterator(self, start=0, data_position=None):
-        if self._distribution is None:
-            return super()._get_iterator()
         adapter, must_have_batches, self._has_begun = self.data_adapter, not self._has_begun, True
         return self._distribution.batches.pipeline(
             lambda: ResumableIterator(adapter, start, data_position, must_have_batches),
@@ -71,9 +71,6 @@ class EpochIterator(trainer.JAXEpochIterator):
         )
 
     def _enumerate_iterator(self) -> Any:
-        if self._distribution is None:
-            yield from super()._enumerate_iterator()
-            return
         start = position.begin_tracking(self) if self._step == "train" else None
         steps: Any = super()._enumerate_iterator() if start is None else self._enumerate_from(*start)
         self._is_in_epoch = False

@@ -1,10 +1,8 @@
 """Patches of calls of models and layers, and of the variables that they read."""
 
-import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator
 
 import keras
 
@@ -32,27 +30,18 @@ def _call_model(original, self, *args, **kwargs):
     if not isinstance(self, keras.Model):
         return original(self, *args, **kwargs)
     distribution = active_distribution()
-    if distribution is None:
-        with _explained_devices(self):
-            return original(self, *args, **kwargs)
-    if not in_stateless_scope():
+    if distribution is not None and not in_stateless_scope():
         args, kwargs = distribution.batches.place_arguments(self, args, kwargs)
-    return original(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _explained_devices(model: keras.Model) -> Iterator[None]:
-    """Raises JAX's error about inputs on other devices than the variables again, with the fix."""
     try:
-        yield
+        return original(self, *args, **kwargs)
     except ValueError as error:
-        owner = distribution_of_model(model)
+        owner = distribution_of_model(self)
         # Keras surrounds JAX's text with the arguments of a layer, in bold.
         jax_error = re.search(r"Received incompatible devices[^\n\x1b]*", str(error))
-        if owner is None or jax_error is None or "keras_dist.redistribute" in str(error):
+        if distribution or owner is None or jax_error is None or "keras_dist.redistribute" in str(error):
             raise
         raise ValueError(
-            f"{model.name!r} was called with arrays on other devices than its variables, which are distributed by "
+            f"{self.name!r} was called with arrays on other devices than its variables, which are distributed by "
             f"{owner}, while no distribution is active. Call keras_dist.redistribute(model) to move it to one device, "
             f"or call it while its distribution is active. JAX reports: {jax_error[0]}"
         ) from error

@@ -99,7 +99,7 @@ def materialize(model: ModelT) -> ModelT:
         programs: dict[Any, Future] = {}
         initializations = [_initialization(variable, programs, pool) for variable in variables]
         for variable, initialize in zip(variables, initializations, strict=True):
-            deferred_variables.set_value(variable, initialize())
+            internals.place_variable(variable, variable_layout(variable), initialize())
     return model
 
 

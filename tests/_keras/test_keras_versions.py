@@ -10,7 +10,6 @@ from support.new_process import run
 
 import keras_dist as kd
 from keras_dist._keras import data_adapters, internals
-from keras_dist._patches.epoch_iterator import EpochIterator
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,9 @@ def test_adapters_of_keras_read_all_batches(data):
     with mock.patch.object(internals.backend_lib, "num_processes", return_value=2):
         distribution = kd.DataParallel()
     with distribution.scope():
-        adapter = EpochIterator(data, batch_size=None if isinstance(data, Rows) else 2).data_adapter
+        adapter = internals.trainer.JAXEpochIterator(
+            data, batch_size=None if isinstance(data, Rows) else 2
+        ).data_adapter
     assert distribution.num_data_shards == 2
     assert adapter.num_batches == 8
     batches = [batch[0] if isinstance(batch, tuple) else batch for batch in adapter.get_jax_iterator()]
