@@ -16,11 +16,9 @@ def _require_jax_backend() -> None:
         import keras
 
         backend, where = keras.config.backend(), "Keras was imported with the backend"
-    elif os.environ.get("KERAS_BACKEND"):
-        backend, where = os.environ["KERAS_BACKEND"], "KERAS_BACKEND is"
     else:
-        os.environ["KERAS_BACKEND"] = backend = "jax"
-        where = ""
+        backend, where = os.environ.get("KERAS_BACKEND") or "jax", "KERAS_BACKEND is"
+        os.environ["KERAS_BACKEND"] = backend
     if backend != "jax":
         raise ValueError(
             f"keras_dist needs Keras's JAX backend, but {where} {backend!r}. "
@@ -37,7 +35,6 @@ from keras_dist._keras.replaced_in_jax import replaces_in_jax  # noqa: E402
 
 
 def unsupported_keras(problem: object) -> str:
-    """Returns the text of an error about a Keras release that lacks something this package needs."""
     return (
         f"keras_dist does not support Keras {keras.__version__}: {problem}. Install a release of Keras that "
         "keras_dist's docs/keras_versions.md lists, or a newer keras_dist."

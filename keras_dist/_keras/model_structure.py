@@ -95,7 +95,6 @@ def automatic_names(model) -> set[str]:
 
 
 def pack_outputs(graph, outputs: list) -> Any:
-    """Returns the outputs of a functional model in their structure."""
     return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
 
@@ -135,7 +134,6 @@ def tied_tables(model) -> set[int]:
 
 
 def casts_rows_to_fewer_bytes(layer) -> bool:
-    """Returns whether an `Embedding` layer computes in a dtype with fewer bytes than that of its table."""
     of_table = jax.numpy.dtype(stored_dtype(embedding_table(layer)))
     return jax.numpy.dtype(layer.compute_dtype).itemsize < of_table.itemsize
 

@@ -18,17 +18,12 @@ _BY_COLUMN = "kernel_scale", "kernel_zero", "zero_point"  # and perhaps for each
 
 
 class FloatWeight(NamedTuple):
-    """The float weight whose values a variable of a quantized layer stores, or belongs to.
+    """The float weight whose values a variable of a quantized layer stores, or belongs to."""
 
-    Attributes:
-        name: The name of the float weight in its layer.
-        shape: Its shape, if the variable stores its values.
-        dims: Of each dim of the variable, the dims of the float weight that it consists of. Only the first of several
-            is contiguous: a shard of another one is not the same part of the float weight.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None
+    name: str  # in its layer
+    shape: tuple[int, ...] | None  # if the variable stores its values
+    # Of each dim of the variable, the dims of the float weight that it consists of. Only the first of several is
+    # contiguous: a shard of another one is not the same part of the float weight.
     dims: Dims
 
 

@@ -57,5 +57,4 @@ def compute_gradients(
 
 
 def apply_gradients(model: Any, state: TrainState, gradients: Sequence[Any]) -> tuple[list, list]:
-    """Returns the new values of the weights and of the optimizer's variables."""
     return model.optimizer.stateless_apply(state.optimizer, gradients, state.weights)

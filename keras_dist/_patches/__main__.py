@@ -18,22 +18,21 @@ This file is generated: `python -m keras_dist._patches > docs/patches.md`. A pat
 def document() -> str:
     parts = [_HEAD]
     for group in GROUPS:
-        rows = [_row(patch) for patch in sorted(group.patches, key=lambda patch: (_file(patch), patch.target))]
+        patches = sorted(group.patches, key=lambda patch: (_file(patch), patch.target))
+        rows = [
+            f"| `{p.target.removeprefix('keras.src.')}` | {p.reason} | {p.issue} | `{_file(p)}` |\n" for p in patches
+        ]
         parts.append(
             f"## {group.name.capitalize()} ({len(rows)})\n\n{group.when}\n\n"
             "| Function of Keras | What is wrong or missing without the patch | Upstream | File |\n"
             f"|---|---|---|---|\n{''.join(rows)}"
         )
-    rows = "".join(f"| {r.functions} | {r.when} | {r.reason} | `{r.module.replace('.', '/')}.py` |\n" for r in REPLACED)
+    rows = [f"| {what} | {when} | {why} | `{module.replace('.', '/')}.py` |\n" for what, when, why, module in REPLACED]
     parts.append(
         "## In JAX, for a time\n\nNo patches: these are replaced where they are needed, and then restored.\n\n"
-        f"| Replaced | When | Why | File |\n|---|---|---|---|\n{rows}"
+        f"| Replaced | When | Why | File |\n|---|---|---|---|\n{''.join(rows)}"
     )
     return "\n".join(parts)
-
-
-def _row(patch: Patch) -> str:
-    return f"| `{patch.target.removeprefix('keras.src.')}` | {patch.reason} | {patch.issue} | `{_file(patch)}` |\n"
 
 
 def _file(patch: Patch) -> str:

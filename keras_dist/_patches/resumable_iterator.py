@@ -71,8 +71,7 @@ class ResumableIterator:
             self._began = _random_state_before_workers(adapter) or RandomState.capture()
             self._epochs_began = finished_epochs(adapter)
             return iter(adapter.get_jax_iterator())
-        if _has_workers(adapter):
-            _stop(adapter.enqueuer)  # it has already drawn the order and read batches
+        _stop_workers(adapter)  # they have already drawn the order and read batches
         if position is not None:
             position.began.restore()
         self._began = RandomState.capture()
@@ -87,8 +86,7 @@ def begin_finished_epoch(adapter: Any) -> None:
     """Begins an epoch whose batches are all done: its order was drawn before, so the random state does not change."""
     before = RandomState.capture()
     adapter.on_epoch_begin()
-    if _has_workers(adapter):
-        _stop(adapter.enqueuer)
+    _stop_workers(adapter)
     before.restore()
 
 
@@ -152,18 +150,18 @@ def _dataset_batches(adapter: Any, start: int) -> Iterator:
             shuffle_batches(order, adapter)
         indices = order[start:]
         if adapter.enqueuer is not None and indices:
-            return _batches_of_workers(adapter.enqueuer, _Remainder(dataset, indices))
+            return _batches_of_workers(adapter, _Remainder(dataset, indices))
     return (dataset[index] for index in indices)
 
 
-def _batches_of_workers(enqueuer: Any, remainder: _Remainder) -> Iterator:
-    dataset, shuffle = enqueuer.py_dataset, enqueuer.shuffle
+def _batches_of_workers(adapter: Any, remainder: _Remainder) -> Iterator:
+    enqueuer, dataset, shuffle = adapter.enqueuer, adapter.enqueuer.py_dataset, adapter.enqueuer.shuffle
     enqueuer.py_dataset, enqueuer.shuffle = remainder, False
     try:
         start_workers(enqueuer)
         yield from itertools.islice(enqueuer.get(), len(remainder))
     finally:
-        _stop(enqueuer)
+        _stop_workers(adapter)
         enqueuer.py_dataset, enqueuer.shuffle = dataset, shuffle
 
 
@@ -173,10 +171,11 @@ def _has_workers(adapter: Any) -> bool:
     return is_dataset and adapter.enqueuer is not None and adapter.py_dataset.num_batches is not None
 
 
-def _stop(enqueuer: Any) -> None:
-    """Stops the workers of a PyDataset and discards what they have read."""
-    enqueuer.stop()
-    enqueuer.ready_queue = queue.Queue()
+def _stop_workers(adapter: Any) -> None:
+    """Stops workers, if there are any, and discards what they have read."""
+    if _has_workers(adapter):
+        adapter.enqueuer.stop()
+        adapter.enqueuer.ready_queue = queue.Queue()
 
 
 def _random_state_before_workers(adapter: Any) -> RandomState | None:
@@ -190,9 +189,8 @@ def _random_state_before_workers(adapter: Any) -> RandomState | None:
     reason="batches that workers read before `fit` began come first, and the last ones are left out",
 )
 def _on_epoch_begin(original, distribution, self):
-    if _has_workers(self):
-        _stop(self.enqueuer)
-        self._random_state_before_workers = RandomState.capture()
+    _stop_workers(self)
+    self._random_state_before_workers = RandomState.capture()
     return original(self)
 
 
