@@ -172,7 +172,7 @@ def warn_of_other_scopes(path: str) -> None:
             f"although scopes are open in other threads: {others}. The thread has none of them, because {cause}. Open "
             "one in this thread (`with distribution.scope():`), or call keras_dist.set_distribution(distribution), "
             "which applies to all threads. If one device is intended, call keras.distribution.set_distribution(None) "
-            "in this thread.",
+            "in this thread."
         )
 
 

@@ -3,8 +3,9 @@
 A patch replaces one function of Keras where Keras has no public hook. It belongs to a `PatchGroup`; the patches of a
 group are installed and removed together. Example, from `_patches/training.py`:
 
-    @INSTALLED.patch(trainer, "_distribute_data", reason="batches of any size")
+    @INSTALLED.patch(trainer, "_distribute_data", issue="keras#21167")
     def _distribute_data(original, distribution, data, layouts=None):
+        # The docstring says what is wrong or missing in Keras: "Without it, ..."
         return distribution.distribute_batch(data)
 
 While the group is installed, `trainer._distribute_data(data)` calls this function with Keras's own function as
@@ -92,16 +93,18 @@ class PatchGroup:
         self._installed: dict[Patch, tuple[Any, Any]] = {}  # what the owner had, and what replaced it
         GROUPS.append(self)
 
-    def patch(self, owner: Any, name: str, reason: str, issue: str = "", every_thread: bool = False) -> Callable:
+    def patch(self, owner: Any, name: str, reason: str = "", issue: str = "", every_thread: bool = False) -> Callable:
         """Returns a decorator that declares a function, or a class, to be the replacement of one of Keras's.
 
-        With `every_thread` the replacement is called without the group's context, in every thread.
+        Without a reason, the docstring of the replacement is that: "Without it, ...". With `every_thread` the
+        replacement is called without the group's context, in every thread.
         """
 
         def declare(replacement):
             assert not any(p.owner is owner and p.name == name for group in GROUPS for p in group.patches)
+            why = reason or " ".join((replacement.__doc__ or "").split()).removeprefix("Without it, ").rstrip(".")
             context = None if every_thread else self._context
-            self.patches.append(Patch(owner, name, replacement, reason, issue, context))
+            self.patches.append(Patch(owner, name, replacement, why, issue, context))
             return replacement
 
         return declare

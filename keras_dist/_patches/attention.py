@@ -8,13 +8,7 @@ from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED
 
 
-@INSTALLED.patch(
-    internals.nn,
-    "dot_product_attention",
-    reason="TPU kernels cannot be partitioned automatically and are given neither the scale nor the mask; traced masks "
-    "silently disable them; GPUs need the kernel on each device's rows and heads",
-    issue="keras#21116",
-)
+@INSTALLED.patch(internals.nn, "dot_product_attention", issue="keras#21116")
 def _dot_product_attention(
     original,
     distribution,
@@ -28,6 +22,9 @@ def _dot_product_attention(
     flash_attention=None,
     attn_logits_soft_cap=None,
 ):
+    """Without it, TPU kernels cannot be partitioned automatically and are given neither the scale nor the mask; traced
+    masks silently disable them; GPUs need the kernel on each device's rows and heads.
+    """
     operands: list[Any] = [keras.ops.convert_to_tensor(tensor) for tensor in (query, key, value)]
     if any(len(tensor.shape) != 4 for tensor in operands):
         return original(*operands)  # raises Keras's error

@@ -7,12 +7,9 @@ from keras_dist._keras.internals import GLOBAL_NAME, JaxVariable, global_state
 from keras_dist._keras.quantized_weights import record_creation
 
 
-@ALWAYS.patch(
-    global_state,
-    "set_global_attribute",
-    reason="`keras.distribution.set_distribution` installs no patches where it is passed a distribution of keras_dist",
-)
+@ALWAYS.patch(global_state, "set_global_attribute")
 def _set_global_attribute(original, name, value):
+    """Without it, `keras.distribution.set_distribution` installs no patches for a distribution of keras_dist."""
     if name == GLOBAL_NAME:
         if value is not None or not is_clearing_session():
             active_distribution.set_by_keras(value)
@@ -20,26 +17,19 @@ def _set_global_attribute(original, name, value):
         original(name, value)
 
 
-@INSTALLED.patch(
-    global_state,
-    "get_global_attribute",
-    reason="the distribution is lost in `clear_session()`, and other threads do not see it",
-    every_thread=True,
-)
+@INSTALLED.patch(global_state, "get_global_attribute", every_thread=True)
 def _get_global_attribute(original, name, default=None, set_to_default=False):
+    """Without it, the distribution is lost in `clear_session()`, and other threads do not see it."""
     if name == GLOBAL_NAME and active_distribution.is_unset():
         return active_distribution.fallback()
     return original(name, default, set_to_default)
 
 
-@INSTALLED.patch(
-    JaxVariable,
-    "_initialize_layout",
-    reason="Keras does not record whether a variable's layout comes from the user or from which distribution, nor what "
-    "float weight a variable of a quantized layer stores",
-    every_thread=True,
-)
+@INSTALLED.patch(JaxVariable, "_initialize_layout", every_thread=True)
 def _initialize_layout(original, self):
+    """Without it, Keras does not record whether a variable's layout comes from the user or from which distribution, nor
+    what float weight a variable of a quantized layer stores.
+    """
     distribution = active_distribution.active_distribution()
     if distribution is None:
         active_distribution.warn_of_other_scopes(self.path)

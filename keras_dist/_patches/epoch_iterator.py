@@ -26,12 +26,9 @@ from keras_dist.data.position import DataPosition
 _newest_iterator: ContextVar[Callable[[], Any]] = ContextVar("newest_iterator", default=lambda: None)
 
 
-@INSTALLED.patch(
-    trainer,
-    "JAXEpochIterator",
-    reason="several processes accept tf.data only, batches are not prefetched, and training cannot resume in an epoch",
-)
+@INSTALLED.patch(trainer, "JAXEpochIterator")
 def _epoch_iterator(original, distribution, x, y=None, sample_weight=None, *args, **kwargs):
+    """Without it, several processes accept tf.data only, batches are not prefetched, and no epoch can be resumed."""
     for leaf in keras.tree.flatten((x, y, sample_weight)):
         require_numbers(leaf)
     # Keras's adapters must read all data; the pipeline decides which process uses which rows. Since Keras 3.16 they

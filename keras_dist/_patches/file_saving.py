@@ -17,22 +17,18 @@ from keras_dist.variables.global_reads import require_same_call, run_on_process_
 _REASON = "every process writes the same file"
 
 
-for _module, _name in (
-    (saving_lib, "save_model"),
-    (saving_lib, "save_weights_only"),
-    (legacy_h5_format, "save_model_to_hdf5"),
-):
+@INSTALLED.patch(saving_lib, "save_model", reason=_REASON)
+@INSTALLED.patch(saving_lib, "save_weights_only", reason=_REASON)
+@INSTALLED.patch(legacy_h5_format, "save_model_to_hdf5", reason=_REASON)
+def _save(original, distribution, model, filepath, *args, **kwargs):
+    def write(path):
+        return original(model, path, *args, **kwargs)
 
-    @INSTALLED.patch(_module, _name, reason=_REASON)
-    def _save(original, distribution, model, filepath, *args, **kwargs):
-        def write(path):
-            return original(model, path, *args, **kwargs)
-
-        is_path = isinstance(filepath, (str, os.PathLike))
-        is_local = is_path and not file_utils.is_remote_path(os.fspath(filepath))
-        work = functools.partial(write_atomically, filepath, write) if is_local else functools.partial(write, filepath)
-        where = os.fspath(filepath) if is_path else type(filepath).__name__
-        return run_on_process_zero(model, f"save {where!r}", work)
+    is_path = isinstance(filepath, (str, os.PathLike))
+    is_local = is_path and not file_utils.is_remote_path(os.fspath(filepath))
+    work = functools.partial(write_atomically, filepath, write) if is_local else functools.partial(write, filepath)
+    where = os.fspath(filepath) if is_path else type(filepath).__name__
+    return run_on_process_zero(model, f"save {where!r}", work)
 
 
 # ----------------------------------------------------------------------------------------------------------- callbacks
@@ -83,12 +79,9 @@ def _delete_backup(original, distribution, self, logs=None):
     return run_on_process_zero(self.model, "delete a backup", functools.partial(original, self, logs))
 
 
-@INSTALLED.patch(
-    keras.callbacks.BackupAndRestore,
-    "_save_model",
-    reason="a process that is killed while it writes leaves a backup that cannot be read",
-)
+@INSTALLED.patch(keras.callbacks.BackupAndRestore, "_save_model")
 def _save_backup(original, distribution, self):
+    """Without it, a process that is killed while it writes leaves a backup that cannot be read."""
     work = functools.partial(original, self)
     if not file_utils.is_remote_path(self.backup_dir):
         work = functools.partial(write_atomically, self.backup_dir, functools.partial(_backup_in, self, original))
@@ -108,12 +101,9 @@ def _backup_in(callback, write: Callable, folder: str) -> None:
     write(other)
 
 
-@INSTALLED.patch(
-    keras.callbacks.BackupAndRestore,
-    "on_train_begin",
-    reason="only some processes find a backup, and the rest begins anew",
-)
+@INSTALLED.patch(keras.callbacks.BackupAndRestore, "on_train_begin")
 def _restore(original, distribution, self, logs=None):
+    """Without it, only some processes find a backup, and the rest begins anew."""
     if messaging.is_multi_process():
         found = [file_utils.exists(path) for path in (self._weights_path, self._training_metadata_path)]
         require_same_call(

@@ -12,21 +12,15 @@ from keras_dist._keras.internals import distribution_lib, in_stateless_scope
 from keras_dist.variables import global_reads
 
 
-@INSTALLED.patch(
-    distribution_lib,
-    "distribute_tensor",
-    reason="output rules fail for layers that return several tensors, and for batches that the axes do not divide",
-)
+@INSTALLED.patch(distribution_lib, "distribute_tensor")
 def _distribute_tensor(original, distribution, tensor, layout):
+    """Without it, output rules fail for layers with several outputs, and for batches that the axes do not divide."""
     return distribution.layer_calls.shard_outputs(tensor, layout)
 
 
-@VARIABLES.patch(
-    keras.Layer,
-    "__call__",
-    reason="`model(x)` replicates its input over all devices; after its distribution, it fails without saying why",
-)
+@VARIABLES.patch(keras.Layer, "__call__")
 def _call_model(original, self, *args, **kwargs):
+    """Without it, `model(x)` replicates its input over all devices, and fails unexplained after its distribution."""
     if not isinstance(self, keras.Model):
         return original(self, *args, **kwargs)
     distribution = active_distribution()
@@ -47,26 +41,19 @@ def _call_model(original, self, *args, **kwargs):
         ) from error
 
 
-@INSTALLED.patch(
-    keras.Layer,
-    "stateless_call",
-    reason="a layer that reads a weight cannot be told from an optimizer that does",
-)
+@INSTALLED.patch(keras.Layer, "stateless_call")
 def _stateless_call(
     original, distribution, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs
 ):
+    """Without it, a layer that reads a weight cannot be told from an optimizer that does."""
     call = functools.partial(original, self, return_losses=return_losses)
     state = trainable_variables, non_trainable_variables
     return distribution.layer_calls.call_stateless(self, call, state, (args, kwargs))
 
 
-@INSTALLED.patch(
-    internals.KerasVariable,
-    "_maybe_autocast",
-    reason="layers compute with a weight in the layout it is stored in, and process 0 cannot compute with it alone",
-    every_thread=True,
-)
+@INSTALLED.patch(internals.KerasVariable, "_maybe_autocast", every_thread=True)
 def _read_variable(original, self, value):
+    """Without it, layers compute with a weight in its stored layout, and process 0 cannot compute with it alone."""
     if global_reads.is_running_for_all():
         value = global_reads.local_value(self, value)
     distribution = active_distribution()
@@ -74,44 +61,32 @@ def _read_variable(original, self, value):
     return cast(value) if distribution is None else distribution.layer_calls.read_weight(self, value, cast)
 
 
-@INSTALLED.patch(
-    keras.layers.Embedding,
-    "call",
-    reason="FSDP gathers the table for a few rows of it, and in float32 although the layer casts the rows",
-)
+@INSTALLED.patch(keras.layers.Embedding, "call")
 def _call_embedding(original, distribution, self, inputs):
+    """Without it, FSDP gathers the table for a few rows of it, and in float32 although the layer casts the rows."""
     rows = distribution.layer_calls.look_up(self, inputs)
     return original(self, inputs) if rows is None else rows
 
 
-@INSTALLED.patch(
-    keras.Operation,
-    "__call__",
-    reason="layout maps have no rules for inputs, and a layer cannot gather its weights again for the backward pass",
-)
+@INSTALLED.patch(keras.Operation, "__call__")
 def _call_operation(original, distribution, self, *args, **kwargs):
+    """Without it, layout maps have no rules for inputs, and backward passes cannot gather weights of a layer again."""
     if not isinstance(self, keras.Layer):
         return original(self, *args, **kwargs)
     return distribution.layer_calls.run(self, original, args, kwargs)
 
 
-@INSTALLED.patch(
-    internals.function_lib.Function,
-    "_run_through_graph",
-    reason="blocks of a functional model that are not layers cannot be computed again for the backward pass",
-)
+@INSTALLED.patch(internals.function_lib.Function, "_run_through_graph")
 def _run_through_graph(original, distribution, self, inputs, operation_fn=lambda op: op, call_fn=None):
+    """Without it, blocks of a functional model that are not layers cannot be computed again for the backward pass."""
     outputs = None if call_fn is not None else distribution.layer_calls.run_graph(self, inputs, operation_fn)
     return original(self, inputs, operation_fn, call_fn) if outputs is None else outputs
 
 
-@INSTALLED.patch(
-    internals.remat_lib,
-    "remat",
-    reason="`RematScope` fails for layers that branch on `training`, and leaks the state of random generators",
-    every_thread=True,
-)
+@INSTALLED.patch(internals.remat_lib, "remat", every_thread=True)
 def _remat(original, f):
+    """Without it, `RematScope` fails for layers that branch on `training`, and leaks the state of random generators."""
+
     def call(*args, **kwargs):
         distribution = active_distribution()
         if distribution is None or not in_stateless_scope():

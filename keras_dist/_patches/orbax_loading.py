@@ -13,10 +13,13 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import PROGRESS
 
-_REASON, _ISSUE = "nothing, or only a part, of a checkpoint is restored silently", "keras#23251"
 
-
+@ALWAYS.patch(saving_api, "load_weights", issue="keras#23251")
+@ALWAYS.patch(keras.saving, "load_weights", issue="keras#23251")
 def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
+    """Without it, checkpoints of `TrainingCheckpoint` cannot be read on other devices; while a distribution of
+    keras_dist is active: nothing, or only a part, of a checkpoint is restored silently.
+    """
     path = str(filepath)
     is_other_format = path.endswith((".keras", ".h5", ".hdf5", ".weights.json"))
     if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
@@ -33,22 +36,13 @@ def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
     if restored.damaged:
         warn(
             f"{restore.damage_text(directory, restored.damaged)}. {os.path.join(directory, restored.step)} is loaded "
-            "instead.",
+            "instead."
         )
 
 
-for _owner in (saving_api, keras.saving):
-    ALWAYS.patch(
-        _owner,
-        "load_weights",
-        reason="checkpoints of `TrainingCheckpoint` cannot be read on other devices; while a distribution of "
-        f"keras_dist is active: {_REASON}",
-        issue=_ISSUE,
-    )(_load_weights)
-
-
-@INSTALLED.patch(saving_api, "_load_model_from_orbax_checkpoint", reason=_REASON, issue=_ISSUE)
+@INSTALLED.patch(saving_api, "_load_model_from_orbax_checkpoint", issue="keras#23251")
 def _load_model(original, distribution, filepath, custom_objects=None, compile=True, safe_mode=True):
+    """Without it, nothing, or only a part, of a checkpoint is restored silently."""
     (directory, (step, *_)), ocp = _steps(str(filepath)), restore.orbax()
     path = os.path.join(directory, step)
     parts = set(ocp.checkpointables_metadata(path).metadata)
@@ -66,12 +60,9 @@ def _load_model(original, distribution, filepath, custom_objects=None, compile=T
     return model
 
 
-@INSTALLED.patch(
-    sys.modules[keras.callbacks.OrbaxCheckpoint.__module__],
-    "_get_state_tree",
-    reason="arrays are kept until they are written, and a step copies arrays that something else refers to",
-)
+@INSTALLED.patch(sys.modules[keras.callbacks.OrbaxCheckpoint.__module__], "_get_state_tree")
 def _get_state_tree(original, distribution, model):
+    """Without it, arrays are kept until they are written, and a step copies arrays that something else refers to."""
     return jax.tree.map(lent, original(model))
 
 

@@ -9,12 +9,9 @@ from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.per_device import call_per_device
 
 
-@INSTALLED.patch(
-    keras.layers.RNN,
-    "call",
-    reason="a loop over a sequence that is sharded over devices sends data between them at every position",
-)
+@INSTALLED.patch(keras.layers.RNN, "call")
 def _call_recurrent(original, distribution, self, sequences, initial_state=None, mask=None, training=False):
+    """Without it, a loop over a sequence that is sharded over devices sends data between them at every position."""
     sequences, mask = distribution.sequences.gather((sequences, mask))
     outputs = original(self, sequences, initial_state=initial_state, mask=mask, training=training)
     if not self.return_sequences:
@@ -24,12 +21,9 @@ def _call_recurrent(original, distribution, self, sequences, initial_state=None,
     return distribution.sequences.shard(outputs[0]), *outputs[1:]
 
 
-@INSTALLED.patch(
-    rnn,
-    "lstm",
-    reason="cuDNN's LSTM, which Keras calls on GPUs, cannot be partitioned: every device computes the global batch",
-)
+@INSTALLED.patch(rnn, "lstm")
 def _lstm(original, distribution, x, h_0, c_0, weights, seq_lengths, *args, **kwargs):
+    """Without it, cuDNN's LSTM, which Keras uses on GPUs, is not partitioned: each device computes the global batch."""
     arrays = x, h_0, c_0, weights
     if any(array.dtype != "float32" for array in arrays):
         # JAX fails when it lowers the call. Keras catches this error, and computes the layer in a loop.

@@ -183,12 +183,9 @@ def _random_state_before_workers(adapter: Any) -> RandomState | None:
     return getattr(adapter, "_random_state_before_workers", None) if _has_workers(adapter) else None
 
 
-@INSTALLED.patch(
-    py_dataset_adapter.PyDatasetAdapter,
-    "on_epoch_begin",
-    reason="batches that workers read before `fit` began come first, and the last ones are left out",
-)
+@INSTALLED.patch(py_dataset_adapter.PyDatasetAdapter, "on_epoch_begin")
 def _on_epoch_begin(original, distribution, self):
+    """Without it, batches that workers read before `fit` began come first, and the last ones are left out."""
     _stop_workers(self)
     self._random_state_before_workers = RandomState.capture()
     return original(self)

@@ -35,22 +35,15 @@ from keras_dist.variables.variable_layouts import (
 )
 
 
-@INSTALLED.patch(
-    trainer,
-    "_distribute_data",
-    reason="fails for 0-d arrays, batches that the batch axes do not divide, and a batch structure that changes",
-    issue="keras#21167",
-)
+@INSTALLED.patch(trainer, "_distribute_data", issue="keras#21167")
 def _distribute_data(original, distribution, data, *args, **kwargs):
+    """Without it, 0-d arrays, batches that the batch axes do not divide, and a batch structure that changes fail."""
     return distribution.distribute_batch(data)
 
 
-@INSTALLED.patch(
-    JaxTrainer,
-    "fit",
-    reason="after an exception, callbacks do not learn that training has ended, so signals would stay without effect",
-)
+@INSTALLED.patch(JaxTrainer, "fit")
 def _fit(original, distribution, self, *args, **kwargs):
+    """Without it, callbacks do not learn that an exception has ended training, so signals stay without effect."""
     callbacks = kwargs.get("callbacks")
     for callback in callbacks if isinstance(callbacks, (list, tuple)) else ():
         if isinstance(callback, type):
@@ -67,51 +60,36 @@ def _fit(original, distribution, self, *args, **kwargs):
     return history
 
 
-@INSTALLED.patch(
-    JaxTrainer,
-    "train_step",
-    reason="the terms of a sum of gradients (`gradient_accumulation_steps`, tied tables) are all-reduced one by one",
-)
+@INSTALLED.patch(JaxTrainer, "train_step")
 def _train_step(original, distribution, self, state, data):
+    """Without it, sums of gradients (`gradient_accumulation_steps`, tied tables) are all-reduced term by term."""
     return distribution.train_steps.compute(original, self, state, data)
 
 
-@INSTALLED.patch(
-    JaxTrainer,
-    "_get_state_sharding_spec",
-    reason="accumulated gradients (`gradient_accumulation_steps`) are not placed as their variables while steps run",
-)
+@INSTALLED.patch(JaxTrainer, "_get_state_sharding_spec")
 def _get_state_sharding_spec(original, distribution, self):
+    """Without it, accumulated gradients (`gradient_accumulation_steps`) are not placed as their variables in steps."""
     weights, others, optimizer, metrics = original(self)
     accumulation = distribution.train_steps.accumulation(self) if optimizer else None
     return weights, others, optimizer if accumulation is None else accumulation.shardings(optimizer), metrics
 
 
-@INSTALLED.patch(
-    JaxTrainer,
-    "predict_step",
-    reason="every device computes all rows of a batch that the batch axes do not divide",
-)
+@INSTALLED.patch(JaxTrainer, "predict_step")
 def _predict_step(original, distribution, self, state, data):
+    """Without it, every device computes all rows of a batch that the batch axes do not divide."""
     return distribution.steps.compute("predict", self, functools.partial(original, self), state, data)
 
 
-@INSTALLED.patch(
-    internals.KerasOptimizer,
-    "stateless_apply",
-    reason="optimizer state in host memory (`offload`) cannot be computed with, and devices would hold it all at once",
-)
+@INSTALLED.patch(internals.KerasOptimizer, "stateless_apply")
 def _stateless_apply(original, distribution, self, optimizer_variables, grads, trainable_variables):
+    """Without it, state in host memory (`offload`) cannot be computed with, and devices would hold it all at once."""
     apply = functools.partial(original, self)
     return distribution.train_steps.apply_gradients(apply, self, optimizer_variables, grads, trainable_variables)
 
 
-@INSTALLED.patch(
-    internals.jax_optimizer.JaxOptimizer,
-    "_backend_apply_gradients",
-    reason="an update with accumulated gradients holds the old state in memory too, for batches without an update",
-)
+@INSTALLED.patch(internals.jax_optimizer.JaxOptimizer, "_backend_apply_gradients")
 def _backend_apply_gradients(original, distribution, self, grads, trainable_variables):
+    """Without it, an update with accumulated gradients keeps the old state too, for batches without an update."""
     if not step_state().is_update_unconditional or self.use_ema:
         return original(self, grads, trainable_variables)
     grads = self._clip_gradients([gradient / self.gradient_accumulation_steps for gradient in grads])
@@ -119,14 +97,11 @@ def _backend_apply_gradients(original, distribution, self, grads, trainable_vari
     self._backend_update_step(grads, trainable_variables, self.learning_rate)
 
 
-@INSTALLED.patch(
-    loss_lib,
-    "reduce_weighted_values",
-    reason="a mean over the unmasked elements of each microbatch differs from that over the batch",
-)
+@INSTALLED.patch(loss_lib, "reduce_weighted_values")
 def _reduce_weighted_values(
     original, distribution, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
 ):
+    """Without it, a mean over the unmasked elements of each microbatch differs from that over the batch."""
     loss = original(values, sample_weight, mask, reduction, dtype)
     parts = step_state().losses
     return loss if parts is None else parts.corrected(loss, reduction, _divisor(values, sample_weight, mask, reduction))
@@ -149,13 +124,9 @@ def _predict_on_batch(original, distribution, self, x):
     return outputs if None in rows else select_local_rows(outputs, rows)
 
 
-@INSTALLED.patch(
-    JaxTrainer.__base__,
-    "compile",
-    reason="layout map rules that match no variable are ignored silently",
-    issue="keras-hub#2806, keras-hub#2810",
-)
+@INSTALLED.patch(JaxTrainer.__base__, "compile", issue="keras-hub#2806, keras-hub#2810")
 def _compile(original, distribution, self, *args, **kwargs):
+    """Without it, layout map rules that match no variable are ignored silently."""
     original(self, *args, **kwargs)
     if self.built:
         _check_layout_map(distribution, self)
@@ -173,12 +144,9 @@ def _check_layout_map(distribution: Any, model: keras.Model) -> None:
         checked[model] = state
 
 
-@INSTALLED.patch(
-    internals.KerasOptimizer,
-    "add_variable_from_reference",
-    reason="optimizer state has the layout, dtype and memory of its weight, and not its own (ZeRO-1, FSDP)",
-)
+@INSTALLED.patch(internals.KerasOptimizer, "add_variable_from_reference")
 def _add_variable_from_reference(original, distribution, self, reference_variable, name=None, initializer="zeros"):
+    """Without it, optimizer state has the layout, dtype and memory of its weight, and not its own (ZeRO-1, FSDP)."""
     if isinstance(reference_variable, keras.Variable):
         layout = layout_under(reference_variable, distribution)
         reference_variable = types.SimpleNamespace(
@@ -190,13 +158,11 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
     return original(self, reference_variable, name, initializer)
 
 
-@INSTALLED.patch(
-    trainer,
-    "jit",
-    reason="processes that run different programs train with wrong numbers, or abort; "
-    "XLA:CPU computes NaN for convolutions in bfloat16",
-)
+@INSTALLED.patch(trainer, "jit")
 def _jit(original, distribution, *args, **kwargs):
+    """Without it, processes that run different programs train with wrong numbers, or abort; XLA:CPU computes NaN for
+    convolutions in bfloat16.
+    """
     if "donate_argnums" not in kwargs:  # how outputs are concatenated
         return original(*args, **kwargs)
     if not keras.config.is_nnx_enabled():  # then it is `nnx.jit`, which has no options
@@ -213,12 +179,9 @@ def _patch_make_function(step: str) -> None:
     """
     attribute = f"{step}_function"
 
-    @VARIABLES.patch(
-        JaxTrainer,
-        f"make_{step}_function",
-        reason="a function that was compiled for another distribution is used, misplaced variables are not reported",
-    )
+    @VARIABLES.patch(JaxTrainer, f"make_{step}_function")
     def make_function(original, self, force=False):
+        """Without it, functions compiled for another distribution are used, and no misplaced variable is reported."""
         function = getattr(self, attribute)
         made_under = getattr(function, "made_under", None)
         distribution = active_distribution()
@@ -285,6 +248,6 @@ def _warn_if_not_active(model: keras.Model) -> bool:
         f"No distribution is active in this thread, so the batches of {model.name!r} are not sharded and every "
         f"device computes all rows, although its variables are distributed by {distribution}. Call "
         "keras_dist.set_distribution(...) or stay inside `with distribution.scope():` while it runs, or call "
-        "keras_dist.redistribute(model) to move it to one device.",
+        "keras_dist.redistribute(model) to move it to one device."
     )
     return True

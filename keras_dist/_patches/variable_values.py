@@ -20,14 +20,9 @@ from keras_dist.variables.variable_layouts import is_on_attached_devices
 # ------------------------------------------------------------------------------------------------------ from memory
 
 
-@INSTALLED.patch(
-    internals.JaxVariable,
-    "_convert_to_tensor",
-    reason="a value is placed on one device before it is sharded",
-    issue="keras#21634",
-    every_thread=True,
-)
+@INSTALLED.patch(internals.JaxVariable, "_convert_to_tensor", issue="keras#21634", every_thread=True)
 def _convert_to_tensor(original, self, value, dtype=None):
+    """Without it, a value is placed on one device before it is sharded."""
     if isinstance(value, global_reads.HeldShards):
         return value.restored()
     if (
@@ -48,12 +43,9 @@ def _convert_to_tensor(original, self, value, dtype=None):
     return host_to_device.place(value, sharding, dtype)
 
 
-@INSTALLED.patch(
-    internals.backend_lib,
-    "distribute_tensor",
-    reason="all processes compare a value before each takes its shards",
-)
+@INSTALLED.patch(internals.backend_lib, "distribute_tensor")
 def _distribute_tensor(original, distribution, tensor, layout):
+    """Without it, all processes compare a value before each takes its shards."""
     sharding = as_sharding(layout)
     if (
         not isinstance(sharding, jax.sharding.Sharding)
@@ -118,10 +110,9 @@ def _load_subset(original, distribution, group):
     return [lazy_hdf5.lazy_tensor(dataset) or np.asarray(dataset) for dataset in datasets]
 
 
-@INSTALLED.patch(
-    saving_lib, "_load_model_from_fileobj", reason="an archive is read into memory, or extracted, completely"
-)
+@INSTALLED.patch(saving_lib, "_load_model_from_fileobj")
 def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, compile, safe_mode):
+    """Without it, an archive is read into memory, or extracted, completely."""
     with zipfile.ZipFile(fileobj, "r") as archive:
         if not lazy_hdf5.is_seekable(archive, saving_lib._VARS_FNAME_H5):
             return original(fileobj, custom_objects, compile, safe_mode)
@@ -166,11 +157,8 @@ def _get_weights(original, self):
         return original(self)
 
 
-@INSTALLED.patch(
-    keras.callbacks.EarlyStopping,
-    "on_epoch_end",
-    reason="every process keeps a full copy of the best weights, instead of its shards",
-)
+@INSTALLED.patch(keras.callbacks.EarlyStopping, "on_epoch_end")
 def _keep_best_weights(original, distribution, self, epoch, logs=None):
+    """Without it, every process keeps a full copy of the best weights, instead of its shards."""
     with global_reads.own_shards_only.set_to(True):
         return original(self, epoch, logs)

@@ -59,6 +59,19 @@ def test_a_function_that_the_owner_only_inherits_is_refused(group, classes):
         group.install()
 
 
+def test_the_reason_is_given_or_that_of_the_docstring(group, classes):
+    Base, _, Sub = classes
+
+    @group.patch(Sub, "method", reason="x is lost")
+    @group.patch(Base, "method")
+    def replacement(original, value, self, x):
+        """Without it, x is
+        ignored.
+        """
+
+    assert [patch.reason for patch in group.patches] == ["x is ignored", "x is lost"]
+
+
 def test_without_a_context_keras_runs(group, classes):
     Base, _, _ = classes
     patch(group, Base)

@@ -10,6 +10,7 @@ from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
 from keras_dist._keras.active_distribution import PackageDistribution
+from keras_dist._keras.patch_registry import GROUPS
 from keras_dist._patches.__main__ import document
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,6 +24,10 @@ def test_the_document_lists_all_patches():
     assert (ROOT / "docs" / "patches.md").read_text() == document(), (
         "run: python -m keras_dist._patches > docs/patches.md"
     )
+
+
+def test_every_patch_says_what_is_wrong_without_it():
+    assert all(patch.reason for group in GROUPS for patch in group.patches)
 
 
 def test_patches_ask_a_distribution_for_little():
