@@ -3,7 +3,6 @@
 import copy
 import inspect
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,12 +42,6 @@ def adapter_after(adapter, epochs: int) -> Any:
     return adapter
 
 
-def shuffle_batches(order: list[int], adapter) -> None:
-    """Shuffles the order of the batches of a PyDataset as its adapter does."""
-    generator = random.Random(finished_epochs(adapter)) if COUNT_EPOCHS else random
-    generator.shuffle(order)
-
-
 def batches_of_execution(batches: Iterator, count: int) -> Iterator:
     """Returns an iterator from which Keras's function of a step takes what it needs for one execution of some steps.
 
@@ -58,8 +51,3 @@ def batches_of_execution(batches: Iterator, count: int) -> Iterator:
         return batches
     found = PartialBatchList(itertools.islice(batches, count))
     return iter([found] if found else [])
-
-
-def start_workers(enqueuer) -> None:
-    """Starts the workers of a PyDataset that is not shuffled."""
-    enqueuer.start(**({"epoch": 0} if COUNT_EPOCHS else {}))

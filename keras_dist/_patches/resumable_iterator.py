@@ -4,19 +4,19 @@ import collections
 import itertools
 import json
 import queue
+import random
 from collections.abc import Iterator
 from typing import Any
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist._keras.data_adapters import (
+    COUNT_EPOCHS,
     adapter_after,
     array_slicing,
     data_adapter_utils,
     data_adapters,
     finished_epochs,
     py_dataset_adapter,
-    shuffle_batches,
-    start_workers,
 )
 from keras_dist.data.position import DataPosition, RandomState
 
@@ -147,7 +147,8 @@ def _dataset_batches(adapter: Any, start: int) -> Iterator:
     if dataset.num_batches is not None:
         order = list(range(dataset.num_batches))
         if adapter.shuffle:
-            shuffle_batches(order, adapter)
+            generator = random.Random(finished_epochs(adapter)) if COUNT_EPOCHS else random
+            generator.shuffle(order)
         indices = order[start:]
         if adapter.enqueuer is not None and indices:
             return _batches_of_workers(adapter, _Remainder(dataset, indices))
@@ -158,7 +159,7 @@ def _batches_of_workers(adapter: Any, remainder: _Remainder) -> Iterator:
     enqueuer, dataset, shuffle = adapter.enqueuer, adapter.enqueuer.py_dataset, adapter.enqueuer.shuffle
     enqueuer.py_dataset, enqueuer.shuffle = remainder, False
     try:
-        start_workers(enqueuer)
+        enqueuer.start(**({"epoch": 0} if COUNT_EPOCHS else {}))  # they do not shuffle
         yield from itertools.islice(enqueuer.get(), len(remainder))
     finally:
         _stop_workers(adapter)
