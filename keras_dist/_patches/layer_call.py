@@ -29,10 +29,10 @@ def _call_model(original, self, *args, **kwargs):
     try:
         return original(self, *args, **kwargs)
     except ValueError as error:
-        owner = distribution_of_model(self)
+        owner = distribution_of_model(self) if distribution is None else None
         # Keras surrounds JAX's text with the arguments of a layer, in bold.
         jax_error = re.search(r"Received incompatible devices[^\n\x1b]*", str(error))
-        if distribution or owner is None or jax_error is None or "keras_dist.redistribute" in str(error):
+        if owner is None or jax_error is None or "keras_dist.redistribute" in str(error):
             raise
         raise ValueError(
             f"{self.name!r} was called with arrays on other devices than its variables, which are distributed by "

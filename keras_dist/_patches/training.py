@@ -137,9 +137,10 @@ _checked: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[keras.Model,
 
 
 def _check_layout_map(distribution: Any, model: keras.Model) -> None:
-    state = len(model.variables), distribution.layout_rules()  # LoRA adds variables later, and users add rules
+    rules = distribution.layout_rules()
+    state = len(model.variables), rules  # LoRA adds variables later, and users add rules
     checked = _checked.setdefault(distribution, weakref.WeakKeyDictionary())
-    if state[1] is not None and checked.get(model) != state:
+    if rules is not None and checked.get(model) != state:
         check_rules(model, distribution, distribution.strict)
         checked[model] = state
 
