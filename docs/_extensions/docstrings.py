@@ -5,7 +5,7 @@ import re
 from keras_dist._keras.active_distribution import PackageDistribution
 
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
-SKIPPED = {*PackageDistribution.asked_by_patches, "asked_by_patches", "regathers", "regathers_weights"} - {"strict"}
+SKIPPED = {*PackageDistribution.asked_by_patches, "asked_by_patches"} - {"strict"}
 
 
 def mark_code(app, what, name, obj, options, lines: list[str]) -> None:

@@ -7,13 +7,12 @@ summands, and the step that updates the weights reduces their sum. Whatever read
 checkpoint, finds the sum that Keras has.
 """
 
-import functools
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,40 +28,23 @@ from keras_dist.variables import global_reads
 
 
 class GradientAccumulation:
-    """How the train steps of a model accumulate gradients.
+    """How the train steps of a model accumulate gradients. Each weight that is trained has an accumulator."""
 
-    Args:
-        optimizer: The optimizer.
-        accumulators: Its accumulator of each weight.
-        weights: The weights that are trained.
-        layouts: Their layouts.
-        placer: How batches are sharded.
-    """
-
-    def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        accumulators: Sequence[keras.Variable],
-        weights: Sequence[keras.Variable],
-        layouts: Sequence[WeightLayouts],
-        placer: BatchPlacer,
-    ):
-        self._optimizer, self._weights, self._layouts, self._placer = optimizer, weights, layouts, placer
-        self._mesh, self._axes = placer.device_mesh.backend_mesh, placer.batch_axes
-        places = {id(variable): index for index, variable in enumerate(optimizer.variables)}
+    def __init__(self, model: Any, accumulators: Sequence, layouts: Sequence[WeightLayouts], placer: BatchPlacer):
+        self._model, self._optimizer, self._weights = model, model.optimizer, model.trainable_variables
+        self._layouts, self._placer, self._axes = layouts, placer, placer.batch_axes
+        places = {id(variable): index for index, variable in enumerate(self._optimizer.variables)}
         self._places = [places[id(variable)] for variable in accumulators]  # in the state of the optimizer
-        self._place_of_iterations = places[id(internals.iterations(optimizer))]
+        self._place_of_iterations = places[id(internals.iterations(self._optimizer))]
+        self._split, self._join = self._compiled(as_summands), self._compiled(reduce_summands)
 
     # ------------------------------------------------------------------------------------------ between steps
 
     def specs(self, specs: Sequence[Any]) -> list[Any]:
         """Returns shapes, dtypes and shardings of an optimizer's state while steps run, given those of variables."""
-
-        def summand_spec(spec: Any, layouts: WeightLayouts) -> jax.ShapeDtypeStruct:
-            shape = (self._placer.num_batch_shards, *spec.shape)
-            return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._sharding(layouts))
-
-        return self._replaced(specs, list(map(summand_spec, self._accumulators_in(specs), self._layouts)))
+        shards = self._placer.num_batch_shards
+        each = zip(self._accumulators_in(specs), map(self._sharding, self._layouts), strict=True)
+        return self._replaced(specs, [spec.update(shape=(shards, *spec.shape), sharding=new) for spec, new in each])
 
     def shardings(self, shardings: Sequence[Any]) -> list[Any]:
         """Returns the shardings of an optimizer's state while steps run, given those of its variables."""
@@ -77,18 +59,9 @@ class GradientAccumulation:
         summands = self._accumulators_in(values)
         if any(value.is_deleted() for value in summands):  # a step that failed
             return list(values)
-        if jax.process_count() > 1:
-            with global_reads.agreed("accumulated gradients"):
-                return self._replaced(values, self._join(summands))
-        return self._replaced(values, self._join(summands))
-
-    @functools.cached_property
-    def _split(self) -> Callable[[list], list]:
-        return self._compiled(as_summands)
-
-    @functools.cached_property
-    def _join(self) -> Callable[[list], list]:
-        return self._compiled(reduce_summands)
+        several = jax.process_count() > 1
+        with global_reads.agreed("accumulated gradients") if several else contextlib.nullcontext():
+            return self._replaced(values, self._join(summands))
 
     def _compiled(self, convert: Callable) -> Callable[[list], list]:
         def converted(values: list) -> list:
@@ -108,17 +81,11 @@ class GradientAccumulation:
         """Returns an optimizer's state, as Keras takes it, with zeros in its accumulators."""
         return self._replaced(values, [jnp.zeros(weight.shape, weight.dtype) for weight in self._weights])
 
-    def apply(self, model: keras.Model, state: TrainState, gradients: StepGradients, dtype: Any) -> tuple[list, list]:
+    def apply(self, state: TrainState, gradients: StepGradients, dtype: Any) -> tuple[list, list]:
         """Adds the gradients of a step to the accumulators, and updates the weights if it is time.
 
-        Args:
-            model: The model.
-            state: Its state before the step.
-            gradients: The gradients.
-            dtype: The dtype in which they are sent, if it is not the one that they were computed in.
-
-        Returns:
-            The new values of the weights and of the optimizer's variables.
+        Returns the new values of the weights and of the optimizer's variables, given the state before the step.
+        Gradients are sent in `dtype`; None: the one that they were computed in.
         """
         steps, iterations = self._optimizer.gradient_accumulation_steps, state.optimizer[self._place_of_iterations]
         sums = self._added(self._accumulators_in(state.optimizer), gradients)
@@ -128,16 +95,17 @@ class GradientAccumulation:
             summands = [Summands(value, None) for value in sums]
             total = gradients._replace(summands=summands, axes=self._axes).reduced(self._layouts, dtype)
             with changed(is_update_unconditional=True):
-                weights, optimizer = apply_gradients(model, state, total)  # which divides by the number of batches
+                # Keras divides by the number of batches.
+                weights, optimizer = apply_gradients(self._model, state, total)
             each = zip(weights, self._layouts, strict=True)
             # Otherwise, ZeRO-1 would gather the weights after this branch, in every step.
             weights = [with_sharding_constraint(weight, layouts.stored.backend_layout) for weight, layouts in each]
-            return weights, self.without(optimizer), [jnp.zeros_like(value) for value in sums]
+            return weights, self.without(optimizer), list(map(jnp.zeros_like, sums))
 
         def skip() -> tuple[list, list, list]:
-            if self._changes_without_update():
-                nothing = [jnp.zeros_like(weight) for weight in state.weights]
-                weights, optimizer = apply_gradients(model, state, nothing)
+            # Then Keras changes averages of weights, or weights, also in steps that do not update them.
+            if self._optimizer.use_ema or any(weight.constraint is not None for weight in self._weights):
+                weights, optimizer = apply_gradients(self._model, state, list(map(jnp.zeros_like, state.weights)))
                 return list(weights), self.without(optimizer), sums
             counted = list(state.optimizer)
             counted[self._place_of_iterations] = iterations + 1
@@ -161,11 +129,6 @@ class GradientAccumulation:
 
         return list(map(added, accumulated, gradients.summands, self._layouts))
 
-    def _changes_without_update(self) -> bool:
-        """Returns whether Keras changes weights or averages of them in steps that do not update the weights."""
-        constrained = any(weight.constraint is not None for weight in self._weights)
-        return self._optimizer.use_ema or constrained
-
     def _accumulators_in(self, values: Sequence[Any]) -> list[Any]:
         return [values[place] for place in self._places]
 
@@ -177,4 +140,4 @@ class GradientAccumulation:
 
     def _sharding(self, layouts: WeightLayouts) -> NamedSharding:
         spec = layout_of_summands(layouts.compute, self._axes).backend_layout.spec
-        return NamedSharding(self._mesh, PartitionSpec(self._axes, *spec))
+        return NamedSharding(self._placer.device_mesh.backend_mesh, PartitionSpec(self._axes, *spec))

@@ -20,6 +20,7 @@ from keras_dist.sharding.sequences import SequenceSharding
 from keras_dist.sharding.weight_layouts import weight_layouts
 from keras_dist.steps.rematerialization import Rematerialization
 from keras_dist.steps.step_state import changed, step_state
+from keras_dist.variables.variable_layouts import VariableSpec
 
 
 class ModelCall(NamedTuple):
@@ -61,25 +62,13 @@ def _current_trace() -> Any:
 
 
 class LayerCalls:
-    """How layers compute under a distribution.
-
-    Args:
-        distribution: The distribution.
-        placer: How it places batches.
-    """
+    """How layers compute under a distribution."""
 
     def __init__(self, distribution: Any, placer: BatchPlacer):
         self._distribution, self._placer = distribution, placer
 
     def call_stateless(self, layer: keras.Layer, call: Callable, state: Any, inputs: tuple[tuple, dict]) -> Any:
-        """Calls a layer with values of its variables.
-
-        Args:
-            layer: The layer, for example a model.
-            call: Keras's `stateless_call(*state, *args, **kwargs)`.
-            state: The values of its trainable and of its other variables, in lists.
-            inputs: `args` and `kwargs`.
-        """
+        """Returns what Keras's `stateless_call` does: `call(*state, *args, **kwargs)`. `inputs` are args and kwargs."""
         is_inner = step_state().call is not None
         if not is_inner and isinstance(layer, keras.Model):
             inputs = SequenceSharding(self._placer).shard_inputs(layer.name, inputs)
@@ -121,8 +110,8 @@ class LayerCalls:
 
     def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
         """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""
-        state, is_plain = step_state(), not layer.quantization_mode and not layer.lora_enabled
-        if state.call is None or state.call.is_in_loop() or not is_plain:
+        state = step_state()
+        if state.call is None or state.call.is_in_loop() or layer.quantization_mode or layer.lora_enabled:
             return None
         table = model_structure.embedding_table(layer)
         layouts, is_kept = weight_layouts(table, self._distribution), id(table) in state.kept_gradients
@@ -130,9 +119,8 @@ class LayerCalls:
             layouts = layouts._replace(stored=layouts.compute)
         is_tied = id(table) in model_structure.tied_tables(state.call.model)
         lookup = Lookup(table.shape, inputs.shape, layouts, self._placer, is_tied, is_kept)
-        if not lookup.has_sharded_rows:
-            return None
-        if not lookup.exchanges_rows and not model_structure.casts_rows_to_fewer_bytes(layer):
+        is_cheaper = lookup.exchanges_rows or model_structure.casts_rows_to_fewer_bytes(layer)
+        if not lookup.has_sharded_rows or not is_cheaper:
             return None
         is_integer = "int" in keras.backend.standardize_dtype(inputs.dtype)
         indices = inputs if is_integer else keras.ops.cast(inputs, "int32")
@@ -160,50 +148,45 @@ class LayerCalls:
 
     # ------------------------------------------------------------------------------------------- computed again
 
-    def run(self, layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs `call(layer, *args, **kwargs)`, of which the backward pass may compute something again."""
+    def run(self, layer: keras.Layer, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs `original(layer, *args, **kwargs)`, of which the backward pass may compute something again."""
         args = self.shard_inputs(f"{internals.current_path()}/input", args)
-        run = functools.partial(call, layer, *args, **kwargs)
-        state = step_state()
-        remat, regathers = state.rematerialization, self._distribution.regathers
-        if remat is not None and state.call is not None and not remat.is_in_block:
-            if remat.is_of_attention and internals.has_attention(layer):
-                with internals.attention_replaced(layer, functools.partial(self._attention_again, layer, remat)):
-                    return run()
-            if not remat.is_of_attention and id(layer) in remat.blocks.layers:
-                with remat.block():
-                    return self.rematerialized(layer, run, remat.checkpoint, regathers)
+        run = functools.partial(original, layer, *args, **kwargs)
+        call, remat = step_state().call, step_state().rematerialization
+        if call is None or (remat is not None and remat.is_in_block):
+            return run()
+        if remat is not None and remat.blocks is None and internals.has_attention(layer):
+            with internals.attention_replaced(layer, functools.partial(self._block, remat, layer)):
+                return run()
+        if remat is not None and remat.blocks is not None and id(layer) in remat.blocks.layers:
+            return self._block(remat, layer, run, self._distribution.reshard_after_forward)
         # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
         # weights are still there.
-        if (
-            state.call is None
-            or state.call.is_in_loop()
-            or (remat is not None and remat.is_in_block)
-            or not self._distribution.regathers_weights(layer)
-            or layer in model_structure.last_layers(state.call.model)
-        ):
+        if call.is_in_loop() or not self._is_gathered_again(layer) or layer in model_structure.last_layers(call.model):
             return run()
         keep = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
         return self.rematerialized(layer, run, keep)
 
-    def _attention_again(self, layer: keras.Layer, remat: Rematerialization, compute: Callable) -> Any:
+    def _is_gathered_again(self, layer: keras.Layer) -> bool:
+        """Returns whether weights of its own are dropped after the forward pass, and gathered for the backward pass."""
+        if not (distribution := self._distribution).reshard_after_forward:
+            return False
+        specs = map(VariableSpec.of, model_structure.direct_variables(layer))
+        return any(distribution.get_variable_layout(each) != distribution.get_compute_layout(each) for each in specs)
+
+    def _block(self, remat: Rematerialization, layer: Any, function: Callable, regathers: bool = True) -> Any:
         with remat.block():
-            return self.rematerialized(layer, compute, remat.checkpoint)
+            return self.rematerialized(layer, function, remat.checkpoint, regathers)
 
     def run_graph(self, graph: Any, inputs: Any, operation_of: Callable) -> Any:
         """Returns the outputs of a functional model, of which the backward pass computes blocks again; None: as Keras.
 
-        Args:
-            graph: The model.
-            inputs: Its inputs.
-            operation_of: Returns what computes an operation.
+        `operation_of` returns what computes an operation.
         """
-        state = step_state()
-        remat = state.rematerialization
-        if remat is None or remat.is_of_attention or remat.is_in_block or state.call is None:
+        remat = step_state().rematerialization
+        if remat is None or remat.blocks is None or remat.is_in_block or step_state().call is None:
             return None
-        parts = remat.blocks.parts_of(graph)
-        if parts is None:
+        if (parts := remat.blocks.parts_of(graph)) is None:
             return None
         tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
 
@@ -218,9 +201,8 @@ class LayerCalls:
         for part in parts:
             if part.is_block:
                 layer = next(node.operation for node in part.nodes if isinstance(node.operation, keras.Layer))
-                with remat.block():
-                    compute = functools.partial(run, part)
-                    outputs = self.rematerialized(layer, compute, remat.checkpoint, self._distribution.regathers)
+                again = self._distribution.reshard_after_forward
+                outputs = self._block(remat, layer, functools.partial(run, part), again)
             else:
                 outputs = run(part)
             tensors.update(zip(part.outputs, outputs, strict=True))

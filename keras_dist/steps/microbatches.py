@@ -30,33 +30,22 @@ from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients
 from keras_dist.tracing.jaxpr_evaluation import as_function
 
 
-def gradients_of_microbatches(
-    model: Any,
-    state: TrainState,
-    batch: Any,
-    options: StepOptions,
-    placer: BatchPlacer,
-    layouts: Sequence[WeightLayouts],
-    improve: Improve,
-) -> StepGradients:
-    """Computes what a train step does before the update, one part of a batch after the other.
+class Microbatches:
+    """A train step before the update, while it is traced. Arrays without dims are not split; see `compute_gradients`.
 
-    Args:
-        model: The model.
-        state: The traced state.
-        batch: The traced arrays of x, y and sample weights. Arrays without dims are not split.
-        options: How the step is computed.
-        placer: How batches are sharded.
-        layouts: Those of each weight that is trained.
-        improve: See `compute_gradients`.
+    `layouts` are those of the weights that are trained.
     """
-    return _Step(model, state, batch, options, placer, layouts, improve).run()
 
-
-class _Step:
-    """A train step while it is traced."""
-
-    def __init__(self, model, state, batch, options, placer, layouts, improve):
+    def __init__(
+        self,
+        model: Any,
+        state: TrainState,
+        batch: Any,
+        options: StepOptions,
+        placer: BatchPlacer,
+        layouts: Sequence[WeightLayouts],
+        improve: Improve,
+    ):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
         self._improve = improve
         self._leaves, self._structure = jax.tree.flatten(batch)
@@ -66,7 +55,7 @@ class _Step:
         self._totals: list = []  # see `LossParts`
         self._sum_dtypes: list = [None] * len(layouts)  # see `UnreducedGradients`
 
-    def run(self) -> StepGradients:
+    def gradients(self) -> StepGradients:
         rows = self._rows // self._shards  # of each device
         size = -(-rows // self._options.microbatches)
         count, rest = divmod(rows, size)
@@ -101,7 +90,9 @@ class _Step:
         compute = self._gradients_of_part(state, parts, size * self._shards / self._rows)
         if sums is None:
             shapes, _ = jax.eval_shape(compute, state, [part[0] for part in parts])
-            sums = [self._zeros(*each) for each in zip(shapes, self._layouts, strict=True)]
+            # Gradients are added up in float32 at least.
+            zeros = jax.tree.map(lambda each: jnp.zeros(each.shape, jnp.promote_types(each.dtype, "float32")), shapes)
+            sums = list(map(self._constrained, zeros, self._layouts))
 
         def add_part(carry, part):
             others, metrics, sums = carry
@@ -122,13 +113,12 @@ class _Step:
     def _gradients_of_part(self, state: TrainState, parts: list, fraction: float) -> Callable:
         """Returns a function of state and arrays of one part, to gradients as `Summands` and the other outputs."""
         is_reduced_later = self._options.reduce_gradients == "update" and self._shards > 1
-        kept = {id(variable) for variable in self._model.trainable_variables} if is_reduced_later else ()
+        kept = set(map(id, self._model.trainable_variables)) if is_reduced_later else ()
         is_gathered = self._options.gather_weights == "update"
 
         def compute(state, totals, arrays):
-            losses = LossParts(fraction, totals)
+            batch, losses = jax.tree.unflatten(self._structure, arrays), LossParts(fraction, totals)
             with changed(losses=losses, kept_gradients=kept, are_weights_gathered=is_gathered):
-                batch = jax.tree.unflatten(self._structure, arrays)
                 return compute_gradients(self._model, state, batch, fraction, self._improve)
 
         def compute_reduced(state, totals, arrays):
@@ -139,8 +129,7 @@ class _Step:
             if not is_reduced_later:
                 jax.eval_shape(compute_reduced, state, self._totals, first)  # may need totals
                 return compute_reduced
-            others = [False] * len(jax.tree.leaves((state, self._totals)))
-            has_rows = [*others, *(bool(array.ndim) for array in first)]
+            has_rows = [False] * len(jax.tree.leaves((state, self._totals))) + [bool(array.ndim) for array in first]
             unreduced = UnreducedGradients(compute, (state, self._totals, first), has_rows, self._mesh, self._axes)
             self._sum_dtypes = unreduced.sum_dtypes
             return unreduced
@@ -163,11 +152,6 @@ class _Step:
         spec = self._placer.sharding(parts.shape[1:]).spec
         return with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec(None, *spec)))
 
-    def _zeros(self, summands: Summands, layouts: WeightLayouts) -> Summands:
-        return self._constrained(
-            Summands(*(None if each is None else jnp.zeros(each.shape, _sum_dtype(each)) for each in summands)), layouts
-        )
-
     def _apart(self, gradient: Summands, layouts: WeightLayouts) -> Summands:
         """Returns a gradient of which the compiler reduces what is to be reduced before it is added to the sum.
 
@@ -189,11 +173,6 @@ class _Step:
         if reduced is not None:
             reduced = with_sharding_constraint(reduced, layouts.update.backend_layout)
         return Summands(unreduced, reduced)
-
-
-def _sum_dtype(value: Any) -> Any:
-    """Returns the dtype in which gradients are added up."""
-    return jnp.promote_types(value.dtype, jnp.float32)
 
 
 def _rows(leaves: Sequence[Any], microbatches: int) -> int:

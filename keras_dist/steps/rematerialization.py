@@ -11,7 +11,7 @@ from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.steps.activation_offload import checkpoint_on_host
-from keras_dist.steps.options import AUTO, OptionWithoutEffectError
+from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.repeated_blocks import RepeatedBlocks
 from keras_dist.steps.step_order import BackwardOrder
 
@@ -35,27 +35,16 @@ _POLICIES: dict[str, Callable | None] = {
 class Rematerialization:
     """What one train step of a model computes again, while it is traced.
 
-    Args:
-        model: The model.
-        mode: What to compute again.
-        placer: How rows are sharded.
-        is_offloaded: Whether products that are kept are kept in the memory of the hosts.
-
-    Attributes:
-        is_of_attention: Whether attention is computed again, instead of blocks.
-        blocks: The repeated blocks of the model.
-        count: How many blocks, or attentions, have been traced so far.
-        is_in_block: Whether a block is being traced.
+    With `is_offloaded`, products that are kept are kept in the memory of the hosts.
     """
 
     def __init__(self, model: keras.Model, mode: str, placer: BatchPlacer, is_offloaded: bool):
-        self._policy, self.is_of_attention = _POLICIES[mode], mode == "attention"
-        self._placer, self._is_offloaded = placer, is_offloaded
-        self.blocks = RepeatedBlocks(model)
-        self.count, self.is_in_block = 0, False
+        self._policy, self._placer, self._is_offloaded = _POLICIES[mode], placer, is_offloaded
+        self.blocks = None if mode == "attention" else RepeatedBlocks(model)
+        self.count, self.is_in_block = 0, False  # how many blocks, or attentions, have been traced; whether one is now
         # Others than XLA:GPU compute gradients in the order of the blocks, unless activations are copied to hosts.
         is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "gpu"
-        self._order = BackwardOrder() if is_offloaded or (is_gpu and not self.is_of_attention) else None
+        self._order = BackwardOrder() if is_offloaded or (is_gpu and self.blocks is not None) else None
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
@@ -88,23 +77,27 @@ class Rematerialization:
 
 @contextlib.contextmanager
 def rematerializing(
-    model: keras.Model, mode: str | keras.RematScope | None, placer: BatchPlacer, is_offloaded: bool = False
+    model: keras.Model, options: StepOptions, placer: BatchPlacer
 ) -> Iterator[Rematerialization | None]:
-    """Traces a train step of a model in a block, with the rematerialization of a mode that it yields.
+    """Traces a train step of a model in a block, with the rematerialization that it yields. "auto" must be resolved.
 
-    `placer` says how rows are sharded. With `is_offloaded`, what "dots" keeps is kept in the memory of the hosts.
-    Raises ValueError at the end of the block if nothing in the model is computed again. "auto" must be resolved before.
+    Raises ValueError at the end of the block if nothing in the model is computed again.
     """
+    mode = options.remat
     assert mode != AUTO
     if mode is None:
         yield None
         return
     if isinstance(mode, keras.RematScope):
-        _require_layers(model, mode)
+        names = {layer.name for layer in model_structure.layers_by_path(model).values()}
+        if missing := [name for name in mode.layer_names if name not in names]:
+            raise ValueError(
+                f"remat names layers that {model.name!r} does not have: {missing}. Its layers are {sorted(names)}."
+            )
         with internals.remat_scope_applied(model, mode):
             yield None
         return
-    rematerialization = Rematerialization(model, mode, placer, is_offloaded)
+    rematerialization = Rematerialization(model, mode, placer, "activations" in options.offload)
     yield rematerialization
     if not rematerialization.count:
         missing = "layer that computes attention" if mode == "attention" else "repeated blocks"
@@ -112,13 +105,4 @@ def rematerializing(
             "remat",
             f"remat={mode!r} has no effect: {model.name!r} has no {missing}. Name the layers to compute again with "
             'remat=keras.RematScope("list_of_layers", layer_names=[...]), or leave remat out.',
-        )
-
-
-def _require_layers(model: keras.Model, scope: keras.RematScope) -> None:
-    names = {layer.name for layer in model_structure.layers_by_path(model).values()}
-    missing = [name for name in scope.layer_names if name not in names]
-    if missing:
-        raise ValueError(
-            f"remat names layers that {model.name!r} does not have: {missing}. Its layers are {sorted(names)}."
         )

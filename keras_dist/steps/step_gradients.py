@@ -20,21 +20,13 @@ from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients, r
 
 
 class StepGradients(NamedTuple):
-    """What a train step has computed before it updates the weights.
+    """What a train step has computed before it updates the weights."""
 
-    Attributes:
-        summands: The gradient of each weight that is trained.
-        sum_dtypes: For each, the dtype in which it is sent; None where it is reduced already.
-        axes: The axes of the mesh over which there are summands.
-        logs: The logs of the step.
-        state: The state, with new values of all but weights and optimizer.
-    """
-
-    summands: Sequence[Summands]
-    sum_dtypes: Sequence[Any]
-    axes: tuple[str, ...]
+    summands: Sequence[Summands]  # the gradient of each weight that is trained
+    sum_dtypes: Sequence[Any]  # for each, the dtype in which it is sent; None where it is reduced already
+    axes: tuple[str, ...]  # of the mesh, over which there are summands
     logs: dict
-    state: TrainState
+    state: TrainState  # with new values of all but weights and optimizer
 
     def reduced(self, layouts: Sequence[WeightLayouts], dtype: Any = None) -> list[Any]:
         """Returns the gradients in the layouts of the updates, sent in `dtype` where it is given."""
@@ -45,15 +37,9 @@ class StepGradients(NamedTuple):
 def gradients_of_batch(
     model: Any, state: TrainState, batch: Any, placer: BatchPlacer, kept: Collection[int], improve: Improve
 ) -> StepGradients:
-    """Computes what a train step does before the update, for a batch as a whole.
+    """Computes what a train step does before the update, for a batch as a whole; see `compute_gradients`.
 
-    Args:
-        model: The model.
-        state: The traced state.
-        batch: The traced arrays of x, y and sample weights.
-        placer: How batches are sharded.
-        kept: The ids of the weights whose gradients are wanted as one summand for each shard of the batch.
-        improve: See `compute_gradients`.
+    `kept` has the ids of the weights whose gradients are wanted as one summand for each shard of the batch.
     """
     axes = row_axes(batch, placer)
 

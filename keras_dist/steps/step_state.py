@@ -20,37 +20,21 @@ from keras_dist.tracing.traced_values import TracedWeights
 
 @dataclass(frozen=True)
 class StepState:
-    """What is alive while a step is traced in a thread.
+    """What is alive while a step is traced in a thread."""
 
-    Attributes:
-        is_in_step: Whether the program of a step is traced.
-        is_improved: Whether forward passes are asked about what is traced.
-        splits_rows: Whether that step splits rows into shards of unequal sizes.
-        weights: The layouts of the weights that were read.
-        kept_gradients: Ids of the weights whose gradients are not reduced.
-        are_weights_gathered: Whether weights were gathered for all microbatches.
-        losses: The losses of a microbatch.
-        rematerialization: What is computed again for the backward pass.
-        is_update_unconditional: Whether the update of the weights is that of accumulated gradients.
-        with_options: Filled by train steps that are computed with the options of their distribution.
-        attention: Filled with the calls of attention, if somebody wants them.
-        call: The innermost call of a model or layer, a `ModelCall`.
-        compared_model: The name of the model whose step Keras compiles, if processes compare its program.
-    """
-
-    is_in_step: bool = False
-    is_improved: bool = False
-    splits_rows: bool = False
-    weights: TracedWeights = field(default_factory=TracedWeights)
-    kept_gradients: Collection[int] = ()
-    are_weights_gathered: bool = False
-    losses: LossParts | None = None
+    is_in_step: bool = False  # whether the program of a step is traced
+    is_improved: bool = False  # whether forward passes are asked about what is traced
+    splits_rows: bool = False  # into shards of unequal sizes
+    weights: TracedWeights = field(default_factory=TracedWeights)  # the layouts of those that were read
+    kept_gradients: Collection[int] = ()  # ids of the weights whose gradients are not reduced
+    are_weights_gathered: bool = False  # for all microbatches
+    losses: LossParts | None = None  # those of a microbatch
     rematerialization: Rematerialization | None = None
-    is_update_unconditional: bool = False
-    with_options: list[bool] | None = None
-    attention: list[AttentionCall] | None = None
-    call: Any = None
-    compared_model: str | None = None
+    is_update_unconditional: bool = False  # whether the update of the weights is that of accumulated gradients
+    with_options: list[bool] | None = None  # filled by train steps that are computed with the options
+    attention: list[AttentionCall] | None = None  # filled with the calls of attention, if somebody wants them
+    call: Any = None  # the innermost call of a model or layer, a `ModelCall`
+    compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program
 
 
 _state: ThreadValue[StepState] = ThreadValue(StepState())
@@ -68,11 +52,9 @@ def changed(**changes: Any) -> Iterator[StepState]:
         yield _state.value
 
 
-@contextlib.contextmanager
-def nothing_alive() -> Iterator[None]:
+def nothing_alive() -> contextlib.AbstractContextManager:
     """Traces something else in the middle of a step, such as a plan of it."""
-    with _state.set_to(StepState(attention=_state.value.attention)):
-        yield
+    return _state.set_to(StepState(attention=_state.value.attention))
 
 
 @contextlib.contextmanager

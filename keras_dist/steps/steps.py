@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,14 +28,11 @@ from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
 
-_choose_remat: Callable[[Any, Any, Any], Any] | None = None
+_choose_remat: Callable[[Any, Any, Any], Any] | None = None  # compiles steps, as a room above this one does
 
 
 def choose_remat_by(function: Callable[[Any, Any, Any], Any]) -> None:
-    """Sets what resolves `remat="auto"`: a function of distribution, model and batch to the distribution to use.
-
-    It compiles steps, as a room above this one does.
-    """
+    """Sets what resolves `remat="auto"`: a function of distribution, model and batch to the distribution to use."""
     global _choose_remat
     _choose_remat = function
 
@@ -61,11 +57,6 @@ class Steps:
     A compiled step may have unequal shards. So the step begins with a constraint that splits the rows, here into
     shards of 2, 2, 2, 2, 2, 2, 1 and 0 rows, each padded to 2 by XLA, and what leaves the step is placed as batches
     are.
-
-    Args:
-        distribution: The distribution.
-        options: Its step options.
-        placer: How it places batches.
     """
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
@@ -78,37 +69,32 @@ class Steps:
 
     def of_model(self, model: Any, step: str) -> Callable:
         """Returns a model's train or test step, computed as the distribution does."""
-        function = getattr(model, f"{step}_step")
+        original = function = getattr(model, f"{step}_step")
         if step == "train" and self._options != StepOptions():
-            function = self._with_options(model, function)
+            function = functools.partial(self._compute_with_options, model, original)
 
-        @functools.wraps(function)
+        @functools.wraps(original)
         def computed(state: Any, batch: Any) -> Any:
             return self.compute(step, model, function, state, batch)
 
         return computed
 
-    def _with_options(self, model: Any, step: Callable) -> Callable:
-        """Returns a train step in the scope of the options. One that the user defines may not have all of them."""
-
-        @functools.wraps(step)
-        def with_options(state: Any, batch: Any) -> Any:
-            chosen = self._distribution
-            if self._options.remat == AUTO and _choose_remat is not None:
-                with nothing_alive():
-                    chosen = _choose_remat(chosen, model, batch)
-            with chosen.train_steps.scope(model), changed(with_options=[]) as current:
-                outputs = step(state, batch)
-            if self._options.splits_gradients and not current.with_options:
-                raise OptionWithoutEffectError(
-                    "microbatches",
-                    f"{type(model).__name__}.train_step computes its gradients itself, so {self._options} would have "
-                    "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
-                    "out the options.",
-                )
-            return outputs
-
-        return with_options
+    def _compute_with_options(self, model: Any, step: Callable, state: Any, batch: Any) -> Any:
+        """Returns `step(state, batch)` of a train step. One that the user defines may not have all options."""
+        chosen = self._distribution
+        if self._options.remat == AUTO and _choose_remat is not None:
+            with nothing_alive():
+                chosen = _choose_remat(chosen, model, batch)
+        with chosen.train_steps.scope(model) as current:
+            outputs = step(state, batch)
+        if self._options.splits_gradients and not current.with_options:
+            raise OptionWithoutEffectError(
+                "microbatches",
+                f"{type(model).__name__}.train_step computes its gradients itself, so {self._options} would have "
+                "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
+                "out the options.",
+            )
+        return outputs
 
     @contextlib.contextmanager
     def replaced(self, model: Any, step: str) -> Iterator[None]:
@@ -151,34 +137,30 @@ class Steps:
             return function(state, batch)
         if not all(isinstance(leaf, Tracer) for leaf in leaves):
             return function(state, self._placer.replicate(batch))
-        rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
+        rows = _num_rows(leaves)
         splits = self._splits(step, rows)
         is_improved = step != "train"  # nothing is differentiated
         with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
-            program, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
+            jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
-        program = self._program(program, model, state, leaves, rows, self.axes_in_step(step, rows))
+        program = self._program(jaxpr, model, state, leaves, self.axes_in_step(step, rows))
         passes = [*(self._selected(FORWARD_PASSES) if is_improved else []), *self._selected(PASSES)]
-        outputs = jaxpr_as_fun(rewritten(program, passes))(*jax.tree.leaves((state, batch)))
-        outputs, state = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        outputs, state = _evaluated(rewritten(program, passes), shapes, state, batch)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
     def improve_of(self, model: Any, batch: Any) -> Improve:
         """Returns what forward passes make of functions of a train step's state and batch; None if there are none."""
-        leaves = jax.tree.leaves(batch)
         passes = self._selected(FORWARD_PASSES)
-        if not passes or not all(isinstance(leaf, Tracer) for leaf in leaves):
+        if not passes or not all(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
             return None
 
         def improve(function: Callable, state: Any, batch: Any) -> Any:
             with changed(is_improved=True):
                 jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
             leaves = jax.tree.leaves(batch)
-            rows = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
-            program = self._program(jaxpr, model, state, leaves, rows, self.axes_in_step("train", rows))
-            results = jaxpr_as_fun(rewritten(program, passes))(*jax.tree.leaves((state, batch)))
-            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+            program = self._program(jaxpr, model, state, leaves, self.axes_in_step("train", _num_rows(leaves)))
+            return _evaluated(rewritten(program, passes), shapes, state, batch)
 
         return improve
 
@@ -186,13 +168,8 @@ class Steps:
         """Returns `function(state, inputs)`, an outermost call of a model in a train step or function of a user.
 
         Forward passes are asked about it. In a function that users compile themselves, so are the passes over steps,
-        also about the gradients of single operations. If they change nothing, the function itself is called.
-
-        Args:
-            model: The model, or a layer.
-            function: Returns nested arrays.
-            state: Values of its trainable and of its other variables, in lists.
-            inputs: Nested arguments; what is no array stays as it is.
+        also about the gradients of single operations. If they change nothing, the function itself is called. `inputs`
+        are nested; what is no array stays as it is.
         """
         current = step_state()
         forward, others = self._selected(FORWARD_PASSES), [] if current.is_in_step else self._selected(PASSES)
@@ -204,43 +181,36 @@ class Steps:
         is_alone = self._placer.device_mesh.backend_mesh.size == 1
         if not is_compiled or current.is_improved or is_alone or not (forward or others):
             return function(state, inputs)
-        masks: list = []
         attention: list = []
 
         def traced(state: Any, arrays: list) -> Any:
             replaced = dict(zip(places, arrays, strict=True))
             with changed(is_improved=True, attention=None if current.attention is None else attention):
                 outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
-            masks.extend(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers
-            return outputs, [mask for mask in masks if mask is not None]
+            return outputs, list(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers, or None
 
         jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(state, arrays)
-        rows = next((array.shape[0] for array in arrays if array.ndim), 0)
-        program = self._program(jaxpr, model, state, arrays, rows, self._placer.axes_for(rows))
+        program = self._program(jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
         better = rewritten_before_gradients(program, forward, others)
         if better is jaxpr:
             return function(state, inputs)
         if current.attention is not None:
             current.attention.extend(attention)
-        results = jaxpr_as_fun(better)(*jax.tree.leaves((state, arrays)))
-        outputs, kept_masks = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        kept = iter(kept_masks)
+        outputs, masks = _evaluated(better, shapes, state, arrays)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
-                set_keras_mask(leaf, next(kept))
+                set_keras_mask(leaf, mask)
         return outputs
 
-    def _program(
-        self, jaxpr: Any, model: Any, state: Any, arrays: list, rows: int, row_axes: tuple[str, ...]
-    ) -> StepProgram:
-        axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
+    def _program(self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...]) -> StepProgram:
+        axes = [batch_axes(each, _num_rows(arrays), row_axes, self._placer) for each in arrays]
         return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes])
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
         """Returns the axes of the dims of each array of a step's state; only those of weights are known."""
         weights = model.trainable_variables, model.non_trainable_variables
         axes: list[DimAxes] = []
-        for variables, values in itertools.zip_longest(weights, state[: len(weights)], fillvalue=()):
+        for variables, values in zip(weights, state, strict=False):
             layouts = [weight_layouts(variable, self._distribution).compute.axes for variable in variables]
             known = [tuple(map(axis_tuple, each)) for each in layouts]
             axes += known if len(known) == len(values) else [()] * len(values)
@@ -262,3 +232,12 @@ class Steps:
     def _joined(self, output: Any) -> Any:
         # Logs may be Python numbers, which have no shape.
         return with_sharding_constraint(jnp.asarray(output), self._placer.sharding(np.shape(output)))
+
+
+def _num_rows(arrays: list) -> int:
+    return next((array.shape[0] for array in arrays if array.ndim), 0)
+
+
+def _evaluated(program: Any, shapes: Any, *arguments: Any) -> Any:
+    """Returns what a closed jaxpr computes, in the structure of `shapes`."""
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))

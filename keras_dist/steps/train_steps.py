@@ -15,23 +15,17 @@ from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout, is_in_hos
 from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.steps.gradient_accumulation import GradientAccumulation
 from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
-from keras_dist.steps.microbatches import gradients_of_microbatches
+from keras_dist.steps.microbatches import Microbatches
 from keras_dist.steps.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.rematerialization import rematerializing
 from keras_dist.steps.step_gradients import gradients_of_batch, row_axes
-from keras_dist.steps.step_state import changed, step_state
+from keras_dist.steps.step_state import StepState, changed, step_state
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
 
 
 class TrainSteps:
-    """How the train steps of a distribution are computed.
-
-    Args:
-        distribution: The distribution.
-        options: Its step options.
-        placer: How it places batches.
-    """
+    """How the train steps of a distribution are computed."""
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
         self._distribution, self._options, self._placer = distribution, options, placer
@@ -49,43 +43,41 @@ class TrainSteps:
         return TensorLayout(layout.axes, layout.device_mesh, HOST_MEMORY)
 
     @contextlib.contextmanager
-    def scope(self, model: keras.Model) -> Iterator[None]:
+    def scope(self, model: keras.Model) -> Iterator[StepState]:
         """Traces the train step of a model in a block, also one that the user defines."""
         require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
-        is_offloaded = "activations" in self._options.offload
-        with contextlib.ExitStack() as stack:
-            found = stack.enter_context(rematerializing(model, self._options.remat, self._placer, is_offloaded))
-            stack.enter_context(changed(rematerialization=found))
-            yield
+        with (
+            rematerializing(model, self._options, self._placer) as found,
+            changed(rematerialization=found, with_options=[]) as state,
+        ):
+            yield state
 
     def compute(self, keras_train_step: Callable, model: keras.Model, state: tuple, batch: Any) -> tuple[Any, tuple]:
         """Returns logs and new state, as Keras's function does, of a train step that is being traced."""
-        state, accumulation, tables = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
+        state, accumulation, kept = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
         splits, improve = self._options.splits_gradients, self._distribution.steps.improve_of(model, batch)
-        if not splits and accumulation is None and not tables:
+        if not splits and accumulation is None and not kept:
             if improve is None:
                 return keras_train_step(model, state, batch)
             gradients, (logs, others, metrics) = compute_gradients(model, state, batch, 1.0, improve)
             weights, optimizer = apply_gradients(model, state, gradients)
             return logs, (weights, others, optimizer, metrics)
-        layouts = self._layouts(model)
-        for_keras = state if accumulation is None else state._replace(optimizer=accumulation.without(state.optimizer))
-        arguments = model, for_keras, batch
+        layouts, for_keras = self._layouts(model), state
+        if accumulation is not None:
+            for_keras = state._replace(optimizer=accumulation.without(state.optimizer))
+            is_split = row_axes(batch, self._placer) == self._placer.batch_axes
+            kept = set(map(id, model.trainable_variables)) if is_split else set()
         if splits:
             if (found := step_state().with_options) is not None:
                 found.append(True)
-            gradients = gradients_of_microbatches(*arguments, self._options, self._placer, layouts, improve)
-        elif accumulation is not None:
-            is_split = row_axes(batch, self._placer) == self._placer.batch_axes
-            kept = {id(variable) for variable in model.trainable_variables} if is_split else ()
-            gradients = gradients_of_batch(*arguments, self._placer, kept, improve)
+            gradients = Microbatches(model, for_keras, batch, self._options, self._placer, layouts, improve).gradients()
         else:
-            gradients = gradients_of_batch(*arguments, self._placer, tables, improve)
+            gradients = gradients_of_batch(model, for_keras, batch, self._placer, kept, improve)
         new_state, dtype = gradients.state._replace(optimizer=state.optimizer), self._options.reduce_dtype
         if accumulation is not None:
-            weights, optimizer = accumulation.apply(model, new_state, gradients, dtype)
+            weights, optimizer = accumulation.apply(new_state, gradients, dtype)
         else:
             weights, optimizer = apply_gradients(model, new_state, gradients.reduced(layouts, dtype))
         return gradients.logs, tuple(new_state._replace(weights=weights, optimizer=optimizer))
@@ -95,11 +87,10 @@ class TrainSteps:
         is_possible = self._options.reduce_gradients == "update" and "optimizer" not in self._options.offload
         if not is_possible or self._placer.num_batch_shards == 1 or not internals.computes_train_step_as_keras(model):
             return None
-        weights = model.trainable_variables
-        accumulators = internals.gradient_accumulators(model.optimizer, weights)
+        accumulators = internals.gradient_accumulators(model.optimizer, model.trainable_variables)
         if accumulators is None:
             return None
-        return GradientAccumulation(model.optimizer, accumulators, weights, self._layouts(model), self._placer)
+        return GradientAccumulation(model, accumulators, self._layouts(model), self._placer)
 
     def _layouts(self, model: keras.Model) -> list[WeightLayouts]:
         return [weight_layouts(variable, self._distribution) for variable in model.trainable_variables]
@@ -112,15 +103,10 @@ class TrainSteps:
         """
         if self._placer.sequence_axes or not row_axes(batch, self._placer):
             return set()
-        return model_structure.tied_tables(model) & {id(variable) for variable in model.trainable_variables}
+        return model_structure.tied_tables(model) & set(map(id, model.trainable_variables))
 
     def apply_gradients(
-        self,
-        apply: Callable,
-        optimizer: keras.optimizers.Optimizer,
-        state: Sequence[Any],
-        gradients: Sequence[Any],
-        weights: Sequence[Any],
+        self, apply: Callable, optimizer: keras.optimizers.Optimizer, state: Sequence, gradients: Any, weights: Any
     ) -> tuple[list, list]:
         """Returns new weights and optimizer state, as Keras's function `apply(state, gradients, weights)` does."""
         if "optimizer" not in self._options.offload:

@@ -17,7 +17,7 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.data.batches import Batches
 from keras_dist.data.consistency import BatchComparison, order_of_devices, require_same_model
 from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes
-from keras_dist.layout.layout_map import Rule
+from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.mesh.devices import is_on_mesh
@@ -101,7 +101,8 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         self._num_processes = internals.backend_lib.num_processes()
         self._process_id = internals.backend_lib.process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
-        self.strict = False
+        self.strict = self.reshard_after_forward = False  # those that can be True have an argument for it
+        self._layout_map: LayoutMap | None = None
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
         self._comparisons: dict[bool, BatchComparison] = {}
         if self._device_mesh.devices.size > 1:
@@ -241,15 +242,21 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return (base_rule, base) if base_rule is not None and rule in (None, base_rule) else (rule, None)
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Returns the layout of a layer's inputs or outputs.
+        """Returns the layout of a layer's inputs or outputs; without one the compiler chooses.
+
+        If the layer returns several tensors, or is called with several by position, the layout applies to those that
+        have at least as many dims.
 
         Args:
-            path: The path of the layer, followed by `/input` or `/output`.
+            path: The path of the layer, with `/input` or `/output` appended.
 
         Returns:
-            None by default, which leaves the layout to the compiler.
+            The layout of the rule that matches, or None.
+
+        Raises:
+            ValueError: Several rules match.
         """
-        return None
+        return None if self._layout_map is None else self._layout_map[path]
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -295,12 +302,18 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return self._placer.sharding(shape)
 
     def rule(self, path: str) -> Rule | None:
-        """Returns the key of a layout map and its layout for the path of a variable, None where it is replicated.
+        """Returns the rule that matches the path of a variable: its key in the layout map and its layout.
 
         Args:
             path: The path of a variable.
+
+        Returns:
+            The rule, or None if none matches or there is no layout map: the variable is replicated.
+
+        Raises:
+            ValueError: Several rules match.
         """
-        return None
+        return None if self._layout_map is None else self._layout_map.rule(path)
 
     # What patches and plans ask for.
 
@@ -347,18 +360,9 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
             calls=state.attention,
         )
 
-    @property
-    def regathers(self) -> bool:
-        """Whether weights that were gathered are dropped after the forward pass and gathered again."""
-        return False
-
-    def regathers_weights(self, layer: keras.Layer) -> bool:
-        """Returns whether a layer has weights of its own that are gathered again."""
-        return False
-
     def layout_rules(self) -> list[tuple[str, tuple]] | None:
         """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
-        return None
+        return None if self._layout_map is None else [(key, layout.axes) for key, layout in self._layout_map.items()]
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""

@@ -3,7 +3,7 @@
 import jax
 import keras
 
-from keras_dist._keras import internals, model_structure
+from keras_dist._keras import internals
 from keras_dist.layout.layout_map import LayoutMap, as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
@@ -12,7 +12,6 @@ from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, shard_one_more_dim
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName
 from keras_dist.strategies.model_parallel import ModelParallel
-from keras_dist.variables.variable_layouts import VariableSpec
 
 
 class FullyShardedDataParallel(ModelParallel):
@@ -104,16 +103,6 @@ class FullyShardedDataParallel(ModelParallel):
             variable: A `keras.Variable`.
         """
         return self._layout_by_rule(variable)
-
-    @property
-    def regathers(self) -> bool:
-        return self.reshard_after_forward
-
-    def regathers_weights(self, layer: keras.Layer) -> bool:
-        if not self.reshard_after_forward:
-            return False
-        specs = map(VariableSpec.of, model_structure.direct_variables(layer))
-        return any(self._stored_layout(spec) != self.get_compute_layout(spec) for spec in specs)
 
     def _stored_layout(self, variable) -> TensorLayout:
         layout = self._layout_by_rule(variable)

@@ -2,9 +2,9 @@
 
 import keras
 
-from keras_dist.layout.layout_map import LayoutMap, Rule, as_layout_map
+from keras_dist.layout.layout_map import LayoutMap, as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
-from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
+from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName, Distribution
@@ -70,8 +70,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
         super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options)
         _require_free_sequence_axes(layout_map, sequence_dim_name)
-        self._layout_map = layout_map
-        self.strict = strict
+        self._layout_map, self.strict = layout_map, strict
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
             raise ValueError(
@@ -79,41 +78,6 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
                 f"{self._placer.batch_axes}) evenly. Choose batch axes whose product divides {self._num_processes}."
             )
-
-    def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Returns the layout of a layer's inputs or outputs; without one the compiler chooses.
-
-        If the layer returns several tensors, or is called with several by position, the layout applies to those that
-        have at least as many dims.
-
-        Args:
-            path: The path of the layer, with `/input` or `/output` appended.
-
-        Returns:
-            The layout of the rule that matches, or None.
-
-        Raises:
-            ValueError: Several rules match.
-        """
-        return self._layout_map[path]
-
-    def rule(self, path: str) -> Rule | None:
-        """Returns the rule that matches the path of a variable: its key in the layout map and its layout.
-
-        Args:
-            path: The path of a variable.
-
-        Returns:
-            The rule, or None if none matches: the variable is replicated.
-
-        Raises:
-            ValueError: Several rules match.
-        """
-        return self._layout_map.rule(path)
-
-    def layout_rules(self) -> list[tuple[str, tuple]]:
-        """Returns the patterns and axes of the layout map."""
-        return [(pattern, layout.axes) for pattern, layout in self._layout_map.items()]
 
 
 def _require_free_sequence_axes(layout_map: LayoutMap, sequence_dim_name: BatchDimName) -> None:
