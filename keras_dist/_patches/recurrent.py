@@ -6,7 +6,6 @@ from jax.sharding import PartitionSpec
 
 from keras_dist._keras.active_distribution import INSTALLED
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.sharding.per_device import call_per_device
 
 
 @INSTALLED.patch(keras.layers.RNN, "call")
@@ -34,7 +33,7 @@ def _lstm(original, distribution, x, h_0, c_0, weights, seq_lengths, *args, **kw
     sharding = distribution.batch_sharding(x.shape[:1])
     rows = sharding.spec  # over no axis if none divides the rows
     states = PartitionSpec(None, *rows)
-    outputs, *last_states = call_per_device(
+    outputs, *last_states = distribution.layer_calls.call_per_device(
         lambda *arrays: original(*arrays, *args, **kwargs),
         sharding.mesh,
         (*arrays, seq_lengths),

@@ -112,7 +112,7 @@ class _Decision(NamedTuple):
 
 
 def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
-    layout_map: Any = getattr(distribution, "_layout_map", LayoutMap(None))
+    layout_map: Any = LayoutMap(None) if distribution._layout_map is None else distribution._layout_map
     variables = list(all_variables(model))
     decisions = _decisions(model, variables, distribution)
     weights = {id(variable) for variable in model.weights}

@@ -17,11 +17,6 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
 
     The outputs are there once all of it is in host memory: compilers would copy it when it is fetched again. On a mesh
     with axes that rows are not sharded over, nothing says how it is sharded, so that the compiler decides.
-
-    Args:
-        function: A function of traced arrays that it encloses.
-        policy: What is saved.
-        placer: How rows are sharded.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)()
     jaxpr = traced.jaxpr.replace(invars=traced.jaxpr.constvars, constvars=[])
@@ -35,10 +30,12 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
         outputs, pullback = jax.vjp(compute, *inputs)
         kept, structure = jax.tree.flatten(pullback)
         known = set(map(id, inputs))
-        put = [
-            jax.device_put(each, jax.memory.Space.Host) if id(each) not in known and _is_large(each) else each
-            for each in kept
-        ]
+
+        def to_host(value: Any) -> Any:
+            is_large = is_float(value) and value.size * value.dtype.itemsize > MIN_OFFLOAD_BYTES
+            return jax.device_put(value, jax.memory.Space.Host) if is_large and id(value) not in known else value
+
+        put = list(map(to_host, kept))
         tokens = [token for each in put if _is_on_host(each) for token in _tokens(each, placer)]
         outputs = [after(tokens, each) if is_float(each) else each for each in outputs]
         return outputs, jax.tree.unflatten(structure, put)
@@ -51,10 +48,6 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
 
     block.defvjp(forward, backward)
     return jax.tree.unflatten(jax.tree.structure(shapes), block(*traced.consts))
-
-
-def _is_large(value: Any) -> bool:
-    return is_float(value) and value.size * value.dtype.itemsize > MIN_OFFLOAD_BYTES
 
 
 def _is_on_host(value: Any) -> bool:

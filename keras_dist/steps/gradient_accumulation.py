@@ -115,7 +115,6 @@ class GradientAccumulation:
         return weights, self._replaced(optimizer, sums)
 
     def _added(self, accumulated: list, gradients: StepGradients) -> list:
-        """Returns what is accumulated after a step."""
         if gradients.axes != self._axes:  # a batch with too few rows, or with a number that the axes do not divide
             reduced = gradients.reduced(self._layouts)
             gradients = gradients._replace(summands=[Summands(None, gradient) for gradient in reduced])

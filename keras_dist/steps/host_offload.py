@@ -35,34 +35,23 @@ def require_host_memory(mesh: DeviceMesh) -> None:
 
 
 def apply_with_state_on_host(
-    apply: Callable,
-    state: Sequence[Any],
-    gradients: Sequence[Any],
-    weights: Sequence[Any],
-    layouts: Sequence[TensorLayout | None],
+    apply: Callable, state: Sequence, gradients: Sequence, weights: Sequence, layouts: Sequence[TensorLayout | None]
 ) -> tuple[list, list]:
     """Returns new weights and state, as `apply(state, gradients, weights)` does, with state of the hosts.
 
     Compilers start copies as early as they can, so the devices would hold all state at once. The update is traced, and
-    each state is fetched where it is first used, once an earlier one is back in host memory.
-
-    Args:
-        apply: Keras's `stateless_apply` of the optimizer.
-        state: Values of the optimizer's variables.
-        gradients: The gradients.
-        weights: Values of the weights.
-        layouts: The layout of each variable of the optimizer that is in host memory, None for the others.
+    each state is fetched where it is first used, once an earlier one is back in host memory. `layouts` has those of the
+    optimizer's variables that are in host memory, None for the others.
     """
     if any(isinstance(value, Tracer) for value in state):
         return _Update(apply, state, gradients, weights, layouts).run()
-    fetched = [value if each is None else _moved(value, "device") for value, each in zip(state, layouts, strict=True)]
-    new_weights, new_state = apply(fetched, gradients, weights)
-    placed = [v if each is None else _moved(v, HOST_MEMORY) for v, each in zip(new_state, layouts, strict=True)]
-    return list(new_weights), placed
 
+    def moved(values: Sequence[jax.Array], kind: str) -> list[jax.Array]:
+        each = zip(values, layouts, strict=True)
+        return [v if layout is None else jax.device_put(v, v.sharding.with_memory_kind(kind)) for v, layout in each]
 
-def _moved(value: jax.Array, memory_kind: str) -> jax.Array:
-    return jax.device_put(value, value.sharding.with_memory_kind(memory_kind))
+    new_weights, new_state = apply(moved(state, "device"), gradients, weights)
+    return list(new_weights), moved(new_state, HOST_MEMORY)
 
 
 class _Update:
@@ -102,9 +91,8 @@ class _Update:
         """Evaluates a part of the update, and puts the state back that is then known."""
         self._values.evaluate(equations)
         for index in [i for i in self._to_put if self._jaxpr.outvars[i] in self._values.known]:
-            layout = self._to_put.pop(index)
-            value = jax.device_put(self._values.read(self._jaxpr.outvars[index]), jax.memory.Space.Host)
-            self._put[index] = value
+            layout, value = self._to_put.pop(index), self._values.read(self._jaxpr.outvars[index])
+            value = self._put[index] = jax.device_put(value, jax.memory.Space.Host)
             if value.ndim <= 2 or self._latest is None:  # of more dims, XLA:TPU may copy an array to slice it
                 self._latest = value, layout
 
@@ -126,16 +114,13 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
     """
     mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
 
+    def fetched(value: Any) -> Any:
+        return jax.device_put(value, jax.memory.Space.Device)
+
     def on_device(token: Any, value: Any) -> Any:
         if mesh.devices.flat[0].platform != "tpu":
-            value, _ = jax.lax.optimization_barrier((value, token))
-            return jax.device_put(value, jax.memory.Space.Device)
-        return jax.lax.cond(
-            is_known(token),
-            lambda value: jax.device_put(value, jax.memory.Space.Device),
-            lambda value: jnp.zeros(value.shape, value.dtype),
-            value,
-        )
+            return fetched(jax.lax.optimization_barrier((value, token))[0])
+        return jax.lax.cond(is_known(token), fetched, lambda value: jnp.zeros(value.shape, value.dtype), value)
 
     in_specs = PartitionSpec(), spec
     return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(token, value)

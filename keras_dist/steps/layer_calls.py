@@ -15,6 +15,7 @@ from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.sharding.activations import distribute_tensors
 from keras_dist.sharding.lookups import Lookup
+from keras_dist.sharding.per_device import call_per_device
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.sharding.sequences import SequenceSharding
 from keras_dist.sharding.weight_layouts import weight_layouts
@@ -63,6 +64,8 @@ def _current_trace() -> Any:
 
 class LayerCalls:
     """How layers compute under a distribution."""
+
+    call_per_device = staticmethod(call_per_device)
 
     def __init__(self, distribution: Any, placer: BatchPlacer):
         self._distribution, self._placer = distribution, placer

@@ -17,40 +17,24 @@ class LossParts:
     means over rows. A mean over unmasked elements is divided by their number in the part instead of the batch, a mean
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
-    Args:
-        fraction: The fraction of the rows that the part has.
-        totals: The divisor of each loss of the undivided batch, in the order of the calls; None for means over rows.
-            Empty if they are not known.
+    `totals` has the divisor of each loss of the undivided batch, in the order of the calls, None for means over rows;
+    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals.
     """
 
-    def __init__(self, fraction: float, totals: Sequence[Any]):
-        self._fraction, self._totals, self._number_of_losses = fraction, totals, 0
+    def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None):
+        self._fraction, self._totals = fraction, totals
+        self.divisors: list = []  # of the losses so far
 
     def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
         """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
 
-        Args:
-            loss: The loss of the part.
-            reduction: Keras's name of its reduction.
-            divisor: What it was divided by, if that is not known while tracing; else None.
+        `reduction` is Keras's name. `divisor` is what the loss was divided by, None if that is known while tracing.
         """
-        number, self._number_of_losses = self._number_of_losses, self._number_of_losses + 1
-        if reduction == "sum":
+        self.divisors.append(divisor)
+        if self._totals is not None and reduction == "sum":
             return loss / self._fraction
-        if divisor is None:
+        if self._totals is None or divisor is None:
             return loss
         if not self._totals:
             raise TotalsNeededError
-        return loss * jnp.nan_to_num(divisor / self._totals[number]) / self._fraction
-
-
-class LossTotals(LossParts):
-    """Collects the divisors of the losses of an undivided batch."""
-
-    def __init__(self):
-        super().__init__(1.0, ())
-        self.divisors: list = []
-
-    def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
-        self.divisors.append(divisor)
-        return loss
+        return loss * jnp.nan_to_num(divisor / self._totals[len(self.divisors) - 1]) / self._fraction

@@ -22,7 +22,7 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.resharding import layout_of_summands, to_compute_layout
 from keras_dist.sharding.weight_layouts import WeightLayouts
-from keras_dist.steps.loss_parts import LossParts, LossTotals, TotalsNeededError
+from keras_dist.steps.loss_parts import LossParts, TotalsNeededError
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_gradients import StepGradients
 from keras_dist.steps.step_state import changed
@@ -166,13 +166,10 @@ class Microbatches:
         return gradient._replace(reduced=jax.lax.optimization_barrier(reduced))
 
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
-        unreduced, reduced = sums
-        if unreduced is not None:
-            spec = PartitionSpec(self._axes, *layout_of_summands(layouts.compute, self._axes).backend_layout.spec)
-            unreduced = with_sharding_constraint(unreduced, NamedSharding(self._mesh, spec))
-        if reduced is not None:
-            reduced = with_sharding_constraint(reduced, layouts.update.backend_layout)
-        return Summands(unreduced, reduced)
+        spec = PartitionSpec(self._axes, *layout_of_summands(layouts.compute, self._axes).backend_layout.spec)
+        shardings = NamedSharding(self._mesh, spec), layouts.update.backend_layout
+        each = zip(sums, shardings, strict=True)
+        return Summands(*(None if value is None else with_sharding_constraint(value, to) for value, to in each))
 
 
 def _rows(leaves: Sequence[Any], microbatches: int) -> int:
@@ -191,7 +188,7 @@ def _totals(model: Any, state: TrainState, batch: Any) -> list:
     """Returns the divisors of the losses of a batch. Of the model, only what its masks depend on is computed."""
 
     def divisors(state, batch):
-        losses = LossTotals()
+        losses = LossParts()
         with changed(losses=losses):
             compute_loss(model, state, batch)
         return losses.divisors

@@ -18,13 +18,8 @@ def state_dtype(optimizer: keras.optimizers.Optimizer, name: str | None, dtype: 
     """Returns the dtype of a state variable of an optimizer.
 
     A moving average keeps a fraction of its value in each step, and what a step adds is lost if it is less than the
-    precision of the dtype. Sums, and averages of weights, keep the dtype of their weight.
-
-    Args:
-        optimizer: The optimizer.
-        name: The name of the variable, such as "momentum".
-        dtype: The dtype of its weight.
-        wanted: The dtype that is asked for; None to keep that of the weight.
+    precision of the dtype. Sums, and averages of weights, keep the dtype of their weight, `dtype`, as all state does if
+    none is `wanted`. `name` is that of the variable, such as "momentum".
 
     Example:
 

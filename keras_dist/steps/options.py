@@ -90,10 +90,15 @@ class StepOptions:
         if not isinstance(self.remat, keras.RematScope | None) and self.remat not in _REMATS:
             kind = ValueError if isinstance(self.remat, str) else TypeError
             raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
-        self._check_offload()
-        object.__setattr__(
-            self, "without_passes", _names("without_passes", self.without_passes, [*PASSES, *FORWARD_PASSES])
-        )
+        offload = _names("offload", self.offload, get_args(_OFFLOADED))
+        if "activations" in offload and self.remat != "dots":
+            raise ValueError(
+                f"offload={self.offload!r} needs remat='dots', but got remat={self.remat!r}: activations that are "
+                "offloaded are the products with weights that remat='dots' keeps for the backward pass."
+            )
+        object.__setattr__(self, "offload", offload)
+        without_passes = _names("without_passes", self.without_passes, [*PASSES, *FORWARD_PASSES])
+        object.__setattr__(self, "without_passes", without_passes)
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             _require_float(name, getattr(self, name))
         if self.reduce_dtype is not None and self.reduce_gradients != "update":
@@ -101,15 +106,6 @@ class StepOptions:
                 f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
                 "each microbatch are sent in the dtype that they are computed in."
             )
-
-    def _check_offload(self):
-        names = _names("offload", self.offload, get_args(_OFFLOADED))
-        if "activations" in names and self.remat != "dots":
-            raise ValueError(
-                f"offload={self.offload!r} needs remat='dots', but got remat={self.remat!r}: activations that are "
-                "offloaded are the products with weights that remat='dots' keeps for the backward pass."
-            )
-        object.__setattr__(self, "offload", names)
 
     @property
     def splits_gradients(self) -> bool:

@@ -11,13 +11,10 @@ from keras_dist._keras.model_structure import child_layers, functional_graph, gr
 
 
 class Part(NamedTuple):
-    """Operations of a functional graph that run one after the other.
-
-    `outputs` are the ids of the symbolic tensors that they compute for operations of other parts, or for the model.
-    """
+    """Operations of a functional graph that run one after the other."""
 
     nodes: list
-    outputs: list[int]
+    outputs: list[int]  # ids of the symbolic tensors that they compute for operations of other parts, or for the model
     is_block: bool
 
 
@@ -65,10 +62,9 @@ def _parts(graph: Any, nodes: Sequence[Any]) -> Iterator[Part]:
     """Yields the parts of a functional graph: blocks, and what is between them."""
     last_use = {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
     last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
-    segments = _segments(nodes, last_use)
     first = 0
-    for is_block, group in _in_blocks(segments):
-        part = [node for segment in group for node in segment]
+    for is_block, group in _in_blocks(_segments(nodes, last_use)):
+        part = list(itertools.chain.from_iterable(group))
         first += len(part)
         outputs = [id(tensor) for node in part for tensor in node.outputs if last_use.get(id(tensor), -1) >= first]
         yield Part(part, outputs, is_block)
@@ -81,9 +77,10 @@ def _segments(nodes: Sequence[Any], last_use: dict[int, int]) -> list[list]:
     segments: list[list] = [[]]
     for number, node in enumerate(nodes):
         segments[-1].append(node)
-        if _has_weights(node.operation) or any(id(tensor) in weighted for tensor in node.input_tensors):
-            weighted |= {id(tensor) for tensor in node.outputs}
-            live |= {id(tensor) for tensor in node.outputs}
+        has_weights = isinstance(node.operation, keras.Layer) and node.operation.weights
+        if has_weights or not weighted.isdisjoint(map(id, node.input_tensors)):
+            weighted.update(map(id, node.outputs))
+            live.update(map(id, node.outputs))
         live = {tensor for tensor in live if last_use.get(tensor, -1) > number}
         if len(live) == 1:
             segments.append([])
@@ -129,10 +126,6 @@ def _signature(operation: Any) -> tuple:
     """Returns what is equal for operations of one class with weights of equal shapes."""
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in getattr(operation, "variables", ()) if "seed" not in v.name)
     return type(operation), shapes
-
-
-def _has_weights(operation: Any) -> bool:
-    return isinstance(operation, keras.Layer) and bool(operation.weights)
 
 
 def _num_weighted(operation: Any) -> int:

@@ -26,12 +26,9 @@ _NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
 
 
 def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
-    """Returns the token of an array: a float32 scalar. Each device has its own, so nothing is sent.
+    """Returns the token of an array of numbers as `is_float` says: a float32 scalar.
 
-    Args:
-        value: An array of floating-point numbers with at least one element.
-        layout: Its layout.
-        is_on_host: Whether it is in host memory.
+    Each device has its own, so nothing is sent.
     """
     if not isinstance(value, Tracer):  # with `run_eagerly`
         return jnp.zeros((), "float32")
@@ -87,14 +84,10 @@ class BackwardOrder:
 
     def end_block(self, outputs: Any) -> Any:
         """Returns the outputs of a block; their gradients wait for those of the weights of the next block but one."""
-        leaves, structure = jax.tree.flatten(outputs)
-        indices = [index for index, leaf in enumerate(leaves) if is_float(leaf)]
-        waiting, token = _with_token([leaves[index] for index in indices])
-        for index, leaf in zip(indices, waiting, strict=True):
-            leaves[index] = leaf
+        outputs, token = _with_token(outputs)
         with take_current_trace() as trace:
             self._tokens.append((trace, token))
-        return jax.tree.unflatten(structure, leaves)
+        return outputs
 
     def weight(self, value: Any, gradient_layout: TensorLayout) -> Any:
         """Returns a weight of the block that is being traced. Its gradient has to be known for an earlier block."""
@@ -113,14 +106,14 @@ class BackwardOrder:
 
 
 @jax.custom_vjp
-def _with_token(values: list[Any]) -> tuple[list[Any], Any]:
+def _with_token(values: Any) -> tuple[Any, Any]:
     """Returns the values, and a token whose gradient is the token that the gradients of the values wait for."""
     return values, jnp.zeros((), "float32")
 
 
-def _backward(_: None, gradients: tuple[list[Any], Any]) -> tuple[list[Any]]:
+def _backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any]:
     value_gradients, token = gradients
-    return ([after([token], gradient) for gradient in value_gradients],)
+    return (jax.tree.map(lambda each: after([token], each) if is_float(each) else each, value_gradients),)
 
 
 _with_token.defvjp(lambda values: (_with_token(values), None), _backward)

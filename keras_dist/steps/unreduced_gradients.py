@@ -59,12 +59,8 @@ class UnreducedGradients:
         function: Returns a list of gradients, and any structure of arrays.
         arguments: Its arguments: structures of arrays, or of anything with a shape and a dtype.
         has_rows: Of each leaf of the arguments, whether its dim 0 has the rows of a batch.
-        mesh: The mesh.
-        batch_axes: The axes of the mesh that rows are sharded over; their sizes divide the number of rows.
+        mesh: The mesh, of which the sizes of `batch_axes` divide the number of rows.
         is_kept: Of each gradient, whether it is wanted as one summand for each shard. By default all are.
-
-    Attributes:
-        sum_dtypes: Of each gradient, the dtype in which it is summed over rows; None where it is reduced already.
     """
 
     def __init__(
@@ -86,10 +82,10 @@ class UnreducedGradients:
         self._others = jax.tree.structure(others)
         kept = [True] * len(gradients) if is_kept is None else is_kept
         outputs = zip(inlined.jaxpr.outvars, kept, strict=False)
+        # Of each gradient, the dtype in which it is summed over rows; None where it is reduced already.
         self.sum_dtypes = [self._program.sums.get(output) if keep else None for output, keep in outputs]
 
     def __call__(self, *arguments: Any) -> tuple[list[Summands], Any]:
-        """Returns what the function returns, with gradients as `Summands`."""
         as_sums = [dtype is not None for dtype in self.sum_dtypes] + [False] * self._others.num_leaves
         values = self._program.evaluate(self._constants, jax.tree.leaves(arguments), as_sums)
         gradients = [each if isinstance(each, Summands) else Summands(None, each) for each in values]
@@ -154,26 +150,23 @@ class _Program:
                 continue
             values.evaluate(pending)
             pending = [equation] if is_needed and number not in self._bodies else []
+            is_linear = number not in self._bodies and number not in self._row_dims
+            operands = [sums[v] if is_linear and self._is_sum(v) else values.read(v) for v in equation.invars]
             with jax.named_scope(str(equation.source_info.name_stack)):
                 if number in self._bodies:
                     as_sum = [variable in needed_sums for variable in equation.outvars]
-                    body = partial(self._bodies[number].evaluate, (), as_sums=as_sum)
-                    operands = [values.read(variable) for variable in equation.invars]
-                    outputs = with_body(equation, body, operands)
-                    for variable, output in zip(equation.outvars, outputs, strict=True):
-                        if isinstance(output, Summands):
-                            sums[variable] = output
-                            if variable in needed:
-                                values.known[variable] = total(output)
-                        else:
-                            values.known[variable] = output
+                    outputs = with_body(equation, partial(self._bodies[number].evaluate, (), as_sums=as_sum), operands)
                 elif number in self._row_dims:
-                    operands = [values.read(variable) for variable in equation.invars]
-                    summands = _sum_on_each_device(equation, operands, self._row_dims[number], self._rows)
-                    sums[equation.outvars[0]] = summands
+                    outputs = [_sum_on_each_device(equation, operands, self._row_dims[number], self._rows)]
                 else:
-                    operands = [sums[v] if self._is_sum(v) else values.read(v) for v in equation.invars]
-                    sums[equation.outvars[0]] = _apply_linear(equation, operands)
+                    outputs = [_apply_linear(equation, operands)]
+                for variable, output in zip(equation.outvars, outputs, strict=True):
+                    if not isinstance(output, Summands):
+                        values.known[variable] = output
+                        continue
+                    sums[variable] = output
+                    if variable in needed and number in self._bodies:
+                        values.known[variable] = total(output)
         values.evaluate(pending)
         outputs = zip(self._jaxpr.outvars, as_sums, strict=True)
         return [sums[variable] if as_sum else values.read(variable) for variable, as_sum in outputs]
@@ -228,15 +221,9 @@ def _sum_on_each_device(
     def on_device(*shards: Any) -> Any:
         return equation.primitive.bind(*shards, **equation.params)[None]
 
-    specs = tuple(PartitionSpec(*[None] * (dim or 0), *([] if dim is None else [rows.axes])) for dim in row_dims)
-    call = jax.shard_map(
-        on_device,
-        mesh=rows.mesh,
-        in_specs=specs,
-        out_specs=PartitionSpec(rows.axes),
-        axis_names=set(rows.axes),
-        check_vma=False,
-    )
+    in_specs = tuple(PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, rows.axes) for dim in row_dims)
+    settings: Any = {"mesh": rows.mesh, "axis_names": set(rows.axes), "check_vma": False}
+    call = jax.shard_map(on_device, in_specs=in_specs, out_specs=PartitionSpec(rows.axes), **settings)
     return Summands(call(*operands), None)
 
 

@@ -22,8 +22,7 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
     Args:
         device_mesh: A 1-d mesh. The first axis of a mesh with several axes is used, with a warning.
         devices: The devices of a 1-d mesh, if no mesh is passed. By default all devices.
-        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
-            devices take their rows. With `False` every process passes its own rows.
+        auto_shard_dataset: As for `ModelParallel`.
         shard_optimizer_state: Whether each device stores and updates only its shard of the optimizer state (ZeRO-1).
             Gradients are then reduce-scattered and new weights all-gathered, in place of one all-reduce. Optimizer
             state of a weight of up to 64 KiB, or of one with no dim that the devices divide, stays replicated.
@@ -59,21 +58,20 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
             raise ValueError(
                 f"Pass device_mesh or devices, not both: got device_mesh={device_mesh} and devices={devices}."
             )
-        if device_mesh is None:
-            if devices is not None and np.size(devices) == 0:
+        names = [internals.DEFAULT_BATCH_DIM_NAME]
+        if devices is not None:
+            if np.size(devices) == 0:
                 raise ValueError(
                     "DataParallel needs at least one device, but devices=[]. Leave `devices` out to use all."
                 )
-            if devices is not None and np.ndim(devices) == 0:
+            if np.ndim(devices) == 0:
                 raise TypeError(
                     f"devices={devices!r} must be a list of devices or of their names. Pass, for example, "
                     "devices=jax.devices()[:4]."
                 )
-            names = [internals.DEFAULT_BATCH_DIM_NAME]
-            if devices is None:
-                device_mesh = create_device_mesh((-1,), axis_names=names)
-            else:
-                device_mesh = DeviceMesh(np.shape(devices), names, devices)
+            device_mesh = DeviceMesh(np.shape(devices), names, devices)
+        elif device_mesh is None:
+            device_mesh = create_device_mesh((-1,), axis_names=names)
         device_mesh = as_auto_mesh(device_mesh)
         first_axis = device_mesh.axis_names[0]
         super().__init__(
@@ -88,14 +86,10 @@ class DataParallel(Distribution, keras.distribution.DataParallel):
         self._shard_optimizer_state = shard_optimizer_state
 
     def get_update_layout(self, variable) -> TensorLayout:
-        """Returns the layout of a variable's gradient and optimizer state.
+        """Returns the layout of a variable's gradient and optimizer state: by default that of the variable.
 
-        Args:
-            variable: A `keras.Variable`.
-
-        Returns:
-            The layout of the variable. With `shard_optimizer_state`, one that shards a dim of it over the batch axis,
-            if the variable is larger than 64 KiB and has a dim that the axis divides.
+        With `shard_optimizer_state`, one that shards a dim of it over the batch axis, if the variable is larger than
+        64 KiB and has a dim that the axis divides.
         """
         layout = self.get_variable_layout(variable)
         if not self._shard_optimizer_state:

@@ -38,8 +38,7 @@ class FullyShardedDataParallel(ModelParallel):
             Below about 64 KiB, the default, the messages cost more than the memory is worth.
         reshard_after_forward: Whether to free gathered weights after the forward pass and gather them again for the
             backward pass: more traffic, less memory. By default they are kept until the backward pass has used them.
-        auto_shard_dataset: With several processes, whether every process passes the same global dataset, of which its
-            devices take their rows. With `False` every process passes its own rows.
+        auto_shard_dataset: As for `ModelParallel`.
         strict: As for `ModelParallel`.
         sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
             parallelism). Weights may be sharded over it, too, since its devices compute with the same weights.
@@ -97,22 +96,13 @@ class FullyShardedDataParallel(ModelParallel):
         self.reshard_after_forward = reshard_after_forward
 
     def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable: that of the layout map.
-
-        Args:
-            variable: A `keras.Variable`.
-        """
+        """Returns the layout in which layers compute with a variable: that of the layout map."""
         return self._layout_by_rule(variable)
 
     def _stored_layout(self, variable) -> TensorLayout:
-        layout = self._layout_by_rule(variable)
+        layout, prefers_columns = self._layout_by_rule(variable), internals.is_embedding_table(variable.path)
         return shard_one_more_dim(
-            layout,
-            variable,
-            self._shard_axes,
-            self._device_mesh,
-            self._min_shard_bytes,
-            prefers_columns=internals.is_embedding_table(variable.path),
+            layout, variable, self._shard_axes, self._device_mesh, self._min_shard_bytes, prefers_columns
         )
 
 

@@ -64,17 +64,16 @@ def batch_specs(inputs: Any, batch: Any, axis_size: int) -> Any:
             f"A batch must give the shape of each input, with the number of rows first, but {fault}. "
             f"{advice_on_batch(inputs)}"
         )
-    rows_are_fixed = any(tensor.shape[:1] != (None,) for tensor in jax.tree.leaves(inputs))
-    factor = (
-        1 if rows_are_fixed else axis_size // math.gcd(axis_size, *(rows for shape in shapes for rows in shape[:1]))
-    )
-    specs = []
-    for leaf, shape, tensor in zip(leaves, shapes, counterparts(x, inputs), strict=True):
+    are_rows_fixed = any(tensor.shape[:1] != (None,) for tensor in jax.tree.leaves(inputs))
+    numbers = [rows for shape in shapes for rows in shape[:1]]
+    factor = 1 if are_rows_fixed else axis_size // math.gcd(axis_size, *numbers)
+
+    def spec(leaf: Any, shape: tuple, tensor: Any) -> jax.ShapeDtypeStruct:
         known = getattr(tensor, "dtype", keras.config.floatx()) if is_shape(leaf) else leaf.dtype
-        dtype = keras.backend.standardize_dtype(known)
-        shape = (*(rows * factor for rows in shape[:1]), *shape[1:])
-        specs.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype)))
-    return jax.tree.unflatten(structure, specs)
+        dtype = jax.dtypes.canonicalize_dtype(keras.backend.standardize_dtype(known))
+        return jax.ShapeDtypeStruct((*(rows * factor for rows in shape[:1]), *shape[1:]), dtype)
+
+    return jax.tree.unflatten(structure, list(map(spec, leaves, shapes, counterparts(x, inputs))))
 
 
 def counterparts(values: Any, known: Any) -> list[Any]:

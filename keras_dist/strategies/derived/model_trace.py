@@ -33,8 +33,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
             f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
             f"{type(model).__name__}. {advice_on_batch(None)}"
         )
-    first_error: Exception | None = None
-    specs = None
+    first_error = specs = None
     for specs in candidates:
         try:
             with _LayerNames(device_mesh).scope(), changed(is_in_step=True, is_improved=True):  # by no pass

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -166,19 +166,16 @@ class Solution(NamedTuple):
         tables = solution.table_rules(sequence_parallel)
         axes = {weight.path: solution.axes_of(weight.dims) for weight in self.weights} | tables
         derived = [(weight.path, weight.shape, weight.base) for weight in self.weights if weight.base is not None]
-        for path, _, base in derived:
-            if base.path == path:
-                axes[path] = axes_for_rule(axes[path], base.dims)
+        axes |= {path: axes_for_rule(axes[path], base.dims) for path, _, base in derived if base.path == path}
+
+        def follows(path: str, shape: tuple[int, ...], base: BaseWeight) -> bool:
+            is_other = base.path != path and base.path in axes
+            return is_other and axes[path] == derived_axes(axes[base.path], base.dims, shape, mesh.axis_sizes)
+
         # A weight that is derived from another has its layout, also if the model is quantized, or given LoRA factors,
         # only after these rules are in use.
-        follows = {
-            path: None
-            for path, shape, base in derived
-            if base.path != path
-            and base.path in axes
-            and axes[path] == derived_axes(axes[base.path], base.dims, shape, mesh.axis_sizes)
-        }
-        return axes | follows | solution.activation_rules(tables, sequence_parallel)
+        without_rule = {each[0]: None for each in derived if follows(*each)}
+        return axes | without_rule | solution.activation_rules(tables, sequence_parallel)
 
     @property
     def all_reduced_bytes(self) -> float:
@@ -246,23 +243,21 @@ class Solution(NamedTuple):
         def axes_of_tensor(tensor: NamedTensor) -> Axes | None:
             name, dims, shape, origin = tensor
             layer, is_output = _layer(name), name.endswith("/output")
-            if layer in tables and is_output and origin in passed_on:
+            is_passed_on = layer in tables and is_output and origin in passed_on
+            if is_passed_on or layer not in self.layers or layer in heads or len(shape) < 2:
                 return None
-            if layer not in self.layers or layer in heads:
+            (batch, length), axes = self.graph.find(dims[:2]), list(self.axes_of(dims))
+            if batch != self.batch:
                 return None
-            if self.graph.find(dims)[:1] != (self.batch,) or len(shape) < 2:
-                return None
-            axes = list(self.axes_of(dims))
             is_replicated = not any(axes)
             axes[0] = _entry(self.batch_axes)
-            has_window = (self.graph.find(dims)[1], len(shape)) in window_dims
+            has_window = (length, len(shape)) in window_dims
             is_sequence = len(shape) > 2 and _length(self.graph, dims, shape) in self.lengths and not has_window
             axes[1] = _entry(self.sequence_axes) if is_sequence and axes[1] is None else axes[1]
             if not sequence_parallel:
                 return tuple(axes) if layer in tables and is_output and is_replicated else None
             if len(shape) < 3 or (not is_output and layer not in sharded):
                 return None
-            length = self.graph.find(dims)[1]
             if is_replicated and is_output and length is not None and not has_window:
                 axes[1] = _entry((*self.sequence_axes, self.axis) if is_sequence else (self.axis,))
             return tuple(axes)
@@ -301,12 +296,11 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
         is_operand = is_head or invar in graph.matmul_operands
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
         weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v)))
-    inputs = [dims for dims in graph.inputs[len(variables) :] if dims]
-    rows = graph.find(inputs[0])[0] if inputs else None
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
-    tokens = zip(graph.inputs[len(variables) :], shapes, strict=True)
-    lengths = {_length(graph, dims, shape) for dims, shape in tokens if len(shape) > 1}
-    num_rows = max((shape[0] for shape in shapes if shape), default=axis_size)
+    inputs = [pair for pair in zip(graph.inputs[len(variables) :], shapes, strict=True) if pair[1]]
+    rows = graph.find(inputs[0][0])[0] if inputs else None
+    lengths = {_length(graph, dims, shape) for dims, shape in inputs if len(shape) > 1}
+    num_rows = max((shape[0] for _, shape in inputs), default=axis_size)
     layers = model_structure.layers_by_path(model).keys()
     return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows, layers)
 
@@ -332,10 +326,26 @@ def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
 
 
 def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
-    """Returns a layout map with few rules, of which each applies to paths that are alike."""
+    """Returns a layout map with few rules: one for paths that differ in numbers alone, if all have the same axes.
+
+    Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
+    """
+    axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
+    for path, axes in rules.items():
+        axes_by_name[strip_model_names(path)].add(axes)
+
+    def regex(path: str) -> str:
+        name = strip_model_names(path)
+        # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
+        is_one_rule = len(axes_by_name[name]) == 1
+        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
+
+    patterns = {regex(path): axes for path, axes in rules.items()}
+    patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
     layout_map = LayoutMap(mesh)
-    for pattern, axes in _merged(rules):
-        layout_map[pattern] = axes
+    for pattern, axes in _merge_alike(patterns, _without_numbers).items():
+        if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
+            layout_map[pattern] = axes
     return layout_map
 
 
@@ -353,29 +363,6 @@ def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
         )
 
 
-def _merged(rules: Rules) -> Iterator[tuple[str, Axes]]:
-    """Yields rules as few regexes: one for paths that differ in numbers alone, if all of them have the same axes.
-
-    Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
-    """
-    axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
-    for path, axes in rules.items():
-        axes_by_name[strip_model_names(path)].add(axes)
-
-    def regex(path: str) -> str:
-        name = strip_model_names(path)
-        # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
-        is_one_rule = len(axes_by_name[name]) == 1
-        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
-
-    patterns = {regex(path): axes for path, axes in rules.items()}
-    patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
-    patterns = _merge_alike(patterns, _without_numbers)
-    for pattern, axes in patterns.items():
-        if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
-            yield pattern, axes
-
-
 def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:
     """Joins the patterns that have one form and the same axes."""
     groups: defaultdict[str, Rules] = defaultdict(dict)
@@ -383,14 +370,10 @@ def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:
         groups[form(pattern)][pattern] = axes
     merged: Rules = {}
     for members in groups.values():
-        is_one_rule = len(set(members.values())) == 1
-        merged |= {_joined(members): next(iter(members.values()))} if is_one_rule else members
+        names = zip(*(pattern.split("/") for pattern in members), strict=True)
+        joined = {"/".join(map(_joined_names, names)): next(iter(members.values()))}
+        merged |= joined if len(set(members.values())) == 1 else members
     return merged
-
-
-def _joined(patterns: Iterable[str]) -> str:
-    """Returns a regex for patterns that differ in numbers alone."""
-    return "/".join(_joined_names(names) for names in zip(*(pattern.split("/") for pattern in patterns), strict=True))
 
 
 def _joined_names(names: Sequence[str]) -> str:
