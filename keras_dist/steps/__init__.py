@@ -4,7 +4,7 @@
 * `step_state.py`: what is alive while a step is traced.
 * `steps.py`: a step traced to a program, and computed on rows that are split over all devices; start reading here.
 * `layer_calls.py`: the weights that layers read, and which layers are computed again.
-* `train_steps.py`: how gradients are computed and weights updated.
+* `train_steps.py`: how gradients are computed and weights updated, and which optimizer state has less precision.
 * `step_gradients.py`: the gradients of a step before they are reduced.
 * `microbatches.py`: those of parts of a batch, whose losses are in `loss_parts.py`.
 * `gradient_accumulation.py`: those of several batches.
@@ -12,5 +12,4 @@
 * `rematerialization.py`: what the backward pass computes again; `repeated_blocks.py`: which blocks a model has.
 * `activation_offload.py`, `host_offload.py`: activations and optimizer state in host memory.
 * `step_order.py`: what a step computes first, to hold less.
-* `optimizer_state.py`: which state of an optimizer may have less precision.
 """

@@ -19,7 +19,6 @@ from keras_dist.sharding.per_device import call_per_device
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.sharding.sequences import SequenceSharding
 from keras_dist.sharding.weight_layouts import weight_layouts
-from keras_dist.steps.rematerialization import Rematerialization
 from keras_dist.steps.step_state import changed, step_state
 from keras_dist.variables.variable_layouts import VariableSpec
 
@@ -159,10 +158,11 @@ class LayerCalls:
         if call is None or (remat is not None and remat.is_in_block):
             return run()
         if remat is not None and remat.blocks is None and internals.has_attention(layer):
-            with internals.attention_replaced(layer, functools.partial(self._block, remat, layer)):
+            again = functools.partial(self.rematerialized, layer, checkpoint=remat.checkpoint)
+            with internals.attention_replaced(layer, again):
                 return run()
         if remat is not None and remat.blocks is not None and id(layer) in remat.blocks.layers:
-            return self._block(remat, layer, run, self._distribution.reshard_after_forward)
+            return self.rematerialized(layer, run, remat.checkpoint, self._distribution.reshard_after_forward)
         # Weights that are read in a loop are gathered before it. The backward pass begins with the last layers, whose
         # weights are still there.
         if call.is_in_loop() or not self._is_gathered_again(layer) or layer in model_structure.last_layers(call.model):
@@ -176,10 +176,6 @@ class LayerCalls:
             return False
         specs = map(VariableSpec.of, model_structure.direct_variables(layer))
         return any(distribution.get_variable_layout(each) != distribution.get_compute_layout(each) for each in specs)
-
-    def _block(self, remat: Rematerialization, layer: Any, function: Callable, regathers: bool = True) -> Any:
-        with remat.block():
-            return self.rematerialized(layer, function, remat.checkpoint, regathers)
 
     def run_graph(self, graph: Any, inputs: Any, operation_of: Callable) -> Any:
         """Returns the outputs of a functional model, of which the backward pass computes blocks again; None: as Keras.
@@ -204,8 +200,8 @@ class LayerCalls:
         for part in parts:
             if part.is_block:
                 layer = next(node.operation for node in part.nodes if isinstance(node.operation, keras.Layer))
-                again = self._distribution.reshard_after_forward
-                outputs = self._block(remat, layer, functools.partial(run, part), again)
+                regathers, compute = self._distribution.reshard_after_forward, functools.partial(run, part)
+                outputs = self.rematerialized(layer, compute, remat.checkpoint, regathers)
             else:
                 outputs = run(part)
             tensors.update(zip(part.outputs, outputs, strict=True))

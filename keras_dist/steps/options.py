@@ -100,7 +100,8 @@ class StepOptions:
         without_passes = _names("without_passes", self.without_passes, [*PASSES, *FORWARD_PASSES])
         object.__setattr__(self, "without_passes", without_passes)
         for name in ("reduce_dtype", "optimizer_state_dtype"):
-            _require_float(name, getattr(self, name))
+            if (dtype := getattr(self, name)) is not None and not _is_float(dtype):
+                raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
         if self.reduce_dtype is not None and self.reduce_gradients != "update":
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
@@ -134,15 +135,11 @@ def _names(option: str, value: str | Iterable[str], known: Iterable[str]) -> tup
     return names
 
 
-def _require_float(name: str, dtype: Any) -> None:
-    if dtype is None:
-        return
+def _is_float(dtype: Any) -> bool:
     try:
-        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:
-        is_float = False
-    if not is_float:
-        raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+        return False
 
 
 def _text(value: Any) -> str:

@@ -46,26 +46,20 @@ class Rematerialization:
         is_gpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "gpu"
         self._order = BackwardOrder() if is_offloaded or (is_gpu and self.blocks is not None) else None
 
-    @contextlib.contextmanager
-    def block(self) -> Iterator[None]:
-        """Notes that a block is traced."""
-        self.count += 1
-        self.is_in_block = True
-        if self._order is not None:
-            self._order.begin_block()
-        try:
-            yield
-        finally:
-            self.is_in_block = False
-
     def checkpoint(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Returns the function of a block, of which the backward pass computes again what the mode does not keep."""
 
         def block() -> Any:
-            if self._is_offloaded:
-                outputs = checkpoint_on_host(function, self._policy, self._placer)
-            else:
-                outputs = jax.checkpoint(function, policy=self._policy)()
+            self.count, self.is_in_block = self.count + 1, True
+            if self._order is not None:
+                self._order.begin_block()
+            try:
+                if self._is_offloaded:
+                    outputs = checkpoint_on_host(function, self._policy, self._placer)
+                else:
+                    outputs = jax.checkpoint(function, policy=self._policy)()
+            finally:
+                self.is_in_block = False
             return outputs if self._order is None else self._order.end_block(outputs)
 
         return block

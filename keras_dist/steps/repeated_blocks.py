@@ -46,8 +46,8 @@ class RepeatedBlocks:
         graph = functional_graph(layer)
         children, nodes = child_layers(graph), graph_nodes(graph)
         if nodes is not None:
-            self._parts[id(graph)] = list(_parts(graph, nodes))
-            in_blocks = {id(node.operation) for part in self._parts[id(graph)] if part.is_block for node in part.nodes}
+            parts = self._parts[id(graph)] = list(_parts(graph, nodes))
+            in_blocks = {id(node.operation) for part in parts if part.is_block for node in part.nodes}
             children = [child for child in children if id(child) not in in_blocks]
         else:
             signatures = {id(child): _signature(child) for child in children if _num_weighted(child) > 1}

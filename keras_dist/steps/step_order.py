@@ -26,10 +26,7 @@ _NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
 
 
 def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
-    """Returns the token of an array of numbers as `is_float` says: a float32 scalar.
-
-    Each device has its own, so nothing is sent.
-    """
+    """Returns the token of an array that `is_float`: a float32 scalar. Each device has its own, so nothing is sent."""
     if not isinstance(value, Tracer):  # with `run_eagerly`
         return jnp.zeros((), "float32")
 

@@ -132,8 +132,8 @@ class Steps:
         step that is not compiled has no program, so each device computes the whole batch.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
-        mesh = self._placer.device_mesh.backend_mesh
-        if step_state().is_in_step or mesh.size == 1 or any(map(is_sparse, leaves)):
+        is_alone = self._placer.device_mesh.backend_mesh.size == 1
+        if step_state().is_in_step or is_alone or any(map(is_sparse, leaves)):
             return function(state, batch)
         if not all(isinstance(leaf, Tracer) for leaf in leaves):
             return function(state, self._placer.replicate(batch))

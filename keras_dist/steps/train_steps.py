@@ -16,12 +16,21 @@ from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
 from keras_dist.steps.gradient_accumulation import GradientAccumulation
 from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
 from keras_dist.steps.microbatches import Microbatches
-from keras_dist.steps.optimizer_state import require_state_dtype, state_dtype
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.rematerialization import rematerializing
 from keras_dist.steps.step_gradients import gradients_of_batch, row_axes
 from keras_dist.steps.step_state import StepState, changed, step_state
 from keras_dist.variables.variable_layouts import layout_under, optimizer_state_layout, optimizer_state_owners
+
+# The attribute of an optimizer with the fraction of a state variable that a step keeps, by the name of the variable.
+_KEPT = {
+    "momentum": ("beta_1", "momentum"),
+    "velocity": ("beta_2", "rho"),
+    "norm": ("beta_2",),
+    "average_gradient": ("rho",),
+    "accumulated_grad": ("rho",),
+    "accumulated_delta_var": ("rho",),
+}
 
 
 class TrainSteps:
@@ -31,8 +40,22 @@ class TrainSteps:
         self._distribution, self._options, self._placer = distribution, options, placer
 
     def state_dtype(self, optimizer: keras.optimizers.Optimizer, name: str | None, dtype: str) -> str:
-        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight."""
-        return state_dtype(optimizer, name, dtype, self._options.optimizer_state_dtype)
+        """Returns the dtype of a state variable of an optimizer, given its name and the dtype of its weight.
+
+        A moving average keeps a fraction of its value in each step, and what a step adds is lost if it is less than the
+        precision of the dtype. Sums, and averages of weights, keep the dtype of their weight.
+
+        >>> steps = kd.DataParallel(step_options=kd.StepOptions(optimizer_state_dtype="bfloat16")).train_steps
+        >>> adam = keras.optimizers.Adam(beta_1=0.9, beta_2=0.999)  # bfloat16 has a precision of 1/128
+        >>> [steps.state_dtype(adam, name, "float32") for name in ("momentum", "velocity")]
+        ['bfloat16', 'float32']
+        """
+        wanted = self._options.optimizer_state_dtype
+        if wanted is None or "float" not in dtype:
+            return dtype
+        kept = [getattr(optimizer, attribute, None) for attribute in _KEPT.get(name or "", ())]
+        fractions = [fraction for fraction in kept if isinstance(fraction, (int, float))]
+        return wanted if fractions and 1 - fractions[0] >= float(jnp.finfo(wanted).eps) else dtype
 
     def state_layout(self, variable: Any, layout: Any) -> Any:
         """Returns the layout of the optimizer state of a variable, given that of its update."""
@@ -45,7 +68,13 @@ class TrainSteps:
     @contextlib.contextmanager
     def scope(self, model: keras.Model) -> Iterator[StepState]:
         """Traces the train step of a model in a block, also one that the user defines."""
-        require_state_dtype(model.optimizer, self._options.optimizer_state_dtype)
+        wanted, optimizer = self._options.optimizer_state_dtype, model.optimizer
+        if wanted is not None and all(str(variable.dtype) != wanted for variable in optimizer.variables):
+            raise ValueError(
+                f"optimizer_state_dtype={wanted!r} has no effect: {type(optimizer).__name__} was built without it, or "
+                "has no moving average that a step changes by more than the precision of that dtype. Set the "
+                "distribution before model.compile, use an optimizer with momentum, or leave the option out."
+            )
         with (
             rematerializing(model, self._options, self._placer) as found,
             changed(rematerialization=found, with_options=[]) as state,

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_dist.layout.layout_map import LayoutMap, as_layout_map
+from keras_dist.layout.layout_map import as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_auto_mesh
@@ -69,7 +69,15 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             )
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
         super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options)
-        _require_free_sequence_axes(layout_map, sequence_dim_name)
+        for pattern, layout in layout_map.items():
+            is_weight = not is_for_activations(pattern)
+            axes = axis_names(layout.axes if is_weight else layout.axes[:1])
+            if shared := set(axes) & set(axis_tuple(sequence_dim_name)):
+                raise ValueError(
+                    f"Layout map rule {pattern!r}, {layout.axes}, shards {'a weight' if is_weight else 'the batch'} "
+                    f"over {shared.pop()!r}, which sequence_dim_name={sequence_dim_name!r} shards sequences over. Use "
+                    "another axis for one of them. tensor_parallel_layout_map takes sequence_dim_name, too."
+                )
         self._layout_map, self.strict = layout_map, strict
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
@@ -77,16 +85,4 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 "`num_processes` must be divisible by `num_model_replicas` if it is larger, but "
                 f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
                 f"{self._placer.batch_axes}) evenly. Choose batch axes whose product divides {self._num_processes}."
-            )
-
-
-def _require_free_sequence_axes(layout_map: LayoutMap, sequence_dim_name: BatchDimName) -> None:
-    for pattern, layout in layout_map.items():
-        is_weight = not is_for_activations(pattern)
-        shared = set(axis_names(layout.axes if is_weight else layout.axes[:1])) & set(axis_tuple(sequence_dim_name))
-        if shared:
-            raise ValueError(
-                f"Layout map rule {pattern!r}, {layout.axes}, shards {'a weight' if is_weight else 'the batch'} over "
-                f"{shared.pop()!r}, which sequence_dim_name={sequence_dim_name!r} shards sequences over. Use another "
-                "axis for one of them. tensor_parallel_layout_map takes sequence_dim_name, too."
             )

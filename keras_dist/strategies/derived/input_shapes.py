@@ -140,7 +140,6 @@ def candidate_shapes(shapes: Sequence[Shape], axis_size: int) -> Iterator[list[t
                 if len(shape) >= 4 and shape[1] is None:
                     special = shape[0], elements, *shape[2:]
                     yield filled([*shapes[:number], special, *shapes[number + 1 :]], size)
-    yield from (filled(shapes, size) for size in LONG_LENGTHS)
-    short = [size for size in (128, 64, 32) if size not in multiples]
-    yield from (filled(shapes, size) for size in short)
-    yield from (filled(shapes, size, 1) for size in (128, 64, 32))
+    short = 128, 64, 32
+    yield from (filled(shapes, size) for size in (*LONG_LENGTHS, *short) if size not in multiples)
+    yield from (filled(shapes, size, rows=1) for size in short)

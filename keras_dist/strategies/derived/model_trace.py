@@ -1,6 +1,6 @@
 """Traces a model's call without values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +27,10 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
     if batch is not None:
         candidates = iter([batch_specs(inputs, batch, axis_size)])
     elif inputs is not None:
-        candidates = _candidates(inputs, axis_size)
+        tensors, structure = jax.tree.flatten(inputs)
+        dtypes = [jax.dtypes.canonicalize_dtype(tensor.dtype) for tensor in tensors]
+        tried = candidate_shapes([tuple(tensor.shape) for tensor in tensors], axis_size)
+        candidates = (structure.unflatten(map(jax.ShapeDtypeStruct, shapes, dtypes)) for shapes in tried)
     else:
         raise ValueError(
             f"Cannot trace {model.name!r}: only Functional and Sequential models have known inputs, but this is a "
@@ -54,13 +57,6 @@ def _trace_call(model: keras.Model, specs: Any) -> Any:
         program = jax.make_jaxpr(model.stateless_call)(weights, others, specs)
         if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
             return program
-
-
-def _candidates(inputs: Any, axis_size: int) -> Iterator[Any]:
-    tensors, structure = jax.tree.flatten(inputs)
-    dtypes = [jax.dtypes.canonicalize_dtype(tensor.dtype) for tensor in tensors]
-    for shapes in candidate_shapes([tuple(tensor.shape) for tensor in tensors], axis_size):
-        yield jax.tree.unflatten(structure, list(map(jax.ShapeDtypeStruct, shapes, dtypes)))
 
 
 def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) -> ValueError:
