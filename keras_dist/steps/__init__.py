@@ -10,6 +10,6 @@
 * `gradient_accumulation.py`: those of several batches.
 * `unreduced_gradients.py`: gradients that devices add up later, with a worked example.
 * `rematerialization.py`: what the backward pass computes again; `repeated_blocks.py`: which blocks a model has.
-* `activation_offload.py`, `host_offload.py`: activations and optimizer state in host memory.
+* `host_offload.py`: activations and optimizer state in host memory.
 * `step_order.py`: what a step computes first, to hold less.
 """

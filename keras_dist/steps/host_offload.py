@@ -1,4 +1,4 @@
-"""Optimizer state in the memory of the hosts: fetched where the update uses it, and put back."""
+"""The memory of the hosts: for optimizer state and activations, which are fetched where steps use them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +10,12 @@ from jax.core import Tracer
 from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import PartitionSpec
 
+from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import is_attached
-from keras_dist.steps.step_order import is_known, token_of
-from keras_dist.tracing.jaxpr_evaluation import Values
+from keras_dist.steps.step_order import after, is_float, is_known, token_of
+from keras_dist.tracing.jaxpr_evaluation import Values, as_function
 
 MIN_OFFLOAD_BYTES = 64 * 2**10
 """Smaller arrays stay on the devices: fetching them would take longer than it is worth."""
@@ -32,6 +33,9 @@ def require_host_memory(mesh: DeviceMesh) -> None:
             f"use: they have {kinds}. Leave the option out; optimizer_state_dtype, remat and microbatches save "
             "memory on every device."
         )
+
+
+# ------------------------------------------------------------------------------------------------ optimizer state
 
 
 def apply_with_state_on_host(
@@ -124,3 +128,64 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
 
     in_specs = PartitionSpec(), spec
     return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(token, value)
+
+
+# ---------------------------------------------------------------------------------------------------- activations
+
+
+def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, placer: BatchPlacer) -> Any:
+    """Calls a function, and keeps what a policy of `jax.checkpoint` saves in host memory until the backward pass.
+
+    The outputs are there once all of it is in host memory: compilers would copy it when it is fetched again. On a mesh
+    with axes that rows are not sharded over, nothing says how it is sharded, so that the compiler decides.
+    """
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)()
+    jaxpr = traced.jaxpr.replace(invars=traced.jaxpr.constvars, constvars=[])
+    compute = jax.checkpoint(as_function(jaxpr), policy=policy)
+
+    @jax.custom_vjp
+    def block(*inputs: Any) -> list[Any]:
+        return compute(*inputs)
+
+    def forward(*inputs: Any) -> tuple[list[Any], Any]:
+        outputs, pullback = jax.vjp(compute, *inputs)
+        known = set(map(id, inputs))
+
+        def put(value: Any) -> Any:
+            is_large = is_float(value) and value.size * value.dtype.itemsize > MIN_OFFLOAD_BYTES
+            return jax.device_put(value, jax.memory.Space.Host) if is_large and id(value) not in known else value
+
+        pullback = jax.tree.map(put, pullback)
+        on_host = filter(_is_on_host, jax.tree.leaves(pullback))
+        tokens = [token for each in on_host for token in _tokens(each, placer)]
+        return [after(tokens, each) for each in outputs], pullback
+
+    def backward(pullback: Any, gradients: list[Any]) -> Any:
+        is_tpu = placer.device_mesh.backend_mesh.devices.flat[0].platform == "tpu"
+
+        def fetched(value: Any) -> Any:
+            if not _is_on_host(value):
+                return value
+            # Fetched when the backward pass begins. Without a barrier XLA:GPU sees an array that is copied to the host
+            # and back, and leaves it on the device. XLA:TPU does so if there is one.
+            if not is_tpu:
+                value, _ = jax.lax.optimization_barrier((value, list(filter(is_float, gradients))))
+            return jax.device_put(value, jax.memory.Space.Device)
+
+        return jax.tree.map(fetched, pullback)(gradients)
+
+    block.defvjp(forward, backward)
+    return jax.tree.unflatten(jax.tree.structure(shapes), block(*traced.consts))
+
+
+def _is_on_host(value: Any) -> bool:
+    return jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
+def _tokens(value: Any, placer: BatchPlacer) -> list[Any]:
+    """Returns the token of an array in host memory whose dim 0 has rows; none where its sharding is not known."""
+    shards = placer.num_batch_shards
+    if shards != placer.device_mesh.backend_mesh.size or value.shape[0] % shards:
+        return []
+    layout = TensorLayout([placer.batch_axes, *[None] * (value.ndim - 1)], placer.device_mesh)
+    return [token_of(value, layout, is_on_host=True)]

@@ -50,10 +50,6 @@ class ModelCall(NamedTuple):
             self.reads[key] = trace, value, distribute()  # with trace and value, so that no other ones get their ids
         return self.reads[key][-1]
 
-    def outside_of_loops(self, value: Any) -> contextlib.AbstractContextManager:
-        """Runs a block in the trace that the call began in, if the value is known there."""
-        return set_current_trace(self.trace) if id(value) in self.values else contextlib.nullcontext()
-
 
 def _current_trace() -> Any:
     """Returns what JAX traces into at the moment; the body of a loop has a trace of its own."""
@@ -89,7 +85,8 @@ class LayerCalls:
         call = step_state().call
         if call is None or not isinstance(value, Tracer) or call.reads_stored_table:
             return cast(value)
-        with call.outside_of_loops(value):
+        # Outside of loops: in the trace that the call began in, if the value is known there.
+        with set_current_trace(call.trace) if id(value) in call.values else contextlib.nullcontext():
             read = cast(value)
             distribute = functools.partial(self._distributed, variable, read)
             if id(variable) in step_state().kept_gradients:

@@ -10,7 +10,7 @@ import keras
 from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.steps.activation_offload import checkpoint_on_host
+from keras_dist.steps.host_offload import checkpoint_on_host
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.repeated_blocks import RepeatedBlocks
 from keras_dist.steps.step_order import BackwardOrder

@@ -48,8 +48,8 @@ def is_known(token: Any) -> Any:
 
 
 def after(tokens: Sequence[Any], value: Any) -> Any:
-    """Returns an array that a device has once it has the tokens."""
-    if not tokens:
+    """Returns an array that a device has once it has the tokens. One that is not `is_float` does not wait."""
+    if not tokens or not is_float(value):
         return value
     # Behind a barrier, or else XLA:GPU fuses what the tokens are made of with all that uses the value.
     are_known = jax.lax.optimization_barrier(functools.reduce(jnp.logical_and, map(is_known, tokens)))
@@ -110,7 +110,7 @@ def _with_token(values: Any) -> tuple[Any, Any]:
 
 def _backward(_: None, gradients: tuple[Any, Any]) -> tuple[Any]:
     value_gradients, token = gradients
-    return (jax.tree.map(lambda each: after([token], each) if is_float(each) else each, value_gradients),)
+    return (jax.tree.map(lambda each: after([token], each), value_gradients),)
 
 
 _with_token.defvjp(lambda values: (_with_token(values), None), _backward)

@@ -89,19 +89,17 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
                 f"one of {list(EXCHANGES)}, and needs an axis that sequences are sharded over. By default the exchange "
                 "that sends the fewest bytes is used."
             )
-        self._batch_dim_name, self._sequence_dim_name = batch_dim_name, sequence_dim_name
-        self._sequence_exchange = sequence_exchange
         if not isinstance(step_options, StepOptions | None):
             raise TypeError(
                 f"step_options must be a keras_dist.StepOptions, but got {step_options!r} "
                 f"({type(step_options).__name__}). Pass, for example, keras_dist.StepOptions(microbatches=4)."
             )
         self._step_options = StepOptions() if step_options is None else step_options
-        self._auto_shard_dataset = auto_shard_dataset
-        self._num_processes = internals.backend_lib.num_processes()
-        self._process_id = internals.backend_lib.process_id()
+        self._batch_dim_name, self._auto_shard_dataset = batch_dim_name, auto_shard_dataset
+        self._sequence_dim_name, self._sequence_exchange = sequence_dim_name, sequence_exchange
+        self._num_processes, self._process_id = internals.backend_lib.num_processes(), internals.backend_lib.process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
-        self.strict = self.reshard_after_forward = False  # those that can be True have an argument for it
+        self.strict = self.reshard_after_forward = False  # only strategies with an argument for it set it
         self._layout_map: LayoutMap | None = None
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
         self._comparisons: dict[bool, BatchComparison] = {}
@@ -214,7 +212,6 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return self.get_variable_layout(variable)
 
     def _stored_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which a variable is stored that was created without a layout."""
         return self._layout_by_rule(variable)
 
     def _layout_by_rule(self, variable) -> TensorLayout:

@@ -234,7 +234,7 @@ def test_each_mode_changes_no_number(name, remat):
 )
 def test_offloaded_activations_change_no_number(name, more, monkeypatch):
     """Blocks with dropout take seeds, which are integers and have no gradient."""
-    monkeypatch.setattr("keras_dist.steps.activation_offload.MIN_OFFLOAD_BYTES", 256)
+    monkeypatch.setattr("keras_dist.steps.host_offload.MIN_OFFLOAD_BYTES", 256)
     options = kd.StepOptions(remat="dots", offload="activations", **more)
     assert_same_numbers(numbers(name, fully_sharded(step_options=options)), numbers_without(name), 1e-4)
 
@@ -242,7 +242,7 @@ def test_offloaded_activations_change_no_number(name, more, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "dots", "offload": "activations"}])
 def test_steps_that_run_eagerly(options, monkeypatch):
-    monkeypatch.setattr("keras_dist.steps.activation_offload.MIN_OFFLOAD_BYTES", 256)
+    monkeypatch.setattr("keras_dist.steps.host_offload.MIN_OFFLOAD_BYTES", 256)
     x, y = VECTORS[:8], TOKENS[:8] % 4
 
     def loss(eager):

@@ -69,7 +69,7 @@ def expected():
 @pytest.fixture(scope="module", autouse=True)
 def _small_weights_are_offloaded():
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("train_steps", "activation_offload"):
+        for module in ("train_steps", "host_offload"):
             patch.setattr(f"keras_dist.strategies.{module}.MIN_OFFLOAD_BYTES", 256)
         yield
 
