@@ -97,7 +97,10 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         self._step_options = StepOptions() if step_options is None else step_options
         self._batch_dim_name, self._auto_shard_dataset = batch_dim_name, auto_shard_dataset
         self._sequence_dim_name, self._sequence_exchange = sequence_dim_name, sequence_exchange
-        self._num_processes, self._process_id = internals.backend_lib.num_processes(), internals.backend_lib.process_id()
+        self._num_processes, self._process_id = (
+            internals.backend_lib.num_processes(),
+            internals.backend_lib.process_id(),
+        )
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = self.reshard_after_forward = False  # only strategies with an argument for it set it
         self._layout_map: LayoutMap | None = None

@@ -104,7 +104,7 @@ def equations_in_place_of(equation: Any, function: Callable) -> Sequence[Any]:
     results = set(map(id, traced.jaxpr.outvars))
     if traced.consts or len(results) < len(traced.jaxpr.outvars) or not results <= computed:
         traced = jax.make_jaxpr(jax.jit(function))(*shapes)  # one equation, a call
-    names = dict(zip(traced.jaxpr.invars, equation.invars, strict=True))
+    names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, equation.invars, strict=True))
     outputs = zip(traced.jaxpr.outvars, equation.outvars, strict=True)
     names.update({inner: outer for inner, outer in outputs if type(outer).__name__ != "DropVar"})
 

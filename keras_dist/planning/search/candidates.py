@@ -116,10 +116,10 @@ class Candidate:
         options += ["shard_optimizer_state=True"] if self.strategy == "zero1" else []
         options += [f"step_options=kd.{self.options}"] if self.options.text else []
         name, first, rules = type(distribution).__name__, "mesh", []
-        if isinstance(distribution, ModelParallel) and distribution.layout_rules():
+        if isinstance(distribution, ModelParallel) and (rules_of_map := distribution.layout_rules()):
             first = "layout_map=layout_map"
             rules = ["layout_map = kd.LayoutMap(mesh)"]
-            rules += [f"layout_map[{pattern!r}] = {axes}" for pattern, axes in distribution.layout_rules()]
+            rules += [f"layout_map[{pattern!r}] = {axes}" for pattern, axes in rules_of_map]
         arguments = ", ".join([first, *options])
         made = f"distribution = kd.{name}({arguments})"
         return "\n".join(["import keras_dist as kd", "", f"mesh = {mesh}", *rules, made, ""])
