@@ -1,5 +1,6 @@
 """Step options with which a training step fits into memory that does not fit without them: found by compiling."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,6 @@ from keras_dist.steps.options import OptionWithoutEffectError, StepOptions
 from keras_dist.strategies.base import Distribution
 
 SEARCHED = ("remat", "microbatches", "offload")
-_MICROBATCHES = (2, 4, 8)
 # The fields of `StepOptions` that each option changes, in the order in which ladders add them.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "offload": ("offload",),
@@ -20,18 +20,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a search for step options found.
+    """What a search for step options found."""
 
-    Attributes:
-        plan: The plan with the options of least cost that make the step fit. If none do, the last one that was
-            compiled, or the one that was passed.
-        notes: The options that could not be compiled, with the errors, and whether Ctrl-C ended the search.
-        is_interrupted: Whether Ctrl-C ended the search.
-    """
-
-    plan: Plan
-    notes: tuple[str, ...] = ()
-    is_interrupted: bool = False
+    plan: Plan  # with the options of least cost that fit; if none do, the last one compiled, or the one that was passed
+    notes: tuple[str, ...] = ()  # the options that could not be compiled, with the errors
+    is_interrupted: bool = False  # whether Ctrl-C ended the search
 
 
 def plan_with_fitting_options(
@@ -40,7 +33,7 @@ def plan_with_fitting_options(
     compile: Callable[[Distribution], Plan],
     searched: Sequence[str] = SEARCHED,
 ) -> Found:
-    """Searches for the step options of least cost that make a step fit.
+    """Searches for the step options of least cost that make a training step fit, whose plan does not.
 
     Options are tried in ladders. Each rung costs more than the one below, and needs less memory:
 
@@ -54,15 +47,13 @@ def plan_with_fitting_options(
     Compiling may fail, in the compiler, in JAX or in the model. Rungs in between that fail are passed over. If the top
     fails, the option that is to blame is left out of all ladders.
 
-    Args:
-        planned: The plan of a training step that does not fit.
-        distribution: Its distribution.
-        compile: Plans the step under the distribution with other options.
-        searched: Names of the options that may be changed, of those that `distribution` leaves at their defaults.
+    `searched` are the names of the options that may be changed, of those that `distribution` leaves at their defaults.
+    `compile` plans the step under the distribution with other options.
     """
     search = _Search(planned, distribution, compile, searched)
     try:
-        search.run()
+        while (failed := search.climb()) is not None:  # without one more option each time that a top fails
+            search.usable.remove(search.to_blame(failed))
     except KeyboardInterrupt:
         note = "The search for step options with which it fits was interrupted."
         return Found(search.best, (*search.failures(), note), is_interrupted=True)
@@ -84,29 +75,23 @@ class _Search:
 
     def __init__(self, planned: Plan, distribution: Distribution, compile: Callable, searched: Sequence[str]):
         self._planned, self._distribution, self._compile = planned, distribution, compile
-        self._usable = list(searched)
         self._plans: dict[StepOptions, Plan] = {}
-        self._errors: dict[StepOptions, str] = {}
-        self._without_effect: dict[StepOptions, str] = {}  # names of options, by the options that failed
+        self._errors: dict[StepOptions, Exception] = {}
+        self.usable = list(searched)
         self.best = planned
-
-    def run(self) -> None:
-        """Climbs the ladders, without one more option each time that a top fails."""
-        while (failed := self._climb()) is not None:
-            self._usable.remove(self._to_blame(failed))
 
     def failures(self) -> tuple[str, ...]:
         """Returns a note for each error, with the options that ended in it."""
-        options: dict[str, list[str]] = {}
-        for failed, line in self._errors.items():
-            options.setdefault(line, []).append(failed.text)
+        options: dict[str, list[str]] = defaultdict(list)
+        for failed, error in self._errors.items():
+            options[error_line(error)].append(failed.text)
         return tuple(
             f"Step options that could not be compiled: {'; '.join(texts)}. {line}" for line, texts in options.items()
         )
 
-    def _climb(self) -> StepOptions | None:
+    def climb(self) -> StepOptions | None:
         """Finds the lowest rung that fits, of the first ladder whose top does. Returns the top if it fails."""
-        for ladder in _ladders(self._planned, self._distribution, self._usable):
+        for ladder in self._ladders():
             low, high = 0, len(ladder) - 1
             top = self._try(ladder[high])
             if top is None:
@@ -123,53 +108,49 @@ class _Search:
             break
         return None
 
+    def to_blame(self, failed: StepOptions) -> str:
+        """Returns the option that fails without the others, too; if none does, the last one that the ladder adds."""
+        base, error = self._planned.step_options, self._errors[failed]
+        changed = [n for n in _FIELDS if n in self.usable and getattr(failed, n) != getattr(base, n)]
+        if isinstance(error, OptionWithoutEffectError) and error.option in changed:
+            return error.option
+        for name in changed:
+            if self._try(replace(base, **{field: getattr(failed, field) for field in _FIELDS[name]})) is None:
+                return name
+        return changed[-1]
+
     def _try(self, options: StepOptions) -> Plan | None:
         """Returns the plan with some options, None if compiling it fails."""
         if options not in self._plans and options not in self._errors:
             try:
                 self._plans[options] = self._compile(self._distribution.with_step_options(options))
             except Exception as error:  # the plan that was passed remains, and notes say what happened
-                self._errors[options] = error_line(error)
-                if isinstance(error, OptionWithoutEffectError):
-                    self._without_effect[options] = error.option
+                self._errors[options] = error
         plan = self._plans.get(options)
         if plan is not None and (plan.fits is not False or self.best.fits is False):
             self.best = plan
         return plan
 
-    def _to_blame(self, failed: StepOptions) -> str:
-        """Returns the option that fails without the others, too; if none does, the last one that the ladder adds."""
-        base, fields = self._planned.step_options, _FIELDS
-        changed = [n for n in fields if n in self._usable and getattr(failed, n) != getattr(base, n)]
-        if (without_effect := self._without_effect.get(failed)) in changed:
-            return without_effect
-        for name in changed:
-            if self._try(replace(base, **{field: getattr(failed, field) for field in fields[name]})) is None:
-                return name
-        return changed[-1]
+    def _ladders(self) -> list[list[StepOptions]]:
+        options, memory, ladders = self._planned.step_options, self._planned.memory, []
+        if memory.capacity is None or memory.state + memory.batch <= memory.capacity:
+            ladders.append(self._rungs(options))
+        if "offload" in self.usable and "optimizer" not in options.offload and memory.optimizer:
+            offloaded = replace(options, offload=(*options.offload, "optimizer"))
+            ladders.append([offloaded, *self._rungs(offloaded)])
+        return [ladder for ladder in ladders if ladder]
 
-
-def _ladders(planned: Plan, distribution: Distribution, usable: Sequence[str]) -> list[list[StepOptions]]:
-    options, memory, ladders = planned.step_options, planned.memory, []
-    if memory.capacity is None or memory.state + memory.batch <= memory.capacity:
-        ladders.append(_rungs(planned, distribution, options, usable))
-    if "offload" in usable and "optimizer" not in options.offload and memory.optimizer:
-        offloaded = replace(options, offload=(*options.offload, "optimizer"))
-        ladders.append([offloaded, *_rungs(planned, distribution, offloaded, usable)])
-    return [ladder for ladder in ladders if ladder]
-
-
-def _rungs(planned: Plan, distribution: Distribution, options: StepOptions, usable: Sequence[str]) -> list[StepOptions]:
-    rungs = []
-    if "remat" in usable and options.remat is None:
-        holds_logits = any(attention.logits_bytes for attention in planned.attention)
-        modes = ("attention", "dots", "full") if holds_logits else ("dots", "full")
-        rungs += [replace(options, remat=mode) for mode in modes]
-    if "microbatches" in usable and options.microbatches == 1:
-        # Gradients that are reduced once are held unsharded, which sharded optimizer state leaves no memory for.
-        batch_axes = {*axis_tuple(distribution.batch_dim_name)}
-        is_sharded = any(batch_axes & {*axis_names(v.axes)} for v in planned.variables if v.part == "optimizer")
-        reduced = "microbatch" if is_sharded and options.reduce_dtype is None else options.reduce_gradients
-        top = rungs[-1] if rungs else options
-        rungs += [replace(top, microbatches=number, reduce_gradients=reduced) for number in _MICROBATCHES]
-    return rungs
+    def _rungs(self, options: StepOptions) -> list[StepOptions]:
+        rungs, planned = [], self._planned
+        if "remat" in self.usable and options.remat is None:
+            holds_logits = any(attention.logits_bytes for attention in planned.attention)
+            modes = ("attention", "dots", "full") if holds_logits else ("dots", "full")
+            rungs += [replace(options, remat=mode) for mode in modes]
+        if "microbatches" in self.usable and options.microbatches == 1:
+            # Gradients that are reduced once are held unsharded, which sharded optimizer state leaves no memory for.
+            batch_axes = {*axis_tuple(self._distribution.batch_dim_name)}
+            is_sharded = any(batch_axes & {*axis_names(v.axes)} for v in planned.variables if v.part == "optimizer")
+            reduced = "microbatch" if is_sharded and options.reduce_dtype is None else options.reduce_gradients
+            top = rungs[-1] if rungs else options
+            rungs += [replace(top, microbatches=number, reduce_gradients=reduced) for number in (2, 4, 8)]
+        return rungs

@@ -131,9 +131,7 @@ def plan_step(
 
     Takes from `cache` what was compiled before.
     """
-    device = distribution.device_mesh.backend_mesh.devices.flat[0]
-    # A CPU device has a share of this machine's memory, which only a target knows.
-    chip = target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
+    chip = hardware_of(distribution.device_mesh.backend_mesh.devices.flat[0])
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:
             compiled = compile_step(prepared, chip, report, options, cache)
@@ -149,6 +147,12 @@ def plan_step(
             if blocks != depth:
                 compilations[blocks] = compile_step(prepared, chip, report, options, cache)
     return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, options, depth)
+
+
+def hardware_of(device: Any) -> Hardware | None:
+    """Returns the hardware that a device is; None if it is not registered."""
+    # A CPU device has a share of this machine's memory, which only a target knows.
+    return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
 
 
 def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any) -> Distribution:

@@ -120,9 +120,7 @@ def auto(
                 f"Several targets {target!r} are for objective='devices', which finds the smallest one on which the "
                 f"model fits, but objective is {objective!r}. Choose for one target at a time, and compare the times."
             )
-        places: Iterable[Place] = sorted(
-            (place_of(each, keep) for each in target), key=lambda place: len(place.devices)
-        )
+        places = sorted((place_of(each, keep) for each in target), key=lambda place: len(place.devices))
     else:
         place = place_of(target, keep)
         places = place.with_fewer_devices() if fewest else [place]

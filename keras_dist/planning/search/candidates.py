@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,23 +31,19 @@ STRATEGIES = {
     "fsdp_tp_sp": "FSDP x TP + SP",
 }
 CONTEXT_PARALLEL = "cp"
+_SHARDING_WEIGHTS = ("fsdp", "hsdp")
+# Strategies that shard weights or optimizer state over the axes of batches, with those that are the same but for that.
+WITHOUT_SHARDED_STATE = {"zero1": "dp", "fsdp": "dp", "hsdp": "dp", "fsdp_tp": "tp", "fsdp_tp_sp": "tp_sp"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy on a mesh of a certain shape.
+    """A strategy on a mesh of a certain shape."""
 
-    Attributes:
-        strategy: A key of `STRATEGIES`.
-        axes: Sizes of the mesh axes, outermost first. Axes of size 1 are left out, but for the axis of batches.
-        regathers: Whether FSDP gathers weights again for the backward pass.
-        options: Step options, which its distribution has.
-    """
-
-    strategy: str
-    axes: Mapping[str, int]
-    regathers: bool = False
-    options: StepOptions = field(default_factory=StepOptions)
+    strategy: str  # a key of `STRATEGIES`
+    axes: FrozenMapping  # sizes of mesh axes, outermost first, without those of size 1 but for that of batches
+    regathers: bool = False  # whether FSDP gathers weights again for the backward pass
+    options: StepOptions = field(default_factory=StepOptions)  # of its distribution
 
     def size(self, *axes: str) -> int:
         """Returns the number of devices along some axes."""
@@ -56,25 +52,11 @@ class Candidate:
     @property
     def shards_weights(self) -> bool:
         """Whether weights are sharded over the axes of batches (FSDP)."""
-        return self.strategy.startswith(("fsdp", "hsdp"))
-
-    @property
-    def shards_state(self) -> bool:
-        """Whether optimizer state is sharded over the axes of batches, at least."""
-        return self.shards_weights or self.strategy == "zero1"
-
-    @property
-    def without_sharded_state(self) -> str:
-        """The strategy that is the same but for sharded weights and optimizer state."""
-        return {"fsdp_tp": "tp", "fsdp_tp_sp": "tp_sp"}.get(self.strategy, "dp")
+        return self.strategy.startswith(_SHARDING_WEIGHTS)
 
     @property
     def sequence_parallel(self) -> bool:
         return self.strategy.endswith("_sp")
-
-    @property
-    def sequence_dim_name(self) -> str | None:
-        return CONTEXT if CONTEXT in self.axes else None
 
     @property
     def communicating_less(self) -> tuple["Candidate", ...]:
@@ -82,46 +64,47 @@ class Candidate:
         found = [replace(self, regathers=False)] if self.regathers else []
         if CONTEXT in self.axes:
             sizes = {**self.axes, DATA: self.size(DATA, CONTEXT)}
-            axes = {axis: size for axis, size in sizes.items() if axis != CONTEXT}
-            found += [replace(each, axes=FrozenMapping(axes)) for each in (*found, self)]
+            axes = FrozenMapping({axis: size for axis, size in sizes.items() if axis != CONTEXT})
+            found += [replace(each, axes=axes) for each in (*found, self)]
         return tuple(found)
 
     @property
     def label(self) -> str:
         """The strategy as reports name it, such as "FSDP x TP + SP + CP, gathering again"."""
-        context = " + CP" if self.sequence_dim_name else ""
-        options = f", {self.options.text}" if self.options.text else ""
-        return STRATEGIES[self.strategy] + context + ", gathering again" * self.regathers + options
+        strategy = STRATEGIES[self.strategy] + " + CP" * (CONTEXT in self.axes)
+        return ", ".join(filter(None, [strategy, "gathering again" * self.regathers, self.options.text]))
 
     def __str__(self) -> str:
         return f"{self.label} on {spell_axes(self.axes)}"
 
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments of its distribution, besides the mesh, the layout map and the step options."""
+        arguments: dict[str, Any] = {"sequence_dim_name": CONTEXT} if CONTEXT in self.axes else {}
+        arguments |= {"reshard_after_forward": True} if self.regathers else {}
+        return arguments | ({"shard_optimizer_state": True} if self.strategy == "zero1" else {})
+
     def distribution(self, mesh: DeviceMesh, solution: Solution | None) -> Distribution:
         """Returns the distribution on a mesh of these axes; `solution` has the rules of tensor parallelism."""
-        options: Any = {} if self.sequence_dim_name is None else {"sequence_dim_name": self.sequence_dim_name}
         if self.strategy in ("dp", "zero1"):
-            return DataParallel(mesh, shard_optimizer_state=self.strategy == "zero1", **options)
-        options |= {"reshard_after_forward": True} if self.regathers else {}
+            return DataParallel(mesh, **self._arguments)
         if self.strategy in ("fsdp", "hsdp"):
-            return FullyShardedDataParallel(mesh, **options)
+            return FullyShardedDataParallel(mesh, **self._arguments)
         assert solution is not None
-        rules = solution.rules(mesh, self.sequence_parallel, (CONTEXT,) if self.sequence_dim_name else ())
+        rules = solution.rules(mesh, self.sequence_parallel, (CONTEXT,) if CONTEXT in self.axes else ())
         kind = FullyShardedDataParallel if self.shards_weights else ModelParallel
-        return kind(layout_map=merged_layout_map(rules, mesh), **options)
+        return kind(layout_map=merged_layout_map(rules, mesh), **self._arguments)
 
     def to_source(self, distribution: Distribution, mesh: str) -> str:
         """Returns Python code that creates the distribution; `mesh` is the code that creates its mesh."""
-        options = [] if self.sequence_dim_name is None else [f'sequence_dim_name="{self.sequence_dim_name}"']
-        options += ["reshard_after_forward=True"] if self.regathers else []
-        options += ["shard_optimizer_state=True"] if self.strategy == "zero1" else []
-        options += [f"step_options=kd.{self.options}"] if self.options.text else []
-        name, first, rules = type(distribution).__name__, "mesh", []
-        if isinstance(distribution, ModelParallel) and (rules_of_map := distribution.layout_rules()):
+        arguments = [f"{name}={value!r}".replace("'", '"') for name, value in self._arguments.items()]
+        arguments += [f"step_options=kd.{self.options}"] if self.options.text else []
+        first, rules = "mesh", []
+        if layout_rules := distribution.layout_rules():
             first = "layout_map=layout_map"
             rules = ["layout_map = kd.LayoutMap(mesh)"]
-            rules += [f"layout_map[{pattern!r}] = {axes}" for pattern, axes in rules_of_map]
-        arguments = ", ".join([first, *options])
-        made = f"distribution = kd.{name}({arguments})"
+            rules += [f"layout_map[{pattern!r}] = {axes}" for pattern, axes in layout_rules]
+        made = f"distribution = kd.{type(distribution).__name__}({', '.join([first, *arguments])})"
         return "\n".join(["import keras_dist as kd", "", f"mesh = {mesh}", *rules, made, ""])
 
 
@@ -136,60 +119,40 @@ def enumerate_candidates(
 ) -> list[Candidate]:
     """Returns all candidates for a number of devices, simple strategies first.
 
-    Args:
-        devices: Number of devices.
-        per_network: Number of devices of a slice or host. The axes "context" and "model" do not leave one.
-        strategies: Names of strategies, and "cp" if sequences may be sharded.
-        keep: Sizes of axes that are fixed.
-        length: Length of the sequences, None if the model has none.
-        model_sizes: Sizes of the axis "model" for which rules of tensor parallelism are known.
-        is_training: Whether there is a backward pass, for which weights may be gathered again.
+    The axes "context" and "model" do not leave a slice or host, which has `per_network` devices. They have sizes that
+    divide the length of the sequences, if the model has any, and for which rules of tensor parallelism are known.
     """
     found = []
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    for context, model in itertools.product(sizes, sizes):
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    for context, model in itertools.product(divisors, divisors):
         if per_network % (context * model) or (model > 1 and model not in model_sizes):
             continue
         if context > 1 and (length is None or length % context or CONTEXT_PARALLEL not in strategies):
             continue
-        networks = keep.get(REPLICA, devices // per_network)
-        for candidate in _on_axes(devices // (context * model), networks, context, model):
-            is_kept = all(candidate.axes.get(axis, 1) == size for axis, size in keep.items())
-            if candidate.strategy in strategies and is_kept and (is_training or not candidate.regathers):
-                found.append(candidate)
+        rest, networks = devices // (context * model), keep.get(REPLICA, devices // per_network)
+        for strategy, replicas in _strategies_on(rest, networks, context, model):
+            sizes = zip(AXES, (replicas, rest // replicas, context, model), strict=True)
+            axes = FrozenMapping({axis: size for axis, size in sizes if size > 1 or axis == DATA})
+            if strategy in strategies and all(axes.get(axis, 1) == size for axis, size in keep.items()):
+                # Without a backward pass, there is nothing to gather weights again for.
+                again = (False, True) if is_training and strategy.startswith(_SHARDING_WEIGHTS) else (False,)
+                found += [Candidate(strategy, axes, regathers) for regathers in again]
     return sorted(found, key=_simplest_first)
 
 
-def _on_axes(rest: int, networks: int, context: int, model: int) -> Iterator[Candidate]:
-    """Yields the candidates with certain sizes of the axes "context" and "model", and `rest` devices for the others.
+def _strategies_on(rest: int, networks: int, context: int, model: int) -> Iterator[tuple[str, int]]:
+    """Yields strategies with numbers of replicas, for sizes of the axes "context" and "model".
 
-    With several slices or hosts (`networks`), HSDP has a replica for each of them.
+    The other axes have `rest` devices. With several slices or hosts (`networks`), HSDP has a replica for each of them.
     """
-
-    def candidate(strategy: str, replicas: int = 1, regathers: bool = False) -> Candidate:
-        sizes = zip(AXES, (replicas, rest // replicas, context, model), strict=True)
-        axes = {axis: size for axis, size in sizes if size > 1 or axis == DATA}
-        return Candidate(strategy, FrozenMapping(axes), regathers)
-
-    again = (False, True)
-    shards_weights = rest * context > 1
-    if model == 1:
-        yield candidate("dp")
-        if rest > 1:
-            yield candidate("zero1")
-        if shards_weights:
-            yield from (candidate("fsdp", regathers=each) for each in again)
-    else:
-        yield from map(candidate, ("tp", "tp_sp"))
-        if shards_weights:
-            yield from (candidate(name, regathers=each) for name in ("fsdp_tp", "fsdp_tp_sp") for each in again)
+    sharding = ("fsdp_tp", "fsdp_tp_sp") if model > 1 else ("fsdp",)
+    names = ("tp", "tp_sp") if model > 1 else ("dp", "zero1") if rest > 1 else ("dp",)
+    yield from ((name, 1) for name in (*names, *(sharding if rest * context > 1 else ())))
     for replicas in range(2, rest):
         if rest % replicas == 0 and (replicas == networks or (networks == context == model == 1)):
-            names = ("hsdp",) if model == 1 else ("fsdp_tp", "fsdp_tp_sp")
-            yield from (candidate(name, replicas, each) for name in names for each in again)
+            yield from ((name, replicas) for name in (sharding if model > 1 else ("hsdp",)))
 
 
 def _simplest_first(candidate: Candidate) -> tuple:
-    order: Sequence[str] = list(STRATEGIES)
     others = [candidate.size(axis) for axis in (CONTEXT, MODEL, REPLICA)]
-    return order.index(candidate.strategy), candidate.regathers, *others
+    return list(STRATEGIES).index(candidate.strategy), candidate.regathers, *others

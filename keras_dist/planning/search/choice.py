@@ -154,21 +154,13 @@ def trials_data(trials: tuple[Trial, ...]) -> list[dict[str, Any]]:
 
 def trials_section(trials: tuple[Trial, ...], most: int | None = None, how_to_see_all: str = "") -> Section:
     """Returns a table of candidates, of the first `most` if that is not None."""
-    rows = [_row(trial) for trial in trials[:most]]
+    rows = []
+    for trial in trials[:most]:
+        mark, axes = "" if trial.plan is not None else "~", spell_axes(trial.candidate.axes)
+        sizes = [mark + bytes_text(size) for size in (trial.memory_bytes, trial.wire_bytes)]
+        seconds = "-" if trial.seconds is None else mark + seconds_text(trial.seconds)
+        rows.append((trial.candidate.label, axes, *sizes, seconds, trial.outcome))
     left = len(trials) - len(rows)
     more = [Lines((f"... and {counted(left, 'more candidate')}. {how_to_see_all}",))] if left else []
     columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
     return "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]
-
-
-def _row(trial: Trial) -> tuple[str, ...]:
-    mark = "" if trial.plan is not None else "~"
-    seconds = "-" if trial.seconds is None else f"{mark}{seconds_text(trial.seconds)}"
-    return (
-        trial.candidate.label,
-        spell_axes(trial.candidate.axes),
-        f"{mark}{bytes_text(trial.memory_bytes)}",
-        f"{mark}{bytes_text(trial.wire_bytes)}",
-        seconds,
-        trial.outcome,
-    )

@@ -48,7 +48,6 @@ class Task:
 
     @property
     def full_model(self) -> Any:
-        """The model, or a function without arguments that returns it."""
         return self.build_model if self.depth is None else lambda: self.build_model(self.depth)
 
     def plan(
@@ -74,9 +73,9 @@ class Task:
 
 
 def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choice:
-    """Returns the best choice on some devices. Raises NothingFitsError if no candidate fits.
+    """Returns the best choice on some devices, planned as `plan` does it with `is_final`.
 
-    With `is_final`, the chosen candidate is planned as `plan` does it.
+    Raises NothingFitsError if no candidate fits.
     """
     task.report(f"Building the model for {place}")
     with _recorded_warnings() as building_warnings:
@@ -107,8 +106,7 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
         raise _nothing_fits(task, search, place)
     if confirmed is not None:
         notes.append(
-            f"Candidates are compared by models of {' and '.join(map(str, depths))} blocks, and the plan of the chosen "
-            f"one is from {' and '.join(map(str, _PLANNED_DEPTHS))}."
+            "Candidates are compared by models of 1 and 2 blocks, and the plan of the chosen one is from 2 and 4."
         )
     distribution = candidates[chosen]
     if is_final:
@@ -147,8 +145,7 @@ def _confirmed(
             search.is_interrupted = True
             break
         except Exception as error:  # of XLA, JAX, Keras or the model: the plan of fewer blocks remains
-            blocks = " and ".join(map(str, _PLANNED_DEPTHS))
-            search.notes.append(f"The plan is of fewer blocks, because that of {blocks} failed. {error_line(error)}")
+            search.notes.append(f"The plan is of fewer blocks, because that of 2 and 4 failed. {error_line(error)}")
             break
         if plan.fits is not False:
             return chosen, plan
@@ -158,17 +155,12 @@ def _confirmed(
 
 
 def _notes(search: Search, chosen: Candidate) -> list[str]:
-    notes, cost = [], search.cost(search.plans[chosen])
-    near = [
-        each
-        for each, plan in search.plans.items()
-        if each != chosen and plan.fits is not False and search.cost(plan) <= (1 + ACCURACY) * cost
-    ]
+    notes: list[str] = []
+    costs = {each: search.cost(plan) for each, plan in search.plans.items() if plan.fits is not False}
+    cost = costs.pop(chosen)
+    near = sorted((each for each in costs if costs[each] <= (1 + ACCURACY) * cost), key=costs.__getitem__)
     if near and search.objective == "time":
-        nearest = sorted(near, key=lambda each: search.cost(search.plans[each]))[:3]
-        listed = "; ".join(
-            f"{each}, {100 * (search.cost(search.plans[each]) / cost - 1):.1f}% slower" for each in nearest
-        )
+        listed = "; ".join(f"{each}, {100 * (costs[each] / cost - 1):.1f}% slower" for each in near[:3])
         notes.append(
             f"{counted(len(near), 'other candidate', 'is', 'are')} nearer to the chosen one than the "
             f"forecast is accurate ({100 * ACCURACY:.0f}%): {listed}. Measure them if it matters."
@@ -197,16 +189,15 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     if not search.plans and search.refused:
         candidate, message = next(iter(search.refused.items()))
         return ValueError(f"No candidate can be planned for {place}. {candidate}: {message}")
-    estimates, capacity = search.estimates, search.capacity or 0
+    capacity, held_text = search.capacity or 0, ""
     if search.plans:
         closest = min(search.plans, key=lambda each: search.plans[each].memory.total)
         memory = search.plans[closest].memory
-        needed: float = memory.total
-        held = memory.state + memory.batch
+        needed, held = memory.total, memory.state + memory.batch
+        held_text = f", {bytes_text(held)} of them"
     else:
-        closest = min(search.candidates, key=estimates.min_bytes)
-        needed = held = estimates.min_bytes(closest)
-    held_text = f", {bytes_text(held)} of them" if closest in search.plans else ""
+        closest = min(search.candidates, key=search.estimates.min_bytes)
+        needed = held = search.estimates.min_bytes(closest)
     text = (
         f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
         f"{bytes_text(capacity)} per device{held_text} for variables and batch."
@@ -224,5 +215,4 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
         has_activations = needed > 2 * held and not task.searches_options
         help.append("kd.StepOptions(remat=...)" if has_activations else "an optimizer with less state")
     text += f" Try {', or '.join([', '.join(help[:-1]), help[-1]] if help[1:] else help)}."
-    text = " ".join([text, *search.notes])
-    return NothingFitsError(text, search.trial_table(closest))
+    return NothingFitsError(" ".join([text, *search.notes]), search.trial_table(closest))

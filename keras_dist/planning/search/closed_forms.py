@@ -1,9 +1,10 @@
 """What `auto` knows of a candidate exactly or in closed form: what variables take, and what a step sends at least."""
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -31,175 +32,114 @@ NOMINAL = {"flops": 1e12, "memory": 1e11, "link": 1e10}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known exactly, or in closed form, of a candidate on one device.
+    """What is known exactly, or in closed form, of a candidate on one device."""
 
-    Attributes:
-        state: Bytes of weights, optimizer state and other variables.
-        optimizer: Bytes of optimizer state.
-        updated: Bytes of them that a step updates.
-        batch: Bytes of the batch.
-        weights: Bytes of the weights that a device computes with, in the dtype that it computes in.
-        tokens: Rows of a device times positions of a sequence that it has.
-        sharded_fraction: Fraction of the matrix multiplications that the axis "model" divides.
-        shards_state: Whether a variable is sharded over the axes of batches or sequences.
-        wire: Least bytes that a device sends, by purpose.
-        wire_seconds: The time of that at full bandwidth, by purpose.
-        min_wire_seconds: The time that collectives take at least, if those over different axes overlap.
-    """
-
-    state: int
-    optimizer: int
-    updated: int
-    batch: int
-    weights: float
-    tokens: float
-    sharded_fraction: float
-    shards_state: bool
-    wire: Mapping[str, float]
-    wire_seconds: Mapping[str, float]
-    min_wire_seconds: float
+    state: int  # bytes of weights, optimizer state and other variables
+    optimizer: int  # bytes of optimizer state
+    updated: int  # bytes of variables that a step updates
+    batch: int  # bytes
+    weights: float  # bytes of the weights that a device computes with, in the dtype that it computes in
+    tokens: float  # rows of a device, in parts of a row where sequences are sharded
+    sharded_fraction: float  # of the matrix multiplications: what the axis "model" divides
+    shards_state: bool  # whether a variable is sharded over the axes of batches or sequences
+    wire: Mapping[str, float]  # least bytes that a device sends, by purpose
+    wire_seconds: Mapping[str, float]  # the time of that at full bandwidth, by purpose
+    min_wire_seconds: float  # the time that collectives take at least, if those over different axes overlap
 
 
 class Workload:
-    """A prepared step, whose sizes under any distribution can be computed."""
+    """A prepared step, whose sizes under any distribution can be computed.
 
-    def __init__(self, step: Step, batch: Any, hardware: Hardware | None):
-        self._step, self._batch, self._hardware = step, batch, hardware
-        model = step.model
-        dtypes = model_structure.compute_dtypes(model)
-        trained = {id(v) for v in model.trainable_variables}
-        tied = model_structure.tied_tables(model)
-        self._weights = [
-            _Weight(
-                VariableSpec.of(v),
-                math.prod(v.shape),
-                _itemsize(v.dtype),
-                _itemsize(dtypes.get(id(v), v.dtype)),
-                step.name == "train" and id(v) in trained,
-                internals.is_embedding_table(v.path) and id(v) not in tied,
-            )
-            for v in model.weights
-        ]
+    `solutions` is what tensor parallelism shards, by the size of its axis.
+    """
 
-    def sizes(
-        self, candidate: Candidate, distribution: Distribution, solution: Solution | None, all_reduced: float
-    ) -> Sizes:
-        """Returns the sizes of a candidate.
+    def __init__(self, step: Step, batch: Any, hardware: Hardware | None, solutions: Mapping[int, Solution]):
+        self._step, self._batch, self._hardware, self._solutions = step, batch, hardware, solutions
+        self._compute_dtypes = model_structure.compute_dtypes(step.model)
+        self._trained = {id(v) for v in step.model.trainable_variables if step.name == "train"}
+        tables = {id(v) for v in step.model.weights if internals.is_embedding_table(v.path)}
+        self._looked_up = tables - model_structure.tied_tables(step.model)  # nothing else is done with them
 
-        Args:
-            candidate: The candidate.
-            distribution: Its distribution.
-            solution: What tensor parallelism shards; None if it does not use that.
-            all_reduced: Bytes that tensor parallelism over few devices would all-reduce for each row of a batch.
-        """
-        step = self._step
+    def sizes(self, candidate: Candidate, distribution: Distribution) -> Sizes:
+        step, solution = self._step, self._solutions.get(candidate.size(MODEL))
+        is_training = step.name == "train"
         layouts = layouts_of(step.model, distribution, lambda variable: layout_under(variable, distribution))
         state = replace(step, layouts=layouts, distribution=distribution).state_specs()
         held = [sum(map(bytes_on_a_device, part)) for part in state]
         specs = jax.tree.leaves(batch_specs(step.model, self._batch, step.name, distribution))
-        global_rows = max((spec.shape[0] for spec in specs if spec.shape), default=1)
-        rows = distribution.steps.rows_of_device(step.name, global_rows)
-        parts = candidate.size(CONTEXT)
+        shapes = [spec.shape for spec in specs if spec.shape]
+        rows = distribution.steps.rows_of_device(step.name, max((shape[0] for shape in shapes), default=1))
+        lookups = rows * max((math.prod(shape[1:]) for shape in shapes), default=1)
+        tokens = rows / candidate.size(CONTEXT)
         weights = gradients = updated = 0.0
-        lookups = rows * max((math.prod(spec.shape[1:]) for spec in specs if spec.shape), default=1)
-        for weight in self._weights:
-            if candidate.shards_weights and parts == 1 and weight.sends_rows(distribution, lookups):
-                continue  # rows are few, next to weights
-            axes = distribution.get_compute_layout(weight.spec).axes if candidate.size(MODEL) > 1 else ()
-            divided = weight.elements / (candidate.size(MODEL) if any(axes) else 1)
-            weights += divided * weight.compute_size
-            gradients += divided * weight.compute_size * weight.is_trained
-            updated += divided * weight.stored_size * weight.is_trained
-        tensor_bytes = 0.0 if solution is None else solution.all_reduced_bytes
-        share = rows / parts if step.name == "train" else rows / parts / 2  # activations are sent forward only
-        wire = _wire(candidate, weights, gradients, updated, tensor_bytes * share, all_reduced * share)
-        seconds = self._seconds(candidate, distribution, wire)
-        used = {name for layout in layouts.values() for name in axis_names(getattr(layout, "axes", ()))}
-        return Sizes(
-            state=sum(held),
-            optimizer=held[2] if step.name == "train" else 0,
-            updated=sum(held) if step.name == "train" else 0,
-            batch=sum(map(bytes_on_a_device, specs)),
-            weights=weights,
-            tokens=rows / parts,
-            sharded_fraction=0.0 if solution is None else solution.sharded_fraction,
-            shards_state=bool(used & {DATA, CONTEXT}),
-            wire={purpose: sum(sent for _, _, sent in parts) for purpose, parts in wire.items()},
-            wire_seconds={purpose: sum(by_axes.values()) for purpose, by_axes in seconds.items()},
-            min_wire_seconds=max((s for purpose in _FLOORS for s in seconds[purpose].values()), default=0.0),
-        )
-
-    def _seconds(
-        self, candidate: Candidate, distribution: Distribution, wire: Mapping[str, list]
-    ) -> dict[str, dict[tuple, float]]:
-        """Returns the time of the collectives for each purpose and the axes that they are along."""
+        for variable in step.model.weights:
+            spec = VariableSpec.of(variable)
+            if id(variable) in self._looked_up and candidate.shards_weights and CONTEXT not in candidate.axes:
+                stored = distribution.get_variable_layout(spec).axes  # pyright: ignore[reportArgumentType]
+                if stored[0] is None and stored[-1] is not None and lookups < spec.shape[0]:
+                    continue  # devices send the rows that they look up (FSDP), which are few
+            axes = distribution.get_compute_layout(spec).axes if candidate.size(MODEL) > 1 else ()
+            elements = math.prod(spec.shape) / (candidate.size(MODEL) if any(axes) else 1)
+            computed = elements * _itemsize(self._compute_dtypes.get(id(variable), spec.dtype))
+            weights += computed
+            if id(variable) in self._trained:
+                gradients += computed
+                updated += elements * _itemsize(spec.dtype)
+        share = tokens if is_training else tokens / 2  # activations are sent forward only
+        all_reduced = 0.0 if solution is None else solution.all_reduced_bytes
+        # Those between attention and dense layers, which tensor parallelism over few devices all-reduces.
+        activations = self._solutions[min(self._solutions)].all_reduced_bytes if self._solutions else 0.0
+        wire: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
+        seconds: dict[tuple, float] = defaultdict(float)
         mesh = distribution.device_mesh.backend_mesh
         interconnect = Interconnect(self._hardware, mesh.devices) if self._hardware is not None else None
-        seconds: dict[str, dict[tuple, float]] = {}
-        for purpose, parts in wire.items():
-            by_axes = seconds[purpose] = {}
-            for kind, axes, sent in parts:
-                rate = None
-                if interconnect is not None and sent:
-                    dims = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
-                    _, rate = interconnect.seconds_per_byte(kind, groups_along(mesh.devices.shape, dims))
-                needed = sent * (1 / NOMINAL["link"] if rate is None else rate)
-                by_axes[tuple(axes)] = by_axes.get(tuple(axes), 0.0) + needed
-        return seconds
-
-
-class _Weight(NamedTuple):
-    """A weight, with the bytes of an element where it is stored and where a layer computes with it.
-
-    `is_looked_up` is whether it is a table of which layers only look up rows.
-    """
-
-    spec: VariableSpec
-    elements: int
-    stored_size: int
-    compute_size: int
-    is_trained: bool
-    is_looked_up: bool
-
-    def sends_rows(self, distribution: Distribution, lookups: int) -> bool:
-        """Whether devices, each of which looks up so many rows, send rows in place of the weight (FSDP)."""
-        axes = distribution.get_variable_layout(self.spec).axes  # pyright: ignore[reportArgumentType]
-        return self.is_looked_up and axes[0] is None and axes[-1] is not None and lookups < self.spec.shape[0]
+        for purpose, kind, axes, payload in _collectives(
+            candidate, weights, gradients, updated, all_reduced * share, activations * share
+        ):
+            if sent := wire_bytes(kind, payload, candidate.size(*axes)):
+                groups = groups_along(mesh.devices.shape, [mesh.axis_names.index(axis) for axis in axes])
+                rate = None if interconnect is None else interconnect.seconds_per_byte(kind, groups)[1]
+                wire[purpose] += sent
+                seconds[purpose, axes] += sent * (1 / NOMINAL["link"] if rate is None else rate)
+        return Sizes(
+            state=sum(held),
+            optimizer=held[2] if is_training else 0,
+            updated=sum(held) if is_training else 0,
+            batch=sum(map(bytes_on_a_device, specs)),
+            weights=weights,
+            tokens=tokens,
+            sharded_fraction=0.0 if solution is None else solution.sharded_fraction,
+            shards_state=any({DATA, CONTEXT} & {*axis_names(getattr(each, "axes", ()))} for each in layouts.values()),
+            wire=wire,
+            wire_seconds={each: sum(s for (purpose, _), s in seconds.items() if purpose == each) for each in wire},
+            min_wire_seconds=max((s for (purpose, _), s in seconds.items() if purpose in _FLOORS), default=0.0),
+        )
 
 
 def _itemsize(dtype: Any) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
-def _wire(
+def _collectives(
     candidate: Candidate, weights: float, gradients: float, updated: float, all_reduced: float, activations: float
-) -> dict[str, list]:
-    """Returns for each purpose the kind, the axes and the bytes that a device sends of its collectives, at least.
+) -> Iterator[tuple[str, str, tuple[str, ...], float]]:
+    """Yields the purpose, the kind, the axes and the payload of the collectives that a step runs at least.
 
     `weights`, `gradients` and `updated` weights, as they are stored, are the bytes that a device has of them unless
     they are sharded over the axes of batches; the last two are 0 without training. `all_reduced` are the bytes that
     tensor parallelism all-reduces for the tokens of a device. Attention's operands are taken to be exchanged by
-    all-to-alls of queries, keys, values and outputs, forward and backward. They are twice `activations`, those between
-    attention and dense layers, which tensor parallelism over few devices all-reduces.
+    all-to-alls of queries, keys, values and outputs, forward and backward. They are twice `activations`.
     """
-    sharing = [axis for axis in (REPLICA, DATA, CONTEXT) if candidate.size(axis) > 1]
-    shards = [axis for axis in sharing if axis != REPLICA]
-    num_shards, replicas = candidate.size(*shards), candidate.size(REPLICA)
-    found: dict[str, list] = {purpose: [] for purpose in PURPOSES}
-    weight_traffic = found[WEIGHTS]
+    sharing = tuple(axis for axis in (REPLICA, DATA, CONTEXT) if candidate.size(axis) > 1)
     if candidate.shards_weights:
-        gathers = 2 if candidate.regathers else 1
-        weight_traffic.append(("all-gather", shards, gathers * wire_bytes("all-gather", weights, num_shards)))
-        weight_traffic.append(("reduce-scatter", shards, wire_bytes("reduce-scatter", gradients, num_shards)))
-        weight_traffic.append(("all-reduce", [REPLICA], wire_bytes("all-reduce", gradients / num_shards, replicas)))
+        shards = tuple(axis for axis in sharing if axis != REPLICA)
+        yield WEIGHTS, "all-gather", shards, (2 if candidate.regathers else 1) * weights
+        yield WEIGHTS, "reduce-scatter", shards, gradients
+        yield WEIGHTS, "all-reduce", (REPLICA,), gradients / candidate.size(*shards)
     elif candidate.strategy == "zero1":
-        weight_traffic.append(("reduce-scatter", sharing, wire_bytes("reduce-scatter", gradients, num_shards)))
-        weight_traffic.append(("all-gather", sharing, wire_bytes("all-gather", updated, num_shards)))
+        yield WEIGHTS, "reduce-scatter", sharing, gradients
+        yield WEIGHTS, "all-gather", sharing, updated
     else:
-        weight_traffic.append(("all-reduce", sharing, wire_bytes("all-reduce", gradients, candidate.size(*sharing))))
-    parts = candidate.size(CONTEXT)
-    tensor_bytes = wire_bytes("all-reduce", all_reduced, candidate.size(MODEL))
-    found[SEQUENCE if candidate.sequence_parallel else TENSOR].append(("all-reduce", [MODEL], tensor_bytes))
-    exchanged = wire_bytes("all-to-all", 2 * activations, parts) / candidate.size(MODEL)
-    found[ATTENTION].append(("all-to-all", [CONTEXT], exchanged))
-    return found
+        yield WEIGHTS, "all-reduce", sharing, gradients
+    yield SEQUENCE if candidate.sequence_parallel else TENSOR, "all-reduce", (MODEL,), all_reduced
+    yield ATTENTION, "all-to-all", (CONTEXT,), 2 * activations / candidate.size(MODEL)

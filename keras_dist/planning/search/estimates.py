@@ -1,5 +1,6 @@
 """What `auto` expects of a candidate that is not compiled: from closed forms, and from those that are compiled."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from keras_dist.planning.hardware.figures import Hardware
@@ -40,8 +41,8 @@ class Estimates:
         self._memory_base: tuple[Candidate, Plan] | None = None
         self._seconds: dict[Candidate, float] = {}
         self._exposed: dict[tuple, float] = {}
-        self._slower: dict[tuple, float] = {}
-        self._larger: dict[tuple, float] = {}
+        self._slower: dict[tuple, float] = defaultdict(lambda: 1.0)
+        self._larger: dict[tuple, float] = defaultdict(lambda: 1.0)
 
     def observe(self, candidate: Candidate, plan: Plan) -> None:
         """Takes what the plan of a compiled candidate shows into account."""
@@ -49,21 +50,21 @@ class Estimates:
         if self._memory_base is None:
             self._memory_base = candidate, plan
         elif expected := self._temporaries(candidate):
-            self._larger[kind] = self._larger.get(kind, 1.0) * plan.memory.temporaries / expected
+            self._larger[kind] = self._larger[kind] * plan.memory.temporaries / expected
         if plan.flops == 0:
             return  # the compiler stopped when memory did not suffice
         self._seconds[candidate] = seconds_of(plan)
         busy, expected = _busy_seconds(plan), self._compute_seconds(candidate)
-        for key, exposed in self._exposed_of(candidate, plan).items():
-            total = self._sizes[candidate].wire_seconds[key[0]]
+        for purpose, exposed in _exposed_seconds(candidate, plan).items():
+            total = self._sizes[candidate].wire_seconds[purpose]
             if total > 0:
-                self._exposed[key] = exposed / total
+                self._exposed[_key(purpose, candidate)] = exposed / total
             else:
                 busy += exposed  # what no closed form foresaw is expected of its kind
         if self._time_base is None:
             self._time_base = candidate, plan
         elif expected:
-            self._slower[kind] = self._slower.get(kind, 1.0) * busy / expected
+            self._slower[kind] = self._slower[kind] * busy / expected
 
     def seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step."""
@@ -72,16 +73,15 @@ class Estimates:
 
     def simpler(self, candidate: Candidate) -> list[Candidate]:
         """Returns the candidates that compute as much on a device as this one does, and communicate less."""
-        tokens = self._sizes[candidate].tokens
         known = [each for each in candidate.communicating_less if each in self._sizes]
-        return [each for each in known if self._sizes[each].tokens <= tokens]
+        return [each for each in known if self._sizes[each].tokens <= self._sizes[candidate].tokens]
 
     def min_seconds(self, candidate: Candidate) -> float:
         """Returns the time of a step at peak rates, if all communication overlaps with the computation."""
+        sent = self._sizes[candidate].min_wire_seconds
         if self._time_base is None:
-            return self._sizes[candidate].min_wire_seconds
-        computed = self._least_matmul_seconds(candidate) + self._update_seconds(candidate)
-        return max(computed, self._sizes[candidate].min_wire_seconds)
+            return sent
+        return max(self._least_matmul_seconds(candidate, *self._time_base) + self._update_seconds(candidate), sent)
 
     def optimistic_seconds(self, candidate: Candidate) -> float:
         """Returns the expected time of a step if more of its communication overlaps than in those compiled."""
@@ -94,8 +94,7 @@ class Estimates:
 
     def min_bytes(self, candidate: Candidate) -> float:
         """Returns the memory that variables and batch take."""
-        sizes = self._sizes[candidate]
-        return sizes.state + sizes.batch
+        return self._sizes[candidate].state + self._sizes[candidate].batch
 
     def _seconds_with(self, candidate: Candidate, factor: float) -> float:
         """Returns the time of a step if its collectives are exposed by `factor` times what is expected.
@@ -104,8 +103,7 @@ class Estimates:
         """
         wire = self._sizes[candidate].wire_seconds
         unknown = min((_UNKNOWN_EXPOSURE, *self._exposed.values()))
-        exposures = {purpose: self._exposed.get(_key(purpose, candidate), unknown) for purpose in wire}
-        exposed = sum(seconds * exposures[purpose] for purpose, seconds in wire.items())
+        exposed = sum(seconds * self._exposed.get(_key(each, candidate), unknown) for each, seconds in wire.items())
         return max(self._compute_seconds(candidate) + factor * exposed, *wire.values())
 
     def _compute_seconds(self, candidate: Candidate) -> float:
@@ -118,24 +116,18 @@ class Estimates:
         update_seconds = min(self._update_seconds(base), busy - matmul_seconds)
         rest = busy - matmul_seconds - update_seconds
         conversion_seconds = min(rest, self._memory_seconds(_CONVERSIONS * theirs.weights))
-        multiplied = max(self._least_matmul_seconds(candidate), self._weights_seconds(candidate))
+        multiplied = max(self._least_matmul_seconds(candidate, base, plan), self._weights_seconds(candidate))
         activation_seconds = (rest - conversion_seconds) * _activated(candidate) / _activated(base)
-        activated = activation_seconds * self._tokens_share(candidate)
+        activated = activation_seconds * (ours.tokens / theirs.tokens)
         converted = conversion_seconds * ours.weights / max(theirs.weights, 1.0)
         seconds = multiplied + activated + converted + self._update_seconds(candidate)
-        return seconds * self._slower.get(_kind(candidate), 1.0)
+        return seconds * self._slower[_kind(candidate)]
 
-    def _least_matmul_seconds(self, candidate: Candidate) -> float:
-        """Returns the time of the matrix multiplications at peak rates."""
-        assert self._time_base is not None
-        base, plan = self._time_base
-        part = _multiplied(candidate, self._sizes[candidate]) / _multiplied(base, self._sizes[base])
-        return self._tokens_share(candidate) * part * min(_matmul_seconds(plan), _busy_seconds(plan))
-
-    def _tokens_share(self, candidate: Candidate) -> float:
-        """Returns how many times as many tokens a device has as in the first compiled candidate."""
-        assert self._time_base is not None
-        return self._sizes[candidate].tokens / self._sizes[self._time_base[0]].tokens
+    def _least_matmul_seconds(self, candidate: Candidate, base: Candidate, plan: Plan) -> float:
+        """Returns the time of the matrix multiplications at peak rates, from that of the first compiled candidate."""
+        ours, theirs = self._sizes[candidate], self._sizes[base]
+        part = _multiplied(candidate, ours) / _multiplied(base, theirs)
+        return ours.tokens / theirs.tokens * part * min(_matmul_seconds(plan), _busy_seconds(plan))
 
     def _weights_seconds(self, candidate: Candidate) -> float:
         """Returns the time of reading the weights for matrix multiplications: what few tokens take."""
@@ -156,37 +148,21 @@ class Estimates:
         temporaries = plan.memory.temporaries
         activations = max(temporaries - _held_weights(base, theirs), 0.1 * temporaries)
         share = ours.tokens / theirs.tokens * _activated(candidate) / _activated(base)
-        held = activations * share + _held_weights(candidate, ours)
-        return held * self._larger.get(_kind(candidate), 1.0)
-
-    def _exposed_of(self, candidate: Candidate, plan: Plan) -> dict[tuple, float]:
-        """Returns the time that a compiled candidate waits for collectives, by what they are for."""
-        seconds = {_key(purpose, candidate): 0.0 for purpose in PURPOSES}
-        for each in plan.traffic:
-            axes = each.axes or tuple(candidate.axes)
-            if MODEL in axes:
-                purpose = SEQUENCE if candidate.sequence_parallel else TENSOR
-            else:
-                purpose = ATTENTION if set(axes) == {CONTEXT} and candidate.size(DATA) > 1 else WEIGHTS
-            waited = each.exposed_seconds
-            seconds[_key(purpose, candidate)] += each.wire_bytes / NOMINAL["link"] if waited is None else waited
-        return seconds
+        return (activations * share + _held_weights(candidate, ours)) * self._larger[_kind(candidate)]
 
 
 def seconds_of(plan: Plan) -> float:
     """Returns the forecast of a plan; where the figures of the hardware are unknown, its cost at nominal rates."""
     forecast = plan.roofline.forecast
-    if forecast is not None:
-        return forecast.seconds
-    return _busy_seconds(plan) + plan.wire_bytes / NOMINAL["link"]
+    return _busy_seconds(plan) + plan.wire_bytes / NOMINAL["link"] if forecast is None else forecast.seconds
 
 
 def _busy_seconds(plan: Plan) -> float:
     """Returns the time that a device computes in a step."""
     forecast = plan.roofline.forecast
-    if forecast is not None:
-        return forecast.seconds - forecast.exposed_seconds
-    return plan.flops / NOMINAL["flops"] + plan.memory_traffic / NOMINAL["memory"]
+    if forecast is None:
+        return plan.flops / NOMINAL["flops"] + plan.memory_traffic / NOMINAL["memory"]
+    return forecast.seconds - forecast.exposed_seconds
 
 
 def _matmul_seconds(plan: Plan) -> float:
@@ -194,8 +170,22 @@ def _matmul_seconds(plan: Plan) -> float:
     return plan.flops / NOMINAL["flops"] if plan.roofline.forecast is None or seconds is None else seconds
 
 
+def _exposed_seconds(candidate: Candidate, plan: Plan) -> dict[str, float]:
+    """Returns the time that a compiled candidate waits for collectives, by what they are for."""
+    seconds: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
+    for each in plan.traffic:
+        axes = each.axes or tuple(candidate.axes)
+        if MODEL in axes:
+            purpose = SEQUENCE if candidate.sequence_parallel else TENSOR
+        else:
+            purpose = ATTENTION if set(axes) == {CONTEXT} and candidate.size(DATA) > 1 else WEIGHTS
+        waited = each.exposed_seconds
+        seconds[purpose] += each.wire_bytes / NOMINAL["link"] if waited is None else waited
+    return seconds
+
+
 def _kind(candidate: Candidate) -> tuple:
-    return candidate.strategy, candidate.regathers, candidate.sequence_dim_name
+    return candidate.strategy, candidate.regathers, CONTEXT in candidate.axes
 
 
 def _key(purpose: str, candidate: Candidate) -> tuple:

@@ -14,7 +14,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_
 from keras_dist.mesh.devices import as_device_array, device_name, is_attached, list_devices, to_jax_devices
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.hardware.figures import Hardware
-from keras_dist.planning.hardware.registry import hardware
+from keras_dist.planning.plan import hardware_of
 from keras_dist.planning.search.candidates import AXES, DATA
 from keras_dist.planning.targets.target import Target, require_one_target
 from keras_dist.planning.targets.target import target as target_of
@@ -22,19 +22,12 @@ from keras_dist.planning.targets.target import target as target_of
 
 @dataclass(frozen=True)
 class Place:
-    """Devices to choose for, and the meshes on them.
+    """Devices to choose for, and the meshes on them."""
 
-    Attributes:
-        devices: The devices, or a target.
-        hardware: Their hardware; None if it is not registered.
-        keep: Sizes of mesh axes that are fixed.
-        arrangement: The mesh that the user passed, if it is the only one.
-    """
-
-    devices: Sequence[Any]
-    hardware: Hardware | None
-    keep: Mapping[str, int]
-    arrangement: DeviceMesh | None = None
+    devices: Sequence[Any]  # or a target
+    hardware: Hardware | None  # None if it is not registered
+    keep: Mapping[str, int]  # sizes of mesh axes that are fixed
+    arrangement: DeviceMesh | None = None  # the mesh that the user passed, if it is the only one
 
     @property
     def per_network(self) -> int:
@@ -77,9 +70,8 @@ class Place:
 
     def with_fewer_devices(self) -> Iterator["Place"]:
         """Yields the same hardware with 1, 2, 4, ... times the devices of the kept axes, at last all of it."""
-        count, total = math.prod(self.keep.values()), len(self.devices)
-        while count < total:
-            devices = self.devices
+        count, devices = math.prod(self.keep.values()), self.devices
+        while count < len(devices):
             smaller = _smaller_target(devices, count) if isinstance(devices, Target) else devices[:count]
             if smaller is not None:
                 yield Place(smaller, self.hardware, self.keep)
@@ -96,12 +88,12 @@ def place_of(target: Any, keep: Mapping[str, int] | str | None) -> Place:
         mesh = as_auto_mesh(target)
         require_one_target(mesh)
         target = mesh.backend_mesh.devices
-    kept = _checked(_parsed(keep))
+    kept = _kept_sizes(keep)
     if mesh is not None:
         for axis, size in kept.items():
             if mesh.axis_sizes.get(axis, 1) != size:
                 raise ValueError(f"Cannot keep {axis}:{size}, because {mesh} is kept. Pass its devices, or no keep.")
-        kept = _checked(mesh.axis_sizes) | kept
+        kept = _kept_sizes(mesh.axis_sizes) | kept
     if isinstance(target, Target):
         devices, entry = target, target.hardware
     else:
@@ -110,8 +102,7 @@ def place_of(target: Any, keep: Mapping[str, int] | str | None) -> Place:
             raise ValueError("The list of devices is empty. Leave `target` out to use all devices.")
         devices = to_jax_devices(given)
         require_one_target(create_device_mesh({DATA: len(devices)}, devices=devices))
-        # A CPU device has a share of this machine's memory, which only a target knows.
-        entry = target_of("cpu:1").hardware if devices[0].platform == "cpu" else hardware.of_device(devices[0])
+        entry = hardware_of(devices[0])
     product = math.prod(kept.values())
     if len(devices) % product:
         raise ValueError(
@@ -121,20 +112,14 @@ def place_of(target: Any, keep: Mapping[str, int] | str | None) -> Place:
     return Place(devices, entry, kept, mesh)
 
 
-def _parsed(keep: Any) -> dict[str, Any]:
-    if isinstance(keep, str):
-        return parse_axes(keep)
-    if keep is not None and not isinstance(keep, Mapping):
+def _kept_sizes(keep: Any) -> dict[str, int]:
+    """Returns the sizes of axes that are kept as integers. Raises an error with the fix."""
+    if keep is not None and not isinstance(keep, (str, Mapping)):
         raise TypeError(
             f'keep must be sizes of axes, such as {{"data": 4}} or "data:4", but got {keep!r} ({type(keep).__name__}).'
         )
-    return dict(keep or {})
-
-
-def _checked(kept: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the sizes of axes that are kept as integers. Raises a ValueError with the fix."""
     checked = {}
-    for axis, size in kept.items():
+    for axis, size in (parse_axes(keep) if isinstance(keep, str) else keep or {}).items():
         if axis not in AXES:
             raise ValueError(
                 f"Cannot keep axis {axis!r}: the axes of candidates are {', '.join(map(repr, AXES))}. Rename it, or "
@@ -152,20 +137,14 @@ def _smaller_target(target: Target, count: int) -> Target | None:
     Example: those of "h100:2x8" are "h100:1", "h100:2", "h100:4" and "h100:8"; those of two slices of "v5e:4x4" are
     "v5e:1" to "v5e:16".
     """
-    platform, name = target.hardware.platform, target.hardware.name
-    networks = len(set(networks_of(list(target)).tolist()))
-    per_network = len(target) // networks
-    if count >= per_network:
-        fewer = count // per_network
-        if count % per_network:
-            return None
-        if platform == "tpu":
-            return target_of(target.name, slices=fewer)
-        return target_of(f"{name}:{fewer}x{per_network}" if fewer > 1 else f"{name}:{count}")
-    if platform != "tpu":
-        return target_of(f"{name}:{count}")
-    chips = math.prod(map(int, target.name.partition(":")[2].split("x")))
-    per_chip = per_network // chips
-    if count % per_chip or (count // per_chip) & (count // per_chip - 1):
+    name, per_network = target.hardware.name, len(target) // len(set(networks_of(list(target)).tolist()))
+    networks, rest = divmod(count, per_network)
+    if networks and rest:
         return None
-    return target_of(f"{name}:{count // per_chip}")
+    if target.hardware.platform != "tpu":
+        return target_of(f"{name}:{networks}x{per_network}" if networks > 1 else f"{name}:{count}")
+    if networks:
+        return target_of(target.name, slices=networks)
+    per_chip = per_network // math.prod(map(int, target.name.partition(":")[2].split("x")))
+    chips, rest = divmod(count, per_chip)
+    return None if rest or chips.bit_count() > 1 else target_of(f"{name}:{chips}")

@@ -33,27 +33,16 @@ ACCURACY = 0.1
 
 @dataclass
 class Search:
-    """The search for one target and one batch.
+    """The search for one target and one batch."""
 
-    Attributes:
-        candidates: Candidates with their distribution.
-        sizes: What is known of each in advance.
-        compile: Returns the plan of a distribution; raises a ValueError if the target refuses it.
-        objective: `"time"` or `"memory"`.
-        trials: Most candidates to compile; None for a quarter of them.
-        hardware: The hardware of the target, None if it is unknown.
-        report: Shows what is being done.
-        searches_options: Whether step options are searched that make candidates fit.
-    """
-
-    candidates: dict[Candidate, Distribution]
+    candidates: dict[Candidate, Distribution]  # the simplest first
     sizes: Mapping[Candidate, Sizes]
-    compile: Callable[[Distribution, Callable[[str], Any]], Plan]
-    objective: str
-    trials: int | None
-    hardware: Hardware | None
-    report: Callable[[str], Any]
-    searches_options: bool = False
+    compile: Callable[[Distribution, Callable[[str], Any]], Plan]  # raises an error if the target refuses it
+    objective: str  # "time" or "memory"
+    trials: int | None  # the most candidates to compile; None for a quarter of them
+    hardware: Hardware | None  # of the target, None if it is unknown
+    report: Callable[[str], Any]  # shows what is being done
+    searches_options: bool = False  # whether step options are searched that make candidates fit
     plans: dict[Candidate, Plan] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -61,7 +50,6 @@ class Search:
 
     def __post_init__(self):
         self.estimates = Estimates(self.sizes, self.hardware)
-        self._order = {candidate: number for number, candidate in enumerate(self.candidates)}
         self.capacity = None if self.hardware is None else self.hardware.memory_bytes
 
     def run(self) -> Candidate | None:
@@ -84,13 +72,10 @@ class Search:
     @property
     def best(self) -> Candidate | None:
         """The best candidate that was compiled and fits; of equal ones the simplest."""
-        fitting = [candidate for candidate, plan in self.plans.items() if plan.fits is not False]
-        return min(fitting, key=self._best_first, default=None)
-
-    def _best_first(self, candidate: Candidate) -> tuple:
         # Forecasts know nothing of the link to the host, so what needs it comes last.
-        plan = self.plans[candidate]
-        return plan.host_traffic > 0, self.cost(plan), self._order[candidate]
+        fitting = [each for each in self.candidates if each in self.plans and self.plans[each].fits is not False]
+        costs = {each: (self.plans[each].host_traffic > 0, self.cost(self.plans[each])) for each in fitting}
+        return min(costs, key=costs.__getitem__, default=None)
 
     def cost(self, plan: Plan) -> float:
         """Returns what the objective minimizes."""
@@ -117,10 +102,11 @@ class Search:
 
     def show(self, candidate: Candidate, activity: str) -> None:
         """Shows what is done for a candidate, how many are compiled, and the best so far."""
-        best = self.best
-        so_far = "" if best is None else f", best so far {self._cost_text(self.cost(self.plans[best]))}"
-        count = f"{self.compiled} of at most {self.limit} compiled"
-        self.report(f"{count}{so_far}. {candidate}: {activity}")
+        best, so_far = self.best, ""
+        if best is not None:
+            text = seconds_text if self.objective == "time" else bytes_text
+            so_far = f", best so far {text(self.cost(self.plans[best]))}"
+        self.report(f"{self.compiled} of at most {self.limit} compiled{so_far}. {candidate}: {activity}")
 
     def _compile(self, candidate: Candidate) -> None:
         try:
@@ -155,7 +141,6 @@ class Search:
             changed = replace(candidate, options=under.step_options)
             plan = self.compile(under, functools.partial(self.show, changed))
             self.candidates[changed], self.plans[changed] = under, plan
-            self._order.setdefault(changed, len(self._order))
             return plan
 
         # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
@@ -168,7 +153,12 @@ class Search:
     def _next(self) -> Candidate | None:
         """The candidate to compile next: first the one with the least state, then the best that may still win."""
         if not self.plans:
-            return min(self._left(), key=self._simplest_first, default=None)
+            # Pure data parallelism with the least state compiles fastest.
+            return min(
+                self._left(),
+                key=lambda each: (each.size(MODEL) > 1, set(each.axes) != {DATA}, self.estimates.min_bytes(each)),
+                default=None,
+            )
         untried = self.untried
         for candidate in untried:
             if not set(self.estimates.simpler(candidate)) & set(untried):
@@ -184,10 +174,6 @@ class Search:
         """The candidates that are not compiled and might be the best, if they fit."""
         left = [each for each in self.candidates if each not in self.plans and each not in self.refused]
         return [each for each in left if self._why_not(each) is None]
-
-    def _simplest_first(self, candidate: Candidate) -> tuple:
-        """Ranks candidates for the first compilation: pure data parallelism with the least state compiles fastest."""
-        return candidate.size(MODEL) > 1, set(candidate.axes) != {DATA}, self.estimates.min_bytes(candidate)
 
     def _is_expected_to_fit(self, candidate: Candidate) -> bool:
         return self.capacity is None or self.estimates.bytes(candidate) <= self.capacity
@@ -207,10 +193,9 @@ class Search:
         if self.objective == "memory":
             return "cannot need less" if least >= (1 - _TOLERANCE) * cost else None
         for simpler in self.estimates.simpler(candidate):
-            if (plan := self.plans.get(simpler)) is None:
-                if self._why_not(simpler) is not None and self._is_expected_to_fit(simpler):
-                    return f"sends more than {simpler}"
-            elif plan.fits is not False:
+            plan = self.plans.get(simpler)
+            is_left_out = plan is None and self._why_not(simpler) is not None and self._is_expected_to_fit(simpler)
+            if is_left_out or (plan is not None and plan.fits is not False):
                 return f"sends more than {simpler}"
         bound, expected = self.estimates.min_seconds(candidate), self.estimates.seconds(candidate)
         if bound >= (1 - _TOLERANCE) * cost:
@@ -219,9 +204,6 @@ class Search:
             slower = f"{100 * (expected / cost - 1):.0f}"
             return f"expected to be {slower}% slower" if int(slower) > 0 else "expected to take as long"
         return None
-
-    def _cost_text(self, cost: float) -> str:
-        return seconds_text(cost) if self.objective == "time" else bytes_text(cost)
 
     def trial_table(self, chosen: Candidate) -> tuple[Trial, ...]:
         """Returns all candidates with what became of them, the chosen one first, then the compiled ones by cost."""
@@ -233,22 +215,24 @@ class Search:
         if candidate in self.plans:
             plan = self.plans[candidate]
             seconds = None if plan.roofline.seconds is None and plan.fits is False else seconds_of(plan)
-            outcome = self._outcome(candidate, chosen)
+            outcome = self._outcome(plan, self.plans[chosen])
             return Trial(candidate, plan.memory.total, plan.wire_bytes, seconds, plan, outcome)
-        outcome = self.refused.get(candidate)
-        outcome = f"refused: {outcome}" if outcome else self._why_not(candidate)
-        if outcome is None and not self._is_expected_to_fit(candidate):
+        if error := self.refused.get(candidate):
+            outcome = f"refused: {error}"
+        elif reason := self._why_not(candidate):
+            outcome = reason
+        elif not self._is_expected_to_fit(candidate):
             outcome = "not compiled: expected not to fit"
-        outcome = outcome or f"not tried{': interrupted' if self.is_interrupted else f' within {self.limit} trials'}"
+        else:
+            outcome = "not tried: interrupted" if self.is_interrupted else f"not tried within {self.limit} trials"
         wire = sum(self.sizes[candidate].wire.values())
         seconds = None if outcome.startswith("cannot fit") or not self.plans else self.estimates.seconds(candidate)
         return Trial(candidate, self.estimates.bytes(candidate), wire, seconds, None, outcome)
 
-    def _outcome(self, candidate: Candidate, chosen: Candidate) -> str:
-        plan, best = self.plans[candidate], self.plans[chosen]
+    def _outcome(self, plan: Plan, best: Plan) -> str:
         if plan.fits is False:
-            return "closest, but does not fit" if candidate == chosen else "does not fit"
-        if candidate == chosen:
+            return "closest, but does not fit" if plan is best else "does not fit"
+        if plan is best:
             return "chosen"
         ratio = self.cost(plan) / self.cost(best) if self.cost(best) else 1.0
         if ratio <= 1:

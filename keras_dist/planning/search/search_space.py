@@ -1,5 +1,6 @@
 """The search space of `auto`: the candidates for a model on some devices, and what is known of them in advance."""
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from keras_dist._report.units import counted
-from keras_dist.mesh.device_mesh import DeviceMesh, create_device_mesh
 from keras_dist.planning.compiling.abstract_step import Step, prepared_step
-from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, DATA, MODEL, Candidate, enumerate_candidates
+from keras_dist.planning.search.candidates import DATA, MODEL, WITHOUT_SHARDED_STATE, Candidate, enumerate_candidates
 from keras_dist.planning.search.choice import NoCandidateError
 from keras_dist.planning.search.closed_forms import Sizes, Workload
 from keras_dist.planning.search.places import Place
@@ -27,33 +27,17 @@ class SearchSpace(NamedTuple):
 
 
 def search_space(build_model: Any, step: str, strategies: Collection[str], place: Place, batch: Any) -> SearchSpace:
-    """Returns the candidates for a model on some devices.
-
-    Args:
-        build_model: The model, or a function without arguments that returns it.
-        step: Name of the step.
-        strategies: Names of the strategies to choose from.
-        place: The devices.
-        batch: Global batch, as `kd.plan` takes it.
+    """Returns the candidates for a step of a model, which `build_model` is or returns, and a global batch.
 
     Raises:
         NoCandidateError: The devices, the strategies and the kept axes leave none.
         ValueError: The model cannot be built or traced.
     """
-    devices = list(place.devices)
-    mesh = create_device_mesh({DATA: len(devices)}, devices=devices)
-    with prepared_step(build_model, DataParallel(mesh), batch, step) as prepared:
-        workload = Workload(prepared, batch, place.hardware)
+    count = len(place.devices)
+    with prepared_step(build_model, DataParallel(place.mesh({DATA: count})), batch, step) as prepared:
         solutions, notes = _solutions(strategies, place, prepared)
-        length = _length(prepared) if CONTEXT_PARALLEL in strategies else None
         found = enumerate_candidates(
-            len(devices),
-            place.per_network,
-            strategies,
-            place.keep,
-            length,
-            solutions.keys(),
-            is_training=step == "train",
+            count, place.per_network, strategies, place.keep, _length(prepared), solutions.keys(), step == "train"
         )
         if not found:
             kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
@@ -62,16 +46,13 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
                 f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
             )
         distributions = _distributions(found, place, solutions, notes)
-        all_reduced = solutions[min(solutions)].all_reduced_bytes if solutions else 0.0
-        sizes = {
-            each: workload.sizes(each, distribution, solutions.get(each.size(MODEL)), all_reduced)
-            for each, distribution in distributions.items()
-        }
-    unsharded = {each.strategy for each in distributions if not each.shards_state}
+        workload = Workload(prepared, batch, place.hardware, solutions)
+        sizes = {each: workload.sizes(each, distribution) for each, distribution in distributions.items()}
+    strategies_left = {each.strategy for each in distributions}
     useless = [
         each
         for each in distributions
-        if each.shards_state and not sizes[each].shards_state and each.without_sharded_state in unsharded
+        if WITHOUT_SHARDED_STATE.get(each.strategy) in strategies_left and not sizes[each].shards_state
     ]
     for each in useless:
         del distributions[each], sizes[each]  # on every mesh the same as the other
@@ -80,7 +61,7 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
             f"Left out: {counted(len(useless), 'candidate')} of ZeRO-1, FSDP and HSDP that would shard nothing, "
             "because no weight is large enough, or has a dim that the axis divides."
         )
-    if len(devices) == 1:
+    if count == 1:
         notes.append("There is one device, so there is nothing to choose.")
     return SearchSpace(distributions, sizes, notes)
 
@@ -89,14 +70,13 @@ def _distributions(
     found: Iterable[Candidate], place: Place, solutions: Mapping[int, Solution], notes: list[str]
 ) -> dict[Candidate, Distribution]:
     """Returns the distributions of candidates, without those that cannot be or are the same as a simpler one."""
-    meshes: dict[Mapping[str, int], DeviceMesh] = {}
+    mesh_of = functools.cache(place.mesh)
     made: dict[Candidate, Distribution] = {}
     errors: list[str] = []
     for each in found:
-        if each.axes not in meshes:
-            meshes[each.axes] = place.mesh(each.axes)
+        device_mesh = mesh_of(each.axes)
         try:
-            distribution = each.distribution(meshes[each.axes], solutions.get(each.size(MODEL)))
+            distribution = each.distribution(device_mesh, solutions.get(each.size(MODEL)))
         except ValueError as error:
             errors.append(f"{each}: {error}")
             continue
@@ -113,21 +93,17 @@ def _distributions(
 
 def _solutions(strategies: Collection[str], place: Place, prepared: Step) -> tuple[dict[int, Solution], list[str]]:
     """Returns what tensor parallelism shards, by the size of its axis, and notes if it has no rules for the model."""
-    if not any("tp" in name for name in strategies):
+    kept, most = place.keep.get(MODEL), place.per_network
+    sizes = [size for size in range(2, most + 1) if most % size == 0 and kept in (None, size)]
+    if not sizes or not any("tp" in name for name in strategies):
         return {}, []
-    solutions: dict[int, Solution] = {}
-    devices = list(place.devices)
-    sizes = [size for size in range(2, place.per_network + 1) if place.per_network % size == 0]
-    sizes = [size for size in sizes if place.keep.get(MODEL, size) == size]
-    for size in sizes:
-        mesh = create_device_mesh({DATA: len(devices) // size, MODEL: size}, devices=devices)
-        try:
-            solution = solve(prepared.model, mesh, MODEL, prepared.batch)
-        except ValueError as error:
-            return {}, [f"Tensor parallelism was not tried: {error}"]
-        if solution.sharded_fraction > 0:
-            solutions[size] = solution
-    if not solutions and sizes:
+    meshes = {size: place.mesh({DATA: len(place.devices) // size, MODEL: size}) for size in sizes}
+    try:
+        solved = {size: solve(prepared.model, mesh, MODEL, prepared.batch) for size, mesh in meshes.items()}
+    except ValueError as error:
+        return {}, [f"Tensor parallelism was not tried: {error}"]
+    solutions = {size: solution for size, solution in solved.items() if solution.sharded_fraction > 0}
+    if not solutions:
         return {}, ["Tensor parallelism was not tried: no weight of the model can be sharded by it."]
     return solutions, []
 
