@@ -51,13 +51,7 @@ SECONDS = tuple(field.name for field in fields(Forecast))
 
 def forecast(timeline: Timeline, bound: float) -> Forecast:
     """Returns the forecast for a walk through the schedule of a step that takes at least `bound` seconds."""
-    return Forecast(
-        seconds=max(timeline.seconds, bound),
-        compute_seconds=timeline.compute_seconds,
-        exposed_seconds=timeline.exposed_seconds,
-        copy_seconds=timeline.copy_seconds,
-        estimated_seconds=timeline.estimated_seconds,
-    )
+    return Forecast(**{name: getattr(timeline, name) for name in SECONDS} | {"seconds": max(timeline.seconds, bound)})
 
 
 @dataclass(frozen=True)

@@ -68,15 +68,16 @@ class Roofline:
         return sum(known.values()) if known else None
 
     def _known(self) -> dict[str, float]:
-        parts = {
-            "compute": self.compute_seconds,
-            "memory": self.memory_seconds,
-            self.link: self.ici_seconds,
-            self.network: self.dcn_seconds,
-        }
+        parts = times_by_resource(self)
         known = {part: seconds for part, seconds in parts.items() if seconds is not None}
         # Zero seconds in some parts bound nothing while other parts are unknown.
         return known if any(known.values()) or len(known) == len(parts) else {}
+
+
+def times_by_resource(roofline: Roofline) -> dict[str, float | None]:
+    """Returns the lower bounds in seconds, by the names that `Roofline.bound` has."""
+    seconds = roofline.compute_seconds, roofline.memory_seconds, roofline.ici_seconds, roofline.dcn_seconds
+    return dict(zip(("compute", "memory", roofline.link, roofline.network), seconds, strict=True))
 
 
 def roofline(
@@ -126,5 +127,4 @@ def roofline(
 
 
 def _longest(seconds: Collection[float | None]) -> float | None:
-    known = [each for each in seconds if each is not None]
-    return max(known, default=0.0) if len(known) == len(seconds) else None
+    return None if None in seconds else max(filter(None, seconds), default=0.0)

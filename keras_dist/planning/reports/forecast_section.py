@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from keras_dist._report.tables import Bar, Bars, Lines, Section, Table
 from keras_dist._report.units import count_text, percent_text, seconds_text
@@ -31,28 +32,34 @@ def forecast_section(
     if utilization is not None:
         text += f" Model FLOP utilization {percent_text(utilization)}."
     text += f" The compiler estimated {percent_text(forecast.estimated_share)} of the compute time."
-    rows = exposed_rows(collectives)
-    if not rows:
-        return "Forecast of step time", [Bars(tuple(bars)), Lines((text,))]
     of = "" if depth is None else " (of the deepest model compiled)"
+    rows = _exposed_rows(collectives)
     table = Table((f"most exposed{of}", "over axes", "layer", ">count", ">total", ">exposed"), rows)
-    return "Forecast of step time", [Bars(tuple(bars)), Lines((text,)), table]
+    return "Forecast of step time", [Bars(tuple(bars)), Lines((text,)), *([table] if rows else [])]
 
 
-def exposed_rows(collectives: Iterable[Collective]) -> list[tuple[str, ...]]:
+def axes_text(axes: Sequence[str] | None) -> str:
+    return "other groups" if axes is None else ", ".join(axes)
+
+
+def sum_of(collectives: Iterable[Any], figure: str) -> float:
+    return sum(getattr(each, figure) or 0.0 for each in collectives)
+
+
+def _exposed_rows(collectives: Iterable[Collective]) -> list[tuple[str, ...]]:
     """Returns a table row for each of the most exposed collectives. Those of equal layers share one."""
     groups: dict[tuple, list[Collective]] = defaultdict(list)
     for each in collectives:
         if each.exposed_seconds:
             path, is_gradient = layer_path(each.op_name)
             groups[each.kind, each.axes, path_kind(path), is_gradient].append(each)
-    ordered = sorted(groups.items(), key=lambda item: -_sum(item[1], "exposed_seconds"))
+    ordered = sorted(groups.items(), key=lambda item: -sum_of(item[1], "exposed_seconds"))
     rows = []
     for (kind, axes, _, is_gradient), group in ordered[:_MAX_ROWS]:
         paths = {layer_path(each.op_name)[0] for each in group}
         path = path_pattern(sorted(paths, key=_by_numbers))
         layer = (path or "several layers") + ", gradient" * is_gradient
-        rows.append((kind, "other groups" if axes is None else ", ".join(axes), _fold(layer), *_figures(group)))
+        rows.append((kind, axes_text(axes), _fold(layer), *_figures(group)))
     rest = [each for _, group in ordered[_MAX_ROWS:] for each in group]
     if rest:
         rows.append((f"... and {len(ordered) - _MAX_ROWS} more", "", "", *_figures(rest)))
@@ -64,13 +71,9 @@ def _by_numbers(path: str) -> list[tuple[str, int]]:
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D+)(\d*)", path)]
 
 
-def _figures(group: Sequence[Collective]) -> tuple[str, str, str]:
-    count = count_text(sum(each.count for each in group))
-    return count, seconds_text(_sum(group, "seconds")), seconds_text(_sum(group, "exposed_seconds"))
-
-
-def _sum(group: Iterable[Collective], figure: str) -> float:
-    return sum(getattr(each, figure) or 0.0 for each in group)
+def _figures(group: Sequence[Collective]) -> tuple[str, ...]:
+    times = (seconds_text(sum_of(group, name)) for name in ("seconds", "exposed_seconds"))
+    return count_text(sum_of(group, "count")), *times
 
 
 def _fold(path: str) -> str:

@@ -8,7 +8,8 @@ from keras_dist._report.figures import draw_bars, new_figure
 from keras_dist._report.tables import Bar
 from keras_dist._report.units import seconds_text
 from keras_dist.planning.compiling.compilation import Traffic
-from keras_dist.planning.costs.roofline import Roofline
+from keras_dist.planning.costs.roofline import Roofline, times_by_resource
+from keras_dist.planning.reports.forecast_section import axes_text, sum_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,12 +20,7 @@ def plan_figure(
 ) -> "Figure":
     """Returns a figure with the memory of a device above the schedule of a step, if its time is known.
 
-    Args:
-        title: Written above both.
-        memory: A bar for each part of the memory.
-        memory_width: Bytes that the full width of these bars stands for.
-        roofline: Lower bound on step time, and its forecast.
-        traffic: The collectives, with their times.
+    `memory_width` are the bytes that the full width of the bars of `memory` stands for.
     """
     schedule = _schedule(roofline, traffic)
     heights = [len(memory), *([len({bar.label for bar in schedule})] if schedule else [])]
@@ -36,6 +32,15 @@ def plan_figure(
         note = "" if roofline.forecast is None else " (gray: hidden by compute)"
         draw_bars(axes, _title(roofline), schedule, _longest(roofline), "seconds", note)
     return figure
+
+
+def bound_bars(roofline: Roofline) -> list[Bar]:
+    """Returns a bar for the lower bound on step time of each resource."""
+    names, longest = {"memory": "HBM"}, roofline.seconds or 1.0
+    return [
+        Bar(names.get(part, part), (seconds_text(time),), 0, (time or 0) / longest)
+        for part, time in times_by_resource(roofline).items()
+    ]
 
 
 def _longest(roofline: Roofline) -> float:
@@ -59,22 +64,14 @@ def _schedule(roofline: Roofline, traffic: Iterable[Traffic]) -> list[Bar]:
     if not longest:
         return []
     if forecast is None:
-        parts = {
-            "compute": roofline.compute_seconds,
-            "HBM": roofline.memory_seconds,
-            roofline.link: roofline.ici_seconds,
-            roofline.network: roofline.dcn_seconds,
-        }
-        return [Bar(name, (seconds_text(time),), 0, (time or 0) / longest) for name, time in parts.items()]
-
+        return bound_bars(roofline)
     by_axes: dict[str, list[Traffic]] = defaultdict(list)
     for each in traffic:
-        by_axes["other groups" if each.axes is None else ", ".join(each.axes)].append(each)
+        by_axes[axes_text(each.axes)].append(each)
     computed = end = forecast.compute_seconds / longest
     bars = [Bar("compute", (seconds_text(forecast.compute_seconds),), 0, end)]
     for axes, group in by_axes.items():
-        total = sum(each.seconds or 0.0 for each in group)
-        exposed = sum(each.exposed_seconds or 0.0 for each in group)
+        total, exposed = sum_of(group, "seconds"), sum_of(group, "exposed_seconds")
         label = f"collectives over {axes}", (seconds_text(total), f"{seconds_text(exposed)} exposed")
         start, end = end, end + exposed / longest
         bars += [

@@ -18,13 +18,13 @@ from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.compiling.compilation import Attention, Traffic
-from keras_dist.planning.costs.roofline import Roofline
+from keras_dist.planning.costs.roofline import Roofline, times_by_resource
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware.compiler_options import options_text
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
-from keras_dist.planning.reports.forecast_section import forecast_section
-from keras_dist.planning.reports.plan_figure import plan_figure
+from keras_dist.planning.reports.forecast_section import axes_text, forecast_section, sum_of
+from keras_dist.planning.reports.plan_figure import bound_bars, plan_figure
 from keras_dist.steps.options import StepOptions
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 _MAX_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
 _MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
 _LABELS = {"other": "other state", "memory": "HBM"}
+# Figures of collectives, with their columns and how they are printed.
+_TRAFFIC = {
+    "count": (">count", count_text),
+    "tensors": (">tensors", count_text),
+    "bytes": (">bytes", bytes_text),
+    "wire_bytes": (">sent per device", bytes_text),
+}
+_TRAFFIC_TIMES = {"seconds": (">total time", seconds_text), "exposed_seconds": (">exposed", seconds_text)}
 
 
 @dataclass(frozen=True)
@@ -166,11 +174,8 @@ class Plan(Report):
 
     def picture(self) -> str:
         """Returns bar charts as text: memory per device, the lower bounds on step time, and the forecast."""
-        charts = [_memory(self), _time(self)]
-        if (section := self._forecast()) is not None:
-            title, (bars, sentence, *_) = section
-            charts.append((title, [bars, sentence]))
-        return render_text(charts)
+        forecast = [(title, parts[:2]) for title, parts in self._forecast()]  # without its table
+        return render_text([_memory(self), _time(self), *forecast])
 
     def figure(self) -> "Figure":
         """Returns a `matplotlib.figure.Figure`: the memory of a device by kind, and the schedule of a step.
@@ -213,8 +218,7 @@ class Plan(Report):
         if self.fitting_plan is not None:
             yield _what_fits(self, self.fitting_plan)
         yield _time(self)
-        if (section := self._forecast()) is not None:
-            yield section
+        yield from self._forecast()
         if self.attention:
             yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
         yield _collectives(self)
@@ -222,9 +226,9 @@ class Plan(Report):
         if self.notes:
             yield "Notes", [Lines(self.notes)]
 
-    def _forecast(self) -> Section | None:
-        forecast, utilization = self.roofline.forecast, self.forecast_model_flops_utilization
-        return None if forecast is None else forecast_section(forecast, utilization, self.collectives, self.depth)
+    def _forecast(self) -> Iterator[Section]:
+        if (forecast := self.roofline.forecast) is not None:
+            yield forecast_section(forecast, self.forecast_model_flops_utilization, self.collectives, self.depth)
 
 
 def fits_text(plan: Plan) -> str:
@@ -249,10 +253,9 @@ def bound_text(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> Section:
     depth = f", {counted(plan.depth, 'block')}" if plan.depth is not None else ""
-    lines = _devices_text(plan), f"batch {_batch_text(plan.batch)}", _capacity_text(plan)
-    if plan.compiler_options:
-        lines = *lines[:2], f"compiler options {options_text(plan.compiler_options)}", lines[2]
-    return subject_text(plan) + depth, [Lines(lines)]
+    lines = [_devices_text(plan), f"batch {_batch_text(plan.batch)}"]
+    lines += [f"compiler options {options_text(plan.compiler_options)}"] if plan.compiler_options else []
+    return subject_text(plan) + depth, [Lines((*lines, _capacity_text(plan)))]
 
 
 def _devices_text(plan: Plan) -> str:
@@ -275,10 +278,9 @@ def _capacity_text(plan: Plan) -> str:
         return f"Needs {needed} per device, whose capacity is unknown."
     if plan.fits:
         return f"Fits: {needed}, {bytes_text(capacity - total)} free."
-    excess = (
-        f"{bytes_text(total - capacity)} over capacity" if total > capacity else "but the compiler cannot allocate it"
-    )
-    return f"DOES NOT FIT: {needed}, {excess}."
+    if total <= capacity:
+        return f"DOES NOT FIT: {needed}, but the compiler cannot allocate it."
+    return f"DOES NOT FIT: {needed}, {bytes_text(total - capacity)} over capacity."
 
 
 def _what_fits(plan: Plan, fitting: Plan) -> Section:
@@ -294,9 +296,10 @@ def _what_fits(plan: Plan, fitting: Plan) -> Section:
         for each in (plan, fitting)
     ]
     columns = "step options", ">memory", ">sent", ">to and from host", ">forecast"
-    lines = [f"It fits with step_options=kd.{fitting.step_options}."]
-    lines += ["The forecast does not include transfers to and from the host."] if fitting.host_traffic else []
-    return "What makes it fit", [Lines(tuple(lines)), Table(columns, rows)]
+    lines = (f"It fits with step_options=kd.{fitting.step_options}.",)
+    if fitting.host_traffic:
+        lines += ("The forecast does not include transfers to and from the host.",)
+    return "What makes it fit", [Lines(lines), Table(columns, rows)]
 
 
 def _memory_width(memory: Memory) -> int:
@@ -305,49 +308,38 @@ def _memory_width(memory: Memory) -> int:
 
 
 def _memory(plan: Plan) -> tuple[str, list[Bars]]:
-    memory = plan.memory
-    scale = _memory_width(memory)
+    memory, width = plan.memory, _memory_width(plan.memory)
 
-    def figures(size: int) -> tuple[str, ...]:
-        return (bytes_text(size), *(() if memory.capacity is None else (percent_text(size / memory.capacity),)))
+    def bar(label: str, size: int, start: int = 0, is_limit: bool = False) -> Bar:
+        percent = () if memory.capacity is None else (percent_text(size / memory.capacity),)
+        return Bar(label, (bytes_text(size), *percent), start / width, (start + size) / width, is_limit)
 
     bars, end = [], 0
     for part in _MEMORY:
-        size = getattr(memory, part)
-        if size:
-            start, end = end, end + size
-            bars.append(Bar(_LABELS.get(part, part), figures(size), start / scale, end / scale))
+        if size := getattr(memory, part):
+            bars.append(bar(_LABELS.get(part, part), size, end))
+            end += size
     if memory.host:
         bars.append(Bar("host", (bytes_text(memory.host), *[""] * (memory.capacity is not None)), 0, 0))
-    bars.append(Bar("total", figures(memory.total), 0, memory.total / scale))
+    bars.append(bar("total", memory.total))
     if memory.capacity is not None:
-        bars.append(Bar("capacity", figures(memory.capacity), 0, memory.capacity / scale, is_limit=True))
+        bars.append(bar("capacity", memory.capacity, is_limit=True))
     return "Memory per device", [Bars(tuple(bars))]
 
 
 def _time(plan: Plan) -> Section:
-    roofline = plan.roofline
-    parts = {
-        "compute": (roofline.compute_seconds, flops_text(plan.flops)),
-        "HBM": (roofline.memory_seconds, bytes_text(plan.memory_traffic)),
-        roofline.link: (roofline.ici_seconds, ""),
-        roofline.network: (roofline.dcn_seconds, ""),
-    }
-    devices = plan.mesh.backend_mesh.devices.ravel().tolist()
-    if roofline.dcn_seconds == 0 and len(set(networks_of(devices).tolist())) == 1:
-        del parts[roofline.network]  # there is none
-    longest = roofline.seconds or 1
-    bars = tuple(
-        Bar(label, (amount, seconds_text(seconds)), 0, (seconds or 0) / longest)
-        for label, (seconds, amount) in parts.items()
-    )
+    amounts = flops_text(plan.flops), bytes_text(plan.memory_traffic), "", ""
+    bounds = zip(bound_bars(plan.roofline), amounts, strict=True)
+    bars = tuple(dataclasses.replace(bar, figures=(amount, *bar.figures)) for bar, amount in bounds)
+    networks = networks_of(plan.mesh.backend_mesh.devices.ravel().tolist())
+    if plan.roofline.dcn_seconds == 0 and len(set(networks.tolist())) == 1:
+        bars = bars[:-1]  # there is no network
     return "Lower bound on step time", [Bars(bars), Lines((_bound_sentence(plan),))]
 
 
 def _bound_sentence(plan: Plan) -> str:
     roofline = plan.roofline
-    times = roofline.compute_seconds, roofline.memory_seconds, roofline.ici_seconds, roofline.dcn_seconds
-    has_unknown = None in times
+    has_unknown = None in times_by_resource(roofline).values()
     if not roofline.seconds:
         return "Bottleneck unknown." if has_unknown else "The step does no work that is counted."
     text = f"At least {seconds_text(roofline.seconds)}, bound by {bound_text(plan)}"
@@ -370,28 +362,19 @@ def _collectives(plan: Plan) -> Section:
     title = "Collectives per step"
     if not plan.traffic:
         return title, [Lines(("None.",))]
-    has_times = plan.roofline.forecast is not None
+    figures = _TRAFFIC | ({} if plan.roofline.forecast is None else _TRAFFIC_TIMES)
+    network = f" ({plan.roofline.network})"
     rows = [
         (
             each.kind,
-            ("other groups" if each.axes is None else ", ".join(each.axes))
-            + f" ({plan.roofline.network})" * each.crosses_network,
-            count_text(each.count),
-            count_text(each.tensors),
-            bytes_text(each.bytes),
-            bytes_text(each.wire_bytes),
-            *((seconds_text(each.seconds), seconds_text(each.exposed_seconds)) if has_times else ()),
+            axes_text(each.axes) + network * each.crosses_network,
+            *(text(getattr(each, name)) for name, (_, text) in figures.items()),
         )
         for each in plan.traffic
     ]
-    counts = count_text(sum(each.count for each in plan.traffic)), count_text(sum(t.tensors for t in plan.traffic))
-    moved = bytes_text(sum(each.bytes for each in plan.traffic)), bytes_text(plan.wire_bytes)
-    columns, footer = ("kind", "over axes", ">count", ">tensors", ">bytes", ">sent per device"), (*counts, *moved)
-    if has_times:
-        columns += (">total time", ">exposed")
-        totals = (sum(getattr(t, name) or 0.0 for t in plan.traffic) for name in ("seconds", "exposed_seconds"))
-        footer += tuple(map(seconds_text, totals))
-    return title, [Table(columns, rows, ("total", "", *footer))]
+    totals = (text(sum_of(plan.traffic, name)) for name, (_, text) in figures.items())
+    columns = "kind", "over axes", *(heading for heading, _ in figures.values())
+    return title, [Table(columns, rows, ("total", "", *totals))]
 
 
 def _variables(plan: Plan) -> Section:
