@@ -2,7 +2,7 @@
 
 * `auto.py`: `auto`, the public function; `choosing.py` does it for one batch on some devices.
 * `choice.py`: `Choice`, the result.
-* `places.py`: devices to choose for; `candidates.py`: meshes and strategies; `search_space.py`: those for a model.
-* `closed_forms.py`: what is known of candidates before compilation; `estimates.py`: what is expected of them.
-* `search.py`: which to compile next.
+* `places.py`: devices to choose for; `candidates.py`: meshes and strategies.
+* `search_space.py`: those for a model, and what is known of them before compilation.
+* `search.py`: which to compile next; `estimates.py`: what is expected of those that are not compiled.
 """

@@ -179,17 +179,13 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
     least = replace(task, objective="memory", trials=min(task.trials or _TRIALS_FOR_ROWS, _TRIALS_FOR_ROWS))
     rows, too_many = count, None
     smallest: Choice | None = None  # the choice for `rows`
-
-    def smallest_for(number: int) -> Choice | None:
+    while smallest is None:
         try:
-            return choose(least, place, batch_of(number), is_final=False)
+            smallest = choose(least, place, batch_of(rows), is_final=False)
         except NothingFitsError:
-            if number == 1:
+            if rows == 1:
                 raise
-            return None
-
-    while (smallest := smallest_for(rows)) is None:
-        rows, too_many = max(rows // 2, 1), rows
+            rows, too_many = rows // 2, rows
     granularity, notes = count if rows == count else 1, []
     try:
         while too_many is None or too_many - rows > max(granularity, rows // 16):
@@ -199,14 +195,12 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
             middle = more if too_many is None else (rows + too_many) // 2
             middle -= middle % granularity
             try:
-                found = smallest_for(middle)
-            except Exception as error:  # of XLA, JAX, Keras or the model: fewer rows remain
-                found = None
-                notes.append(f"{middle} rows could not be compiled. {error_line(error)}")
-            if found is None:
+                smallest = choose(least, place, batch_of(middle), is_final=False)
+                rows = middle
+            except Exception as error:  # too many rows, or one of XLA, JAX, Keras or the model: fewer rows remain
                 too_many = middle
-            else:
-                rows, smallest = middle, found
+                if not isinstance(error, NothingFitsError):
+                    notes.append(f"{middle} rows could not be compiled. {error_line(error)}")
         notes.insert(0, f"{counted(rows, 'row', 'fits', 'fit')}, {too_many} do not.")
         choice = smallest
         for wanted, quality in ((task, "fastest"), (least, "smallest")):
@@ -217,9 +211,8 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
                 if not isinstance(error, NothingFitsError):
                     notes.append(f"What is {quality} could not be chosen. {error_line(error)}")
     except KeyboardInterrupt:
-        notes.insert(
-            0, f"{counted(rows, 'row', 'fits', 'fit')}. The search for more, and for less time, was interrupted."
-        )
+        found = counted(rows, "row", "fits", "fit")
+        notes.insert(0, f"{found}. The search for more, and for less time, was interrupted.")
         choice = replace(smallest, is_interrupted=True)
     return replace(choice, notes=(*notes, *choice.notes))
 

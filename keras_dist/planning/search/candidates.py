@@ -32,8 +32,6 @@ STRATEGIES = {
 }
 CONTEXT_PARALLEL = "cp"
 _SHARDING_WEIGHTS = ("fsdp", "hsdp")
-# Strategies that shard weights or optimizer state over the axes of batches, with those that are the same but for that.
-WITHOUT_SHARDED_STATE = {"zero1": "dp", "fsdp": "dp", "hsdp": "dp", "fsdp_tp": "tp", "fsdp_tp_sp": "tp_sp"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.search.candidates import CONTEXT, DATA, MODEL, Candidate
-from keras_dist.planning.search.closed_forms import ATTENTION, NOMINAL, PURPOSES, SEQUENCE, TENSOR, WEIGHTS, Sizes
+from keras_dist.planning.search.search_space import ATTENTION, NOMINAL, PURPOSES, SEQUENCE, TENSOR, WEIGHTS, Sizes
 
 # Reads and writes of a training step's update for each byte of weights and optimizer state: Adam reads weight, gradient
 # and two averages (16 bytes of 4-byte numbers) and writes three (12), for 12 bytes of state.

@@ -11,8 +11,8 @@ from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.search.candidates import DATA, MODEL, Candidate
 from keras_dist.planning.search.choice import Trial
-from keras_dist.planning.search.closed_forms import Sizes
 from keras_dist.planning.search.estimates import Estimates, seconds_of
+from keras_dist.planning.search.search_space import Sizes
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import Distribution
 

@@ -8,11 +8,10 @@ from keras import layers
 
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
-from keras_dist.planning.search.closed_forms import ATTENTION, SEQUENCE, TENSOR, WEIGHTS
 from keras_dist.planning.search.estimates import Estimates
 from keras_dist.planning.search.places import place_of
 from keras_dist.planning.search.search import Search
-from keras_dist.planning.search.search_space import search_space
+from keras_dist.planning.search.search_space import ATTENTION, SEQUENCE, TENSOR, WEIGHTS, search_space
 
 ROWS = 64
 COMPUTING = 3e-4  # seconds for a row; to send weights and gradients takes about a third as long as 8 of them
