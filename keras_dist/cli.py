@@ -34,7 +34,7 @@ from keras_dist.mesh.devices import device_name
 from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.launcher import launch, launch_elastic, print_all_processes, print_first_process
-from keras_dist.planning.search.choice import MAX_ROWS, NothingFitsError, trials_data, trials_section
+from keras_dist.planning.search.choice import MAX_ROWS, Candidates, NothingFitsError
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,10 +113,10 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
             search_step_options=not options.no_step_options,
         )
     except NothingFitsError as error:
+        candidates = Candidates(error.trials)
         if options.json:
-            data = {"fits": False, "error": str(error), "candidates": trials_data(error.trials)}
-            return json.dumps(data, indent=2), 1
-        return f"{render_text([trials_section(error.trials, *shown)])}\n\n{textwrap.fill(str(error), WIDTH)}", 1
+            return json.dumps({"fits": False, "error": str(error), **candidates.to_dict()}, indent=2), 1
+        return f"{render_text(candidates._sections(*shown))}\n\n{textwrap.fill(str(error), WIDTH)}", 1
     return choice.to_json() if options.json else render_text(choice._sections(*shown)), 0
 
 

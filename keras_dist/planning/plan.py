@@ -107,13 +107,11 @@ def plan(
         if step != "train" or planned.fits is not False or first.is_interrupted:
             return planned
         found = plan_with_fitting_options(planned, distribution, plan_under)
-        fitting, notes = found.plan, [*planned.notes, *found.notes]
-        if fitting.fits is not False:
-            return dataclasses.replace(planned, notes=tuple(notes), fitting_plan=fitting)
-        if fitting is not planned and not found.is_interrupted:
+        fitting, notes = found.plan, (*planned.notes, *found.notes)
+        if fitting.fits is False and fitting is not planned and not found.is_interrupted:
             needed = f"with {fitting.step_options.text} it needs {bytes_text(fitting.memory.total)}"
-            notes.append(f"No step options make it fit: {needed}.")
-        return dataclasses.replace(planned, notes=tuple(notes))
+            notes += (f"No step options make it fit: {needed}.",)
+        return dataclasses.replace(planned, notes=notes, fitting_plan=None if fitting.fits is False else fitting)
 
 
 def plan_step(

@@ -121,7 +121,6 @@ class TimeModel:
         return times if is_known else None
 
     def of_work(self, work: Work) -> tuple[float, bool]:
-        """Returns the seconds of an instruction, and whether they are the compiler's estimate."""
         computing = compute_seconds(self._hardware, work.flops) or 0.0
         moving = work.memory_bytes / self._memory_bytes_per_second
         bound, reached = max(computing, moving), self._reached
@@ -134,17 +133,14 @@ class TimeModel:
         return max(computing / rate, moving / reached.memory) + start, False
 
     def of_copy(self, memory_bytes: float) -> float:
-        """Returns the seconds of a copy that reads and writes a number of bytes of device memory."""
         return memory_bytes / self._memory_bytes_per_second
 
     def of_collective(self, collective: Collective) -> float:
-        """Returns the seconds of one run of a collective on its links."""
         seconds = self._seconds(collective)
         assert seconds is not None, collective
         return seconds
 
     def links(self, collective: Collective) -> Iterable[Hashable]:
-        """Returns what a collective occupies: links of the torus or all NVLinks, and the network."""
         return self._interconnect.links(collective.kind, collective.groups)
 
     def _seconds(self, collective: Collective) -> float | None:

@@ -36,10 +36,7 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
 def count_step_flops(jaxpr: Jaxpr, calls: Iterable[AttentionCall], step: str) -> float | None:
     """Counts the FLOP of a traced step as `count_model_flops` does, and those of attention that kernels compute.
 
-    Args:
-        jaxpr: The step.
-        calls: The attention that was recorded while it was traced.
-        step: "train", "test" or "predict".
+    `calls` are the attention that was recorded while the step was traced.
     """
     flops = count_model_flops(jaxpr)
     if flops is None:

@@ -1,6 +1,5 @@
 """`compare`: several plans in one table."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +106,9 @@ def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
 
 def _figures(plan: Plan) -> dict[str, Any]:
     forecast = plan.roofline.forecast
-    sent_by_kind: Counter[str] = Counter()
+    sent_by_kind = dict.fromkeys((each.kind for each in plan.traffic), 0.0)
     for each in plan.traffic:
-        sent_by_kind[each.kind] += each.wire_bytes  # pyright: ignore[reportArgumentType]
+        sent_by_kind[each.kind] += each.wire_bytes
     return {
         "model": plan.model,
         "step": plan.step,
@@ -128,7 +127,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "host_bytes": plan.memory.host,
         "wire_bytes": plan.wire_bytes,
         "host_traffic_bytes": plan.host_traffic,
-        "wire_bytes_by_kind": dict(sent_by_kind),
+        "wire_bytes_by_kind": sent_by_kind,
         "seconds": plan.roofline.seconds,
         "bound": plan.roofline.bound,
         "model_flops_utilization": plan.model_flops_utilization,
@@ -143,6 +142,7 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
     memory = plan.memory
     capacity = "" if memory.capacity is None else f"of {bytes_text(memory.capacity)}\n"
     bound = "" if plan.roofline.bound is None else f"\n{bound_text(plan)}"
+    forecast, forecast_utilization = plan.roofline.forecast, _utilization_text(plan.forecast_model_flops_utilization)
     return (
         name,
         f"{plan.mesh.devices.size} x {plan.target}\n{spell_axes(plan.mesh.axis_sizes)}",
@@ -152,16 +152,9 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
         bytes_text(memory.temporaries),
         bytes_text(plan.wire_bytes) + (f"\n{bytes_text(plan.host_traffic)} host" if plan.host_traffic else ""),
         f"{seconds_text(plan.roofline.seconds)}{bound}{_utilization_text(plan.model_flops_utilization)}",
-        _forecast_text(plan),
+        "unknown" if forecast is None else seconds_text(forecast.seconds) + forecast_utilization,
         seconds_text(plan.compile_seconds),
     )
-
-
-def _forecast_text(plan: Plan) -> str:
-    forecast = plan.roofline.forecast
-    if forecast is None:
-        return "unknown"
-    return seconds_text(forecast.seconds) + _utilization_text(plan.forecast_model_flops_utilization)
 
 
 def _utilization_text(utilization: float | None) -> str:

@@ -41,13 +41,13 @@ def auto(
 ) -> Choice:
     """Chooses the mesh and the strategy for a model, by compiling its real step for candidates.
 
-    Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows: DP, ZeRO-1,
-    FSDP (which keeps gathered weights or gathers them again), HSDP, TP, TP + SP, FSDP x TP, FSDP x TP + SP, and context
-    parallelism with each of them where the model has sequences. The memory of variables is computed exactly.
-    Communication and compute of a step are estimated. Candidates that cannot fit, or that cannot be better than a
-    compiled one, are left out. The others are compiled, the most promising first. The same arguments give the same
-    choice. Results of compilations are kept on disk, so that a repeated search takes seconds. A candidate that cannot
-    be compiled is listed with the error, and the search goes on. Ctrl-C ends a search with the best candidate so far.
+    Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows: those listed
+    below, FSDP both with gathered weights kept and gathered again, and context parallelism where the model has
+    sequences. The memory of variables is computed exactly. Communication and compute of a step are estimated.
+    Candidates that cannot fit, or that cannot be better than a compiled one, are left out. The others are compiled, the
+    most promising first. The same arguments give the same choice. Results of compilations are kept on disk, so that a
+    repeated search takes seconds. A candidate that cannot be compiled is listed with the error, and the search goes on.
+    Ctrl-C ends a search with the best candidate so far.
 
     Args:
         build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
@@ -135,13 +135,11 @@ def auto(
         for place in places:
             try:
                 choice = choose_for(task, place, batch)
-            except (NothingFitsError, NoCandidateError) as error:
-                failure = error  # the next place has more devices, or is the next of the list
-            except Exception as error:  # of XLA, JAX, Keras or the model: the next place may have another compiler
-                failure = error
-                notes.append(f"Nothing could be chosen for {place}. {error_line(error)}")
-            else:
                 return replace(choice, objective=objective, notes=(*notes, *choice.notes))
+            except Exception as error:  # the next place has more devices, and may have another compiler
+                failure = error
+                if not isinstance(error, (NothingFitsError, NoCandidateError)):  # of XLA, JAX, Keras or the model
+                    notes.append(f"Nothing could be chosen for {place}. {error_line(error)}")
         assert failure is not None  # there is at least one place
         raise failure
 

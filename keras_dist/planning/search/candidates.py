@@ -135,7 +135,10 @@ def enumerate_candidates(
                 # Without a backward pass, there is nothing to gather weights again for.
                 again = (False, True) if is_training and strategy.startswith(_SHARDING_WEIGHTS) else (False,)
                 found += [Candidate(strategy, axes, regathers) for regathers in again]
-    return sorted(found, key=_simplest_first)
+    order = list(STRATEGIES)
+    return sorted(
+        found, key=lambda each: (order.index(each.strategy), each.regathers, *map(each.size, (CONTEXT, MODEL, REPLICA)))
+    )
 
 
 def _strategies_on(rest: int, networks: int, context: int, model: int) -> Iterator[tuple[str, int]]:
@@ -149,8 +152,3 @@ def _strategies_on(rest: int, networks: int, context: int, model: int) -> Iterat
     for replicas in range(2, rest):
         if rest % replicas == 0 and (replicas == networks or (networks == context == model == 1)):
             yield from ((name, replicas) for name in (sharding if model > 1 else ("hsdp",)))
-
-
-def _simplest_first(candidate: Candidate) -> tuple:
-    others = [candidate.size(axis) for axis in (CONTEXT, MODEL, REPLICA)]
-    return list(STRATEGIES).index(candidate.strategy), candidate.regathers, *others

@@ -85,7 +85,7 @@ class Choice(Report):
             "mesh": self.mesh.axis_sizes,
             "source": self.source,
             "plan": self.plan.to_dict(),
-            "candidates": trials_data(self.trials),
+            **self.table().to_dict(),
             "notes": list(self.notes),
         }
 
@@ -100,7 +100,7 @@ class Choice(Report):
         limit = "" if capacity is None else f" Each device has {bytes_text(capacity)}."
         chosen = f"{self.trials[0].candidate}. Chosen of {counted(len(self.trials), 'candidate')} for {devices}.{limit}"
         yield subject_text(plan), [Lines((chosen,))]
-        yield trials_section(self.trials, most, how_to_see_all)
+        yield from self.table()._sections(most, how_to_see_all)
         yield "In Python", [Lines(tuple(self.source.splitlines()))]
         if self.notes:
             yield "Notes", [Lines(self.notes)]
@@ -118,10 +118,31 @@ class Candidates(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the candidates as numbers, strings, lists and dicts, which JSON can encode."""
-        return {"candidates": trials_data(self.trials)}
+        candidates = [
+            {
+                "strategy": trial.candidate.label,
+                "mesh": dict(trial.candidate.axes),
+                "memory_bytes": trial.memory_bytes,
+                "wire_bytes": trial.wire_bytes,
+                "seconds": trial.seconds,
+                "is_compiled": trial.plan is not None,
+                "outcome": trial.outcome,
+            }
+            for trial in self.trials
+        ]
+        return {"candidates": candidates}
 
-    def _sections(self) -> Iterator[Section]:
-        yield trials_section(self.trials)
+    def _sections(self, most: int | None = None, how_to_see_all: str = "") -> Iterator[Section]:
+        rows = []
+        for trial in self.trials[:most]:
+            mark, axes = "" if trial.plan is not None else "~", spell_axes(trial.candidate.axes)
+            sizes = [mark + bytes_text(size) for size in (trial.memory_bytes, trial.wire_bytes)]
+            seconds = "-" if trial.seconds is None else mark + seconds_text(trial.seconds)
+            rows.append((trial.candidate.label, axes, *sizes, seconds, trial.outcome))
+        left = len(self.trials) - len(rows)
+        more = [Lines((f"... and {counted(left, 'more candidate')}. {how_to_see_all}",))] if left else []
+        columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
+        yield "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]
 
 
 class NoCandidateError(ValueError):
@@ -134,33 +155,3 @@ class NothingFitsError(ValueError):
     def __init__(self, message: str, trials: tuple[Trial, ...]):
         super().__init__(message)
         self.trials = trials
-
-
-def trials_data(trials: tuple[Trial, ...]) -> list[dict[str, Any]]:
-    """Returns candidates as data that JSON can encode."""
-    return [
-        {
-            "strategy": trial.candidate.label,
-            "mesh": dict(trial.candidate.axes),
-            "memory_bytes": trial.memory_bytes,
-            "wire_bytes": trial.wire_bytes,
-            "seconds": trial.seconds,
-            "is_compiled": trial.plan is not None,
-            "outcome": trial.outcome,
-        }
-        for trial in trials
-    ]
-
-
-def trials_section(trials: tuple[Trial, ...], most: int | None = None, how_to_see_all: str = "") -> Section:
-    """Returns a table of candidates, of the first `most` if that is not None."""
-    rows = []
-    for trial in trials[:most]:
-        mark, axes = "" if trial.plan is not None else "~", spell_axes(trial.candidate.axes)
-        sizes = [mark + bytes_text(size) for size in (trial.memory_bytes, trial.wire_bytes)]
-        seconds = "-" if trial.seconds is None else mark + seconds_text(trial.seconds)
-        rows.append((trial.candidate.label, axes, *sizes, seconds, trial.outcome))
-    left = len(trials) - len(rows)
-    more = [Lines((f"... and {counted(left, 'more candidate')}. {how_to_see_all}",))] if left else []
-    columns = "strategy", "mesh", ">memory", ">sent", ">time", "outcome"
-    return "Candidates: per device, ~ for what is estimated and not compiled", [Table(columns, rows), *more]

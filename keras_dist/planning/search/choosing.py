@@ -104,10 +104,6 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
             chosen, confirmed = _confirmed(task, search, chosen, batch)
     if chosen is None:
         raise _nothing_fits(task, search, place)
-    if confirmed is not None:
-        notes.append(
-            "Candidates are compared by models of 1 and 2 blocks, and the plan of the chosen one is from 2 and 4."
-        )
     distribution = candidates[chosen]
     if is_final:
         caught = (*building_warnings, *candidate_warnings[id(distribution)])
@@ -148,6 +144,8 @@ def _confirmed(
             search.notes.append(f"The plan is of fewer blocks, because that of 2 and 4 failed. {error_line(error)}")
             break
         if plan.fits is not False:
+            compared = "Candidates are compared by models of 1 and 2 blocks"
+            search.notes.insert(0, f"{compared}, and the plan of the chosen one is from 2 and 4.")
             return chosen, plan
         search.plans[chosen] = plan
         chosen = search.best

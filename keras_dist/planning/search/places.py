@@ -57,9 +57,8 @@ class Place:
             return f'kd.create_device_mesh("{axes}"{count})'
         if self.arrangement is not None:
             return f'kd.DeviceMesh("{axes}", devices={list(map(device_name, devices))})'
-        if is_here:
-            return f'kd.create_device_mesh("{axes}", devices={list(map(device_name, self.devices))})'
-        return f'kd.create_device_mesh("{axes}")'
+        named = f", devices={list(map(device_name, self.devices))}" if is_here else ""
+        return f'kd.create_device_mesh("{axes}"{named})'
 
     def __str__(self) -> str:
         if isinstance(self.devices, Target):

@@ -1,6 +1,7 @@
 """Finds the best candidate: closed forms prune, then candidates are compiled, the most promising first."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,6 +78,11 @@ class Search:
         costs = {each: (self.plans[each].host_traffic > 0, self.cost(self.plans[each])) for each in fitting}
         return min(costs, key=costs.__getitem__, default=None)
 
+    @property
+    def best_cost(self) -> float:
+        best = self.best
+        return math.inf if best is None else self.cost(self.plans[best])
+
     def cost(self, plan: Plan) -> float:
         """Returns what the objective minimizes."""
         return seconds_of(plan) if self.objective == "time" else plan.memory.total
@@ -102,10 +108,8 @@ class Search:
 
     def show(self, candidate: Candidate, activity: str) -> None:
         """Shows what is done for a candidate, how many are compiled, and the best so far."""
-        best, so_far = self.best, ""
-        if best is not None:
-            text = seconds_text if self.objective == "time" else bytes_text
-            so_far = f", best so far {text(self.cost(self.plans[best]))}"
+        text = seconds_text if self.objective == "time" else bytes_text
+        so_far = "" if self.best is None else f", best so far {text(self.best_cost)}"
         self.report(f"{self.compiled} of at most {self.limit} compiled{so_far}. {candidate}: {activity}")
 
     def _compile(self, candidate: Candidate) -> None:
@@ -126,11 +130,10 @@ class Search:
             least = self.estimates.min_bytes(smallest) - self.sizes[smallest].optimizer
             if self.capacity is None or least <= self.capacity:
                 self._compile(smallest)
-        best = self.best
         short = [each for each, plan in self.plans.items() if plan.fits is False]
-        if best is None:
+        if self.best is None:
             return sorted(short, key=lambda each: self.plans[each].memory.total)[:_WITH_OPTIONS]
-        faster = [e for e in short if self.estimates.min_seconds(e) < (1 - _TOLERANCE) * self.cost(self.plans[best])]
+        faster = [each for each in short if self.estimates.min_seconds(each) < (1 - _TOLERANCE) * self.best_cost]
         return sorted(faster, key=self.estimates.seconds)[:_WITH_OPTIONS]
 
     def _compile_with_options(self, candidate: Candidate) -> None:
@@ -186,10 +189,7 @@ class Search:
         least = self.estimates.min_bytes(candidate)
         if self.capacity is not None and least > self.capacity:
             return f"cannot fit: variables and batch take {bytes_text(least)}"
-        best = self.best
-        if best is None:
-            return None
-        cost = self.cost(self.plans[best])
+        cost = self.best_cost
         if self.objective == "memory":
             return "cannot need less" if least >= (1 - _TOLERANCE) * cost else None
         for simpler in self.estimates.simpler(candidate):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from keras_dist._keras import internals, model_structure
 from keras_dist._report.units import counted
@@ -148,7 +149,7 @@ def _solutions(strategies: Collection[str], place: Place, prepared: Step) -> tup
 def _length(prepared: Step) -> int | None:
     """Returns the length of the sequences of a batch: dim 1 of tokens, or of vectors (rows, positions, features)."""
     for spec in jax.tree.leaves(prepared.batch[0]):
-        is_tokens = len(spec.shape) == 2 and jax.numpy.issubdtype(spec.dtype, jax.numpy.integer)
+        is_tokens = len(spec.shape) == 2 and jnp.issubdtype(spec.dtype, jnp.integer)
         if (is_tokens or len(spec.shape) == 3) and spec.shape[1] > 1:
             return spec.shape[1]
     return None
@@ -187,11 +188,11 @@ class _Workload:
                     continue  # devices send the rows that they look up (FSDP), which are few
             axes = distribution.get_compute_layout(spec).axes if candidate.size(MODEL) > 1 else ()
             elements = math.prod(spec.shape) / (candidate.size(MODEL) if any(axes) else 1)
-            computed = elements * _itemsize(self._compute_dtypes.get(id(variable), spec.dtype))
+            computed = elements * jnp.dtype(self._compute_dtypes.get(id(variable), spec.dtype)).itemsize
             weights += computed
             if id(variable) in self._trained:
                 gradients += computed
-                updated += elements * _itemsize(spec.dtype)
+                updated += elements * jnp.dtype(spec.dtype).itemsize
         share = tokens if is_training else tokens / 2  # activations are sent forward only
         all_reduced = 0.0 if solution is None else solution.all_reduced_bytes
         # Those between attention and dense layers, which tensor parallelism over few devices all-reduces.
@@ -221,10 +222,6 @@ class _Workload:
             wire_seconds={each: sum(s for (purpose, _), s in seconds.items() if purpose == each) for each in wire},
             min_wire_seconds=max((s for (purpose, _), s in seconds.items() if purpose in _FLOORS), default=0.0),
         )
-
-
-def _itemsize(dtype: Any) -> int:
-    return jax.numpy.dtype(dtype).itemsize
 
 
 def _collectives(
