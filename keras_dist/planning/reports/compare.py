@@ -39,25 +39,11 @@ class Comparison(Report):
             _row(name if is_same else f"{name}\n{subject}", plan)
             for name, plan, subject in zip(self.names, self.plans, folded, strict=True)
         ]
-        yield subjects[0] if is_same else "Plans", [Table(_COLUMNS, rows)]
+        yield subjects[0] if is_same else "Plans", [Table(tuple(rows[0]), [tuple(row.values()) for row in rows])]
         if any(plan.compiler_options for plan in self.plans):
             options = [options_text(plan.compiler_options) or "none" for plan in self.plans]
             lines = (f"{name}: {text}" for name, text in zip(self.names, options, strict=True))
             yield "Compiler options", [Lines(tuple(lines))]
-
-
-_COLUMNS = (
-    "plan",
-    "devices, mesh",
-    ">memory",
-    ">weights",
-    ">optimizer",
-    ">temporaries",
-    ">sent",
-    ">min time\nMFU",
-    ">forecast\nMFU",
-    ">compile",
-)
 
 
 def compare(*plans: Plan, **named_plans: Plan) -> Comparison:
@@ -138,23 +124,27 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(name: str, plan: Plan) -> tuple[str, ...]:
-    memory = plan.memory
+def _row(name: str, plan: Plan) -> dict[str, str]:
+    """Returns the cells of a plan by their columns."""
+    memory, roofline = plan.memory, plan.roofline
     capacity = "" if memory.capacity is None else f"of {bytes_text(memory.capacity)}\n"
-    bound = "" if plan.roofline.bound is None else f"\n{bound_text(plan)}"
-    forecast, forecast_utilization = plan.roofline.forecast, _utilization_text(plan.forecast_model_flops_utilization)
-    return (
-        name,
-        f"{plan.mesh.devices.size} x {plan.target}\n{spell_axes(plan.mesh.axis_sizes)}",
-        f"{bytes_text(memory.total)}\n{capacity}{fits_text(plan)}",
-        bytes_text(memory.weights),
-        bytes_text(memory.optimizer),
-        bytes_text(memory.temporaries),
-        bytes_text(plan.wire_bytes) + (f"\n{bytes_text(plan.host_traffic)} host" if plan.host_traffic else ""),
-        f"{seconds_text(plan.roofline.seconds)}{bound}{_utilization_text(plan.model_flops_utilization)}",
-        "unknown" if forecast is None else seconds_text(forecast.seconds) + forecast_utilization,
-        seconds_text(plan.compile_seconds),
-    )
+    sent = bytes_text(plan.wire_bytes) + (f"\n{bytes_text(plan.host_traffic)} host" if plan.host_traffic else "")
+    bound = seconds_text(roofline.seconds) + ("" if roofline.bound is None else f"\n{bound_text(plan)}")
+    forecast = "unknown"
+    if roofline.forecast is not None:
+        forecast = seconds_text(roofline.forecast.seconds) + _utilization_text(plan.forecast_model_flops_utilization)
+    return {
+        "plan": name,
+        "devices, mesh": f"{plan.mesh.devices.size} x {plan.target}\n{spell_axes(plan.mesh.axis_sizes)}",
+        ">memory": f"{bytes_text(memory.total)}\n{capacity}{fits_text(plan)}",
+        ">weights": bytes_text(memory.weights),
+        ">optimizer": bytes_text(memory.optimizer),
+        ">temporaries": bytes_text(memory.temporaries),
+        ">sent": sent,
+        ">min time\nMFU": bound + _utilization_text(plan.model_flops_utilization),
+        ">forecast\nMFU": forecast,
+        ">compile": seconds_text(plan.compile_seconds),
+    }
 
 
 def _utilization_text(utilization: float | None) -> str:

@@ -94,7 +94,6 @@ class Search:
 
     @property
     def limit(self) -> int:
-        """The most candidates to compile."""
         if self.trials is not None:
             return self.trials
         if self.best is None:
