@@ -12,7 +12,7 @@ from keras_dist._keras.tracing_errors import describe
 from keras_dist._report.user_warnings import warn
 from keras_dist.mesh.devices import Device
 from keras_dist.monitoring.batches import BatchShape
-from keras_dist.planning.costs.compute_time import compute_seconds
+from keras_dist.planning.costs.forecast import compute_seconds
 from keras_dist.planning.costs.model_flops import count_step_flops, main_dtype
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.reports.plan_report import Plan

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_dist.planning.costs.compute_time import compute_seconds
-from keras_dist.planning.costs.forecast import Forecast
+from keras_dist.planning.costs.forecast import Forecast, compute_seconds
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hardware.interconnect import Interconnect, inverse, seconds_for
 from keras_dist.planning.hlo.collectives import Collective

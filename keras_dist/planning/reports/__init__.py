@@ -1,6 +1,6 @@
 """Reports of plans.
 
 * `plan_report.py`: `Plan`, as data and as a printed report.
-* `plan_figure.py`: its figure; `forecast_section.py`: the part about the forecast of step time.
+* `step_time.py`: its parts about the time of a step, and its figure.
 * `compare.py`: several plans in one table.
 """

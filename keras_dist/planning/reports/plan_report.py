@@ -23,8 +23,7 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware.compiler_options import options_text
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
-from keras_dist.planning.reports.forecast_section import axes_text, forecast_section, sum_of
-from keras_dist.planning.reports.plan_figure import bound_bars, plan_figure
+from keras_dist.planning.reports.step_time import axes_text, bound_bars, forecast_section, plan_figure, sum_of
 from keras_dist.steps.options import StepOptions
 
 if TYPE_CHECKING:
