@@ -1,6 +1,7 @@
 """`plan`: memory, communication and time of a model's real step, compiled for hardware that need not be attached."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -127,8 +128,10 @@ def plan_step(
 ) -> Plan:
     """Plans as `plan` does, for arguments that it has checked, with the options that the distribution has.
 
-    Takes from `cache` what was compiled before.
+    Takes from `cache` what was compiled before. A model of no more blocks than would be compiled is compiled in full.
     """
+    if depth is not None and depth <= max(compile_depths):
+        build_model, depth = functools.partial(build_model, depth), None
     chip = hardware_of(distribution.device_mesh.backend_mesh.devices.flat[0])
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:

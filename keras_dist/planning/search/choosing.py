@@ -46,10 +46,6 @@ class Task:
     searches_options: bool = False
     report: Callable[[str], Any] = lambda activity: None
 
-    @property
-    def full_model(self) -> Any:
-        return self.build_model if self.depth is None else lambda: self.build_model(self.depth)
-
     def plan(
         self,
         distribution: Distribution,
@@ -58,18 +54,8 @@ class Task:
         report: Callable[[str], Any] | None = None,
     ) -> Plan:
         """Returns the plan of a distribution, with compilations of models of `depths` if it is to be extrapolated."""
-        is_whole = self.depth is None or self.depth <= max(depths)
-        return plan_step(
-            self.full_model if is_whole else self.build_model,
-            distribution,
-            batch,
-            self.step,
-            None if is_whole else self.depth,
-            depths,
-            self.compiler_options,
-            report or self.report,
-            CompilationCache(),
-        )
+        report, options, cache = report or self.report, self.compiler_options, CompilationCache()
+        return plan_step(self.build_model, distribution, batch, self.step, self.depth, depths, options, report, cache)
 
 
 def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choice:
@@ -79,7 +65,8 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
     """
     task.report(f"Building the model for {place}")
     with _recorded_warnings() as building_warnings:
-        candidates, sizes, notes = search_space(task.full_model, task.step, task.strategies, place, batch)
+        build = task.build_model if task.depth is None else functools.partial(task.build_model, task.depth)
+        candidates, sizes, notes = search_space(build, task.step, task.strategies, place, batch)
     depths, candidate_warnings = _COMPARED_DEPTHS, {}
 
     def compile(distribution: Distribution, report: Callable[[str], Any]) -> Plan:
