@@ -30,7 +30,7 @@ import keras_dist as kd
 from keras_dist._report.tables import Table
 from keras_dist._report.units import bytes_text, seconds_text
 from keras_dist.planning.compiling.abstract_step import prepared_step
-from keras_dist.planning.costs.forecast import StepTimes
+from keras_dist.planning.costs.forecast import TimeModel
 from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hlo.collectives import Collective, wire_bytes
 from keras_dist.planning.hlo.module_costs import ModuleReader
@@ -89,7 +89,7 @@ def collective(
     found = Collective(kind, "", "", 1, int(payload), sent, 1, size, None, groups, "f32")
     _, seconds_per_byte = Interconnect(entry, devices).seconds_per_byte(kind, groups)
     assert seconds_per_byte is not None
-    bound, forecast = sent * seconds_per_byte, StepTimes(entry, devices).of_collective(found)
+    bound, forecast = sent * seconds_per_byte, TimeModel(entry, devices).of_collective(found)
     return Measured(name, source, measured, bound, forecast, why)
 
 
@@ -138,7 +138,7 @@ def matmul(target: str, size: int, measured: float, source: str) -> Measured:
     if made.hardware.platform == "tpu":
         options = {"xla_tpu_scoped_vmem_limit_kib": 65536}  # as measured
     text = jax.jit(jnp.matmul).lower(operand, operand).compile(options).as_text()
-    times = StepTimes(made.hardware, np.array(made[:1]))
+    times = TimeModel(made.hardware, np.array(made[:1]))
     bound = 2 * size**3 / made.hardware.flops_per_second["bfloat16"]
     return Measured(
         f"matmul {size}, {target.split(':')[0]}",
@@ -322,7 +322,7 @@ def overhead() -> Table:
             reader = ModuleReader(text)
             reader.module_costs()
             read = time.perf_counter()
-            walk_schedule(reader, StepTimes(made.hardware, distribution.device_mesh.backend_mesh.devices))
+            walk_schedule(reader, TimeModel(made.hardware, distribution.device_mesh.backend_mesh.devices))
             reading.append((time.perf_counter() - read) / (read - started))
         rows.append((target, f"{np.median(compiled):.2f}", f"{np.median(reading):.2f}", f"{len(text) / 2**20:.1f} MiB"))
     return Table(("target", ">compile with / without", ">walk / read", ">program"), rows)

@@ -174,7 +174,7 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
     if not search.plans and search.refused:
         candidate, message = next(iter(search.refused.items()))
         return ValueError(f"No candidate can be planned for {place}. {candidate}: {message}")
-    capacity, held_text = search.capacity or 0, ""
+    capacity, held_text = search.capacity, ""
     if search.plans:
         closest = min(search.plans, key=lambda each: search.plans[each].memory.total)
         memory = search.plans[closest].memory
@@ -184,16 +184,18 @@ def _nothing_fits(task: Task, search: Search, place: Place) -> ValueError:
         closest = min(search.candidates, key=search.estimates.min_bytes)
         needed = held = search.estimates.min_bytes(closest)
     text = (
-        f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)} of "
-        f"{bytes_text(capacity)} per device{held_text} for variables and batch."
+        f"No candidate fits on {place}. The closest is {closest}, which needs {bytes_text(needed)}"
+        f"{f' of {bytes_text(capacity)}' if capacity else ''} per device{held_text} for variables and batch."
     )
     if untried := search.untried:
         text += f" {len(untried)} more might fit: to try them, pass trials={search.compiled + len(untried)}."
-    help, share = [], 100 * (capacity - held) / max(needed - held, 1)
+    # The capacity is unknown if the hardware is, and its compiler has refused every candidate.
+    help, share = [], 100 * (capacity - held) / max(needed - held, 1) if capacity else 0
     if 1 <= share < 100:
         help.append(f"about {math.floor(share)}% of the rows")
     if {"fsdp", "fsdp_tp", "fsdp_tp_sp"} & set(task.strategies):
-        help.append(f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many devices")
+        times = f"{2 ** math.ceil(math.log2(max(needed / capacity, 1.01)))} times as many" if capacity else "more"
+        help.append(f"{times} devices")
     else:
         help.append('strategies that shard variables, such as "fsdp"')
     if task.step == "train":
