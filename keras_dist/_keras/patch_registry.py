@@ -1,10 +1,11 @@
 """How functions of Keras are replaced: declaring, installing and removing patches.
 
 A patch replaces one function of Keras where Keras has no public hook. It belongs to a `PatchGroup`; the patches of a
-group are installed and removed together. Example, from `_patches/training.py`:
+group are installed and removed together. docs/patches.md lists them, CONTRIBUTING.md says how to add one. Example, from
+`_patches/training.py`:
 
     @INSTALLED.patch(trainer, "_distribute_data", issue="keras#21167")
-    def _distribute_data(original, distribution, data, layouts=None):
+    def _distribute_data(original, distribution, data, *args, **kwargs):
         # The docstring says what is wrong or missing in Keras: "Without it, ..."
         return distribution.distribute_batch(data)
 

@@ -9,8 +9,8 @@ computes sines in float32.
             return None
         return lambda sine, operand: sine(operand.astype("float32")).astype("bfloat16")
 
-`rewritten` asks all passes about each operation, also about those in loops, branches and functions that are called. If
-no pass replaces anything, the program stays the same object.
+`registry.py` lists the passes. `rewritten` asks them about each operation, also about those in loops, branches and
+functions that are called. If no pass replaces anything, the program stays the same object.
 """
 
 import re

@@ -1,5 +1,8 @@
 """Operations that XLA cannot compile or partition: the numbers of one device where it fails or has wrong ones."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -18,15 +21,16 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.passes.registry import PASSES
 from keras_dist.passes.rewriting import PassError, rewritten
 from keras_dist.passes.step_program import StepProgram
+from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
 
 X = np.random.default_rng(0).normal(size=(13, 4)).astype("float32")
 
 
-def after_passes(program, mesh):
-    """A program whose inputs all have rows."""
+def after_passes(program, mesh, *passes):
+    """A program whose inputs all have rows, after some passes, by default all."""
     axes = [[("data",), *[()] * (aval.ndim - 1)] for aval in program.in_avals]
-    return rewritten(StepProgram(program, BatchPlacer(mesh, ["data"]), ("data",), axes), list(PASSES.values()))
+    return rewritten(StepProgram(program, BatchPlacer(mesh, ["data"]), ("data",), axes), passes or [*PASSES.values()])
 
 
 def dtypes_of_indices(jaxpr):
@@ -104,6 +108,20 @@ def test_a_pass_that_fails_is_named_and_can_be_left_out(monkeypatch):
     with pytest.raises(PassError, match=r"'sines'.* sin of float32\[.*applied.*without_passes='sines'"):
         weights()
     assert_same_numbers(weights(without_passes="sines"), expected, 0)
+
+
+def test_the_example_of_contributing():
+    text = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    names = {"PartitionSpec": PartitionSpec, "call_per_device": call_per_device}
+    exec(re.search(r"(?s)```python\n(def cholesky_of_rows.*?)```", text)[1], names)
+    mesh = kd.create_device_mesh("data:8")
+    factors = np.random.default_rng(0).normal(size=(13, 4, 4)).astype("float32")
+    matrices = factors @ factors.transpose(0, 2, 1) + np.eye(4, dtype="float32")
+    program = jax.make_jaxpr(jax.lax.linalg.cholesky)(matrices)
+    changed = after_passes(program, mesh, names["cholesky_of_rows"])
+    assert "shard_map" not in str(program)
+    assert "shard_map" in str(changed)
+    assert_same_numbers(jax.jit(jaxpr_as_fun(changed))(matrices)[0], np.linalg.cholesky(matrices), 1e-5)
 
 
 def sorted_by_jax(x):
