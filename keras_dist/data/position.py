@@ -62,27 +62,26 @@ class DataPosition(NamedTuple):
 
 
 # Where this thread's next epoch of training is to start, and a reference to the iterator that is tracked.
-_resume_at: ContextVar[tuple[int, DataPosition | None] | None] = ContextVar("resume_at", default=None)
-_iterator: ContextVar[Callable[[], Any]] = ContextVar("iterator", default=lambda: None)
+_Tracking = tuple[tuple[int, DataPosition | None] | None, Callable[[], Any]]
+_tracking: ContextVar[_Tracking] = ContextVar("tracking", default=(None, lambda: None))
 
 
 def resume_next_epoch(batches: int, position: DataPosition | None = None) -> None:
     """Makes this thread's next epoch of training start at a `current_position`, and tracks its iterator from there."""
-    _resume_at.set((batches, position))
+    _tracking.set(((batches, position), _tracking.get()[1]))
 
 
 def begin_tracking(iterator: Any) -> tuple[int, DataPosition | None] | None:
     """Returns the arguments of `resume_next_epoch`, and tracks the iterator, if it was called for this epoch."""
-    start = _resume_at.get()
+    start, _ = _tracking.get()
     if start is not None:
-        _resume_at.set(None)
-        _iterator.set(weakref.ref(iterator))
+        _tracking.set((None, weakref.ref(iterator)))
     return start
 
 
 def is_tracked(iterator: Any) -> bool:
     """Whether `current_position` is that of this iterator."""
-    return _iterator.get()() is iterator
+    return _tracking.get()[1]() is iterator
 
 
 def current_position() -> tuple[int, DataPosition | None]:
@@ -91,5 +90,5 @@ def current_position() -> tuple[int, DataPosition | None]:
     After the end of an epoch the number is 0, and the position is None or that of a new pass, unless the next epoch
     continues the same pass through the data. They are 0 and None if no iterator is tracked.
     """
-    iterator = _iterator.get()()
+    iterator = _tracking.get()[1]()
     return (0, None) if iterator is None else iterator.position()
