@@ -54,9 +54,10 @@ def _window_dims(equation: Any) -> list[Collection[int]]:
 
 def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None:
     """Convolves in groups of channels on each device, for its rows, and for its groups if channels are sharded."""
-    if equation.primitive.name != "conv_general_dilated" or program.partitioned_mesh(equation) is not program.mesh:
+    mesh = program.partitioned_mesh(equation) if equation.primitive.name == "conv_general_dilated" else None
+    if mesh is None:
         return None
-    numbers, mesh = equation.params["dimension_numbers"], program.mesh
+    numbers, free_axes = equation.params["dimension_numbers"], {*mesh.axis_names} - {*mesh.manual_axes}
     if equation.params["feature_group_count"] > 1:
         count_name, summed = "feature_group_count", False
         row_dims, group_dims = (numbers.lhs_spec[0], None, numbers.out_spec[0]), (numbers.lhs_spec[1],)
@@ -67,10 +68,10 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
         return None
     group_dims = (*group_dims, numbers.rhs_spec[0], numbers.out_spec[1])
     inputs, kernel = map(program.axes_of, equation.invars)
-    rows = inputs[row_dims[0]]
-    if math.prod(mesh.shape[name] for name in rows) == mesh.size:
+    rows = tuple(name for name in inputs[row_dims[0]] if name in free_axes)
+    if math.prod(mesh.shape[name] for name in free_axes.difference(rows)) == 1:
         return None  # no device repeats rows of another
-    channels = tuple(name for name in kernel[group_dims[1]] if name not in rows)
+    channels = tuple(name for name in kernel[group_dims[1]] if name in free_axes.difference(rows))
     shards = math.prod(mesh.shape[name] for name in channels)
     if equation.params[count_name] % shards:
         channels, shards = (), 1
@@ -88,7 +89,10 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
     sums = (), () if summed else rows
 
     def per_device(_: Callable, *operands: Any) -> Any:
-        result = call_per_device(on_device, mesh, operands, specs, out_spec, summed_axes=sums)
+        if mesh is not program.mesh:  # in a `jax.shard_map` over rows, where nothing is differentiated
+            settings = {"in_specs": tuple(specs), "out_specs": out_spec, "axis_names": free_axes, "check_vma": False}
+            return jax.shard_map(on_device, mesh=mesh, **settings)(*operands)
+        result = call_per_device(on_device, program.mesh, operands, specs, out_spec, summed_axes=sums)
         return program.sequences_sharded(equation, result)
 
     return per_device

@@ -48,10 +48,11 @@ def gradients(convolution, distribution, length=9):
         return predicted, [new - old for new, old in zip(model.get_weights(), before, strict=True)]
 
 
-def tensor_parallel(rule):
+def tensor_parallel(rule, **options):
     layout_map = kd.LayoutMap(kd.DeviceMesh((2, 4), ["data", "model"]))
     layout_map[".*conv.*/kernel"] = rule
-    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    step_options = kd.StepOptions(**options)
+    return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", step_options=step_options)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,16 @@ def tensor_parallel(rule):
 def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
     """XLA's gradient of such a kernel is larger by the size of the axis."""
     distribution = tensor_parallel(rule or ())
+    assert_same_numbers(gradients(convolution, distribution), gradients(convolution, None), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "rule"),
+    [("groups", (None, None, "model")), slow("depthwise", (None, "model", None)), slow("groups", ())],
+)
+def test_groups_of_channels_in_microbatches(convolution, rule):
+    """XLA ends the process for the gradient of such a kernel in a `jax.shard_map` over rows."""
+    distribution = tensor_parallel(rule, microbatches=2)
     assert_same_numbers(gradients(convolution, distribution), gradients(convolution, None), 1e-5)
 
 
