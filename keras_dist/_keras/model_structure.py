@@ -134,8 +134,8 @@ def tied_tables(model) -> set[int]:
 
 
 def casts_rows_to_fewer_bytes(layer) -> bool:
-    of_table = jax.numpy.dtype(stored_dtype(embedding_table(layer)))
-    return jax.numpy.dtype(layer.compute_dtype).itemsize < of_table.itemsize
+    table_dtype = jax.numpy.dtype(stored_dtype(embedding_table(layer)))
+    return jax.numpy.dtype(layer.compute_dtype).itemsize < table_dtype.itemsize
 
 
 def is_built(model) -> bool:

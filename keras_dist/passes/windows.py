@@ -69,9 +69,10 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
     group_dims = (*group_dims, numbers.rhs_spec[0], numbers.out_spec[1])
     inputs, kernel = map(program.axes_of, equation.invars)
     rows = tuple(name for name in inputs[row_dims[0]] if name in free_axes)
-    if math.prod(mesh.shape[name] for name in free_axes.difference(rows)) == 1:
+    other_axes = free_axes.difference(rows)
+    if math.prod(mesh.shape[name] for name in other_axes) == 1:
         return None  # no device repeats rows of another
-    channels = tuple(name for name in kernel[group_dims[1]] if name in free_axes.difference(rows))
+    channels = tuple(name for name in kernel[group_dims[1]] if name in other_axes)
     shards = math.prod(mesh.shape[name] for name in channels)
     if equation.params[count_name] % shards:
         channels, shards = (), 1

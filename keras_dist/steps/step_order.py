@@ -70,14 +70,14 @@ class BackwardOrder:
 
     def __init__(self):
         self._tokens: list[tuple[Any, Any]] = []  # of each block: the trace that it was called in, and a token
-        self._of_block: Any = None  # that of the block that is two before the one that is being traced
+        self._earlier_token: Any = None  # that of the block that is two before the one that is being traced
 
     def begin_block(self) -> None:
         """Notes that a block is about to be traced."""
         with take_current_trace() as trace:
             before = self._tokens[-2:]
             is_in_trace = len(before) == 2 and all(each is trace for each, _ in before)
-            self._of_block = before[0][1] if is_in_trace else None
+            self._earlier_token = before[0][1] if is_in_trace else None
 
     def end_block(self, outputs: Any) -> Any:
         """Returns the outputs of a block; their gradients wait for those of the weights of the next block but one."""
@@ -88,7 +88,7 @@ class BackwardOrder:
 
     def weight(self, value: Any, gradient_layout: TensorLayout) -> Any:
         """Returns a weight of the block that is being traced. Its gradient has to be known for an earlier block."""
-        if self._of_block is None or not is_float(value):
+        if self._earlier_token is None or not is_float(value):
             return value
 
         @jax.custom_vjp
@@ -99,7 +99,7 @@ class BackwardOrder:
             return gradient, token_of(gradient, gradient_layout)
 
         weight.defvjp(lambda value, token: (value, None), backward)
-        return weight(value, self._of_block)
+        return weight(value, self._earlier_token)
 
 
 @jax.custom_vjp

@@ -203,7 +203,8 @@ class Steps:
         return outputs
 
     def _program(self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...]) -> StepProgram:
-        axes = [batch_axes(each, _num_rows(arrays), row_axes, self._placer) for each in arrays]
+        rows = _num_rows(arrays)
+        axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
         return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes])
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:

@@ -148,8 +148,8 @@ def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distrib
     specs = []
     for part, dtypes in zip(parts, _dtypes_of_shapes(model, parts), strict=True):
         leaves, structure = jax.tree.flatten(part, is_leaf=is_spec)
-        of_part = [_spec(leaf, dtype, distribution) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        specs.append(jax.tree.unflatten(structure, of_part))
+        part_specs = [_spec(leaf, dtype, distribution) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        specs.append(jax.tree.unflatten(structure, part_specs))
     return tuple(specs)
 
 

@@ -190,16 +190,22 @@ def test_most_rows(monkeypatch):
     assert of_function.plan.fits
 
 
-def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
+def raise_at_compilation(monkeypatch, number, error):
+    """Returns a list with an item for each compilation that has begun; the one of this number raises an error."""
     original, calls = compilation._compile, []
 
-    def interrupted(lowered, *arguments):
+    def compile(lowered, *arguments):
         calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
+        if len(calls) == number:
+            raise error
         return original(lowered, *arguments)
 
-    monkeypatch.setattr(compilation, "_compile", interrupted)
+    monkeypatch.setattr(compilation, "_compile", compile)
+    return calls
+
+
+def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
+    calls = raise_at_compilation(monkeypatch, 3, KeyboardInterrupt())
     choice = kd.auto(wide, 32)
     assert sum(trial.plan is not None for trial in choice.trials) == 2
     assert any("interrupted" in note for note in choice.notes)
@@ -212,15 +218,7 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
 
 @pytest.mark.parametrize("error", [NotImplementedError("no such thing"), TypeError("no such thing")])
 def test_a_candidate_that_cannot_be_compiled_is_passed_over(monkeypatch, error):
-    original, calls = compilation._compile, []
-
-    def refusing(lowered, *arguments):
-        calls.append(1)
-        if len(calls) == 1:
-            raise error
-        return original(lowered, *arguments)
-
-    monkeypatch.setattr(compilation, "_compile", refusing)
+    raise_at_compilation(monkeypatch, 1, error)
     choice = kd.auto(wide, 32, trials=3)
     assert choice.plan.fits
     [refused] = [trial.outcome for trial in choice.trials if trial.outcome.startswith("refused: ")]
