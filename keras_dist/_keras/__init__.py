@@ -6,7 +6,6 @@
 * `data_adapters.py`: those of data adapters.
 * `global_state.py`: automatic names, and the seeds and generators of random numbers.
 * `patch_registry.py`: declares, installs and removes patches of Keras's functions.
-* `replaced_in_jax.py`: lists what is replaced in JAX for a block of code.
 * `active_distribution.py`: which distribution is active in which thread, and which one chose a variable's layout.
 * `running_fit.py`: what is done at the end of `fit`.
 * `train_step.py`: the parts of Keras's train step.

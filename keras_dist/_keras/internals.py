@@ -31,8 +31,6 @@ _require_jax_backend()
 import jax  # noqa: E402  (the backend is chosen first)
 import keras  # noqa: E402
 
-from keras_dist._keras.replaced_in_jax import replaces_in_jax  # noqa: E402
-
 
 def unsupported_keras(problem: object) -> str:
     return (
@@ -92,11 +90,6 @@ with missing_names_are_errors():
 STEPS = ("train", "test", "predict")
 
 
-@replaces_in_jax(
-    "`jax.distributed.initialize`",
-    "while `keras_dist.initialize` runs",
-    "Keras calls it without a timeout, and it cannot be passed one",
-)
 def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable) -> None:
     """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)`."""
     real = jax.distributed.initialize

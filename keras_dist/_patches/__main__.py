@@ -1,7 +1,6 @@
 """Prints docs/patches.md: `python -m keras_dist._patches > docs/patches.md`."""
 
 from keras_dist._keras.patch_registry import GROUPS, Patch
-from keras_dist._keras.replaced_in_jax import REPLACED
 
 _HEAD = """# Patches of Keras
 
@@ -12,6 +11,23 @@ parameters of Keras's functions are compared with those of these releases; other
 
 This file is generated: `python -m keras_dist._patches > docs/patches.md`. A patch is declared in the file of
 `keras_dist/_patches/` that the table names, with a decorator from `keras_dist/_keras/patch_registry.py`.
+"""
+
+_IN_JAX = """## In JAX, for a time
+
+No patches: these are replaced where they are needed, and then restored.
+
+| Replaced | When | Why | File |
+|---|---|---|---|
+| `jax.distributed.initialize` | while `keras_dist.initialize` runs | Keras calls it without a timeout, and it \
+cannot be passed one | `keras_dist/_keras/internals.py` |
+| the C++ library in `jax._src.distributed`, and `make_gloo_tcp_collectives` in jaxlib | while processes join; the \
+collectives of CPUs from then on | JAX waits without a limit for processes that do not come, and ends the program \
+when one fails; gloo listens on the address of the host's name, also where all processes are on one machine | \
+`keras_dist/multihost/coordination.py` |
+| `jax.devices`, `jax.local_devices`, `jax.device_count`, `jax.local_device_count`, `jax.default_backend`, and what \
+JAX asks of cuDNN | while a step is traced for hardware that is not attached | Keras and layers choose algorithms by \
+the devices of this machine, and not by those to compile for | `keras_dist/planning/targets/target_platform.py` |
 """
 
 
@@ -27,12 +43,7 @@ def document() -> str:
             "| Function of Keras | What is wrong or missing without the patch | Upstream | File |\n"
             f"|---|---|---|---|\n{''.join(rows)}"
         )
-    rows = [f"| {what} | {when} | {why} | `{module.replace('.', '/')}.py` |\n" for what, when, why, module in REPLACED]
-    parts.append(
-        "## In JAX, for a time\n\nNo patches: these are replaced where they are needed, and then restored.\n\n"
-        f"| Replaced | When | Why | File |\n|---|---|---|---|\n{''.join(rows)}"
-    )
-    return "\n".join(parts)
+    return "\n".join([*parts, _IN_JAX])
 
 
 def _file(patch: Patch) -> str:

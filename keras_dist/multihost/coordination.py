@@ -17,7 +17,6 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_dist._keras.replaced_in_jax import replaces_in_jax
 from keras_dist._report.units import counted
 
 HEARTBEAT_TIMEOUT = 60  # seconds without a heartbeat after which a process counts as dead
@@ -58,12 +57,6 @@ def address() -> str:
     return str(_jax_distributed.global_state.coordinator_address)
 
 
-@replaces_in_jax(
-    "the C++ library in `jax._src.distributed`, and `make_gloo_tcp_collectives` in jaxlib",
-    "while processes join; the collectives of CPUs from then on",
-    "JAX waits without a limit for processes that do not come, and ends the program when one fails; gloo listens on "
-    "the address of the host's name, also where all processes are on one machine",
-)
 def join(timeout: float, initialize: Callable, **arguments) -> None:
     """Calls `jax.distributed.initialize`, bounds its waiting time, and raises an error where JAX would abort."""
     global heartbeat_timeout

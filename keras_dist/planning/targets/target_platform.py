@@ -18,7 +18,6 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.lib import gpu_rnn  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_dist._keras.replaced_in_jax import replaces_in_jax
 from keras_dist.mesh.devices import Device, is_attached
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.targets.target import cudnn_version
@@ -50,12 +49,6 @@ class _Target:
 _target: Any = jax.make_user_context(None)
 
 
-@replaces_in_jax(
-    "`jax.devices`, `jax.local_devices`, `jax.device_count`, `jax.local_device_count`, `jax.default_backend`, and "
-    "what JAX asks of cuDNN",
-    "while a step is traced for hardware that is not attached",
-    "Keras and layers choose algorithms by the devices of this machine, and not by those to compile for",
-)
 @contextlib.contextmanager
 def platform_overridden(devices: Sequence[Device]) -> Iterator[None]:
     """Makes JAX answer questions about the platform as a machine with these devices would, in this thread, for a block.
