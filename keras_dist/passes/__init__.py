@@ -6,5 +6,4 @@
 * `windows.py`: convolutions, and gradients of maxima over windows.
 * `scatters.py`: sums and assignments by index, such as the gradients of lookups.
 * `fourier.py`: Fourier transforms.
-* `compiler_options.py`: options of XLA with which it computes right numbers.
 """

@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
-from keras_dist.sharding.resharding import reduce_summands, to_compute_layout
-from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.sharding.resharding import WeightLayouts, reduce_summands, to_compute_layout
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,37 @@
-"""Reshards tensors inside traced functions: weights as layers read them, activations, and the gradients of both."""
+"""The layouts of weights and their gradients, and how these and activations are resharded inside traced functions."""
 
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
+from keras_dist.variables.variable_layouts import VariableSpec, layout_under
+
+
+class WeightLayouts(NamedTuple):
+    """The layout in which a weight is stored, that in which layers compute with it, and that of its gradient."""
+
+    stored: TensorLayout
+    compute: TensorLayout
+    update: TensorLayout
+
+
+def weight_layouts(variable: keras.Variable, distribution: Any) -> WeightLayouts:
+    """Returns the layouts of a weight under a distribution. One that was created with a layout has that throughout."""
+    spec, stored = VariableSpec.of(variable), layout_under(variable, distribution)
+    if stored != distribution.get_variable_layout(spec):  # the user passed its layout, or a sharding of JAX
+        if not isinstance(stored, TensorLayout):
+            stored = TensorLayout(getattr(stored, "spec", ()), distribution.device_mesh)
+        return WeightLayouts(stored, stored, stored)
+    return WeightLayouts(stored, distribution.get_compute_layout(spec), distribution.get_update_layout(spec))
 
 
 def to_compute_layout(

@@ -19,8 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_dist._keras import internals
 from keras_dist._keras.train_step import TrainState, apply_gradients
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.sharding.resharding import as_summands, layout_of_summands, reduce_summands
-from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.sharding.resharding import WeightLayouts, as_summands, layout_of_summands, reduce_summands
 from keras_dist.steps.step_gradients import StepGradients
 from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands

@@ -16,9 +16,8 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.sharding.activations import distribute_tensors
 from keras_dist.sharding.lookups import Lookup
 from keras_dist.sharding.per_device import call_per_device
-from keras_dist.sharding.resharding import to_compute_layout
+from keras_dist.sharding.resharding import to_compute_layout, weight_layouts
 from keras_dist.sharding.sequences import SequenceSharding
-from keras_dist.sharding.weight_layouts import weight_layouts
 from keras_dist.steps.step_state import changed, step_state
 from keras_dist.variables.variable_layouts import VariableSpec
 

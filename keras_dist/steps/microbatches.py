@@ -20,8 +20,7 @@ from keras_dist._keras.model_structure import compute_dtypes
 from keras_dist._keras.train_step import Improve, TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.sharding.resharding import layout_of_summands, to_compute_layout
-from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.sharding.resharding import WeightLayouts, layout_of_summands, to_compute_layout
 from keras_dist.steps.loss_parts import LossParts, TotalsNeededError
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_gradients import StepGradients

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from keras_dist._keras.train_step import Improve, TrainState, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.sharding.resharding import WeightLayouts
 from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands, UnreducedGradients, reduced
 

@@ -19,14 +19,21 @@ from keras_dist._keras.internals import get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
-from keras_dist.passes.compiler_options import compiler_options
 from keras_dist.passes.registry import FORWARD_PASSES, PASSES
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
-from keras_dist.sharding.weight_layouts import weight_layouts
+from keras_dist.sharding.resharding import weight_layouts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
+
+# XLA:CPU of JAX 0.11 and 0.12 fuses some convolutions in bfloat16, the layers between them and a mean of the result, as
+# at the end of a network for images, into one call of its library YNNPACK, which computes NaN. So the library is
+# restricted to single products and convolutions.
+_SINGLE_CALLS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+}
 
 _choose_remat: Callable[[Any, Any, Any], Any] | None = None  # compiles steps, as a room above this one does
 
@@ -64,8 +71,9 @@ class Steps:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options of XLA, by name, with which steps are compiled."""
-        return compiler_options(self._placer.device_mesh.backend_mesh)
+        """Options of XLA, by name, with which it compiles right numbers."""
+        platform = self._placer.device_mesh.backend_mesh.devices.flat[0].platform
+        return _SINGLE_CALLS if (0, 11) <= jax.__version_info__ < (0, 13) and platform == "cpu" else {}
 
     def of_model(self, model: Any, step: str) -> Callable:
         """Returns a model's train or test step, computed as the distribution does."""

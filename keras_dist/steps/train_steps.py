@@ -12,7 +12,7 @@ from keras_dist._keras import internals, model_structure
 from keras_dist._keras.train_step import TrainState, apply_gradients, compute_gradients
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout, is_in_host_memory
-from keras_dist.sharding.weight_layouts import WeightLayouts, weight_layouts
+from keras_dist.sharding.resharding import WeightLayouts, weight_layouts
 from keras_dist.steps.gradient_accumulation import GradientAccumulation
 from keras_dist.steps.host_offload import MIN_OFFLOAD_BYTES, apply_with_state_on_host, require_host_memory
 from keras_dist.steps.microbatches import Microbatches

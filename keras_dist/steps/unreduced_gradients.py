@@ -27,8 +27,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import Mesh, PartitionSpec
 
-from keras_dist.sharding.resharding import reduce_summands
-from keras_dist.sharding.weight_layouts import WeightLayouts
+from keras_dist.sharding.resharding import WeightLayouts, reduce_summands
 from keras_dist.tracing.dim_graph import DimGraph
 from keras_dist.tracing.jaxpr_dims import read_dims
 from keras_dist.tracing.jaxpr_evaluation import Values, evaluate_inlined, with_body
