@@ -86,6 +86,7 @@ with missing_names_are_errors():
     JaxTrainer: Any = getattr(trainer, "JAXTrainer" if hasattr(trainer, "JAXTrainer") else "Trainer")
     DEFAULT_BATCH_DIM_NAME = distribution_lib.DEFAULT_BATCH_DIM_NAME
     GLOBAL_NAME = distribution_lib.GLOBAL_ATTRIBUTE_NAME
+    current_distribution = distribution_lib.distribution  # of this package or of Keras, or None
 
 STEPS = ("train", "test", "predict")
 
@@ -129,11 +130,6 @@ def place_variable(variable, layout, value) -> None:
 
 def weights_of_optimizer(optimizer) -> list:
     return optimizer._trainable_variables
-
-
-def current_distribution():
-    """Returns the active distribution, of this package or of Keras, or None."""
-    return global_state.get_global_attribute(GLOBAL_NAME)
 
 
 def is_random_state(path: str) -> bool:

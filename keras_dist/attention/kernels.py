@@ -72,18 +72,13 @@ def splash_attention(
         tables = block_tables(mask.lower, mask.upper, runs, lengths[1], block_q, block_kv)
         by_queries, by_keys = (MaskInfo(blocks, None, has, None, runs.positions()) for blocks, has in tables)  # pyright: ignore
         mask_function = band_function(mask.lower, mask.upper)
+    block_sizes = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), block_q)
+    block_sizes |= dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), block_kv)
     kernel = kernels.SplashAttentionKernel(
         by_queries,
         by_queries,
         by_keys,
-        block_sizes=kernels.BlockSizes(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-            block_q_dq=block_q,
-            block_kv_dq=block_kv,
-        ),
+        block_sizes=kernels.BlockSizes(**block_sizes),
         is_mqa=False,
         save_residuals=False,
         mask_value=kernels.DEFAULT_MASK_VALUE,

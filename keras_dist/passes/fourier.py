@@ -5,6 +5,7 @@ array is gathered along dim 1, and fails when the step runs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -30,10 +31,7 @@ def fourier(equation: Any, program: StepProgram) -> Callable | None:
     spec = PartitionSpec(*axes)
 
     def per_device(fft: Callable, operand: Any) -> Any:
-        def on_device(shard: Any) -> Any:
-            return transform(fft, shard)
-
-        result = call_per_device(on_device, mesh, (operand,), (spec,), spec, summed_axes=((),))
+        result = call_per_device(partial(transform, fft), mesh, (operand,), (spec,), spec, summed_axes=((),))
         return program.sequences_sharded(equation, result)
 
     return per_device

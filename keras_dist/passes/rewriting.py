@@ -76,14 +76,11 @@ def rewritten_before_gradients(
         if changed is traced:
             return None
 
-        @jax.custom_vjp
-        def computed(*operands: Any) -> Any:
-            return operation(*operands)
-
         def backward(operands: Any, cotangents: Any) -> Any:
             gradients = iter(jaxpr_as_fun(changed)(*jax.tree.leaves((cotangents, operands))))
             return tuple(next(gradients) if jnp.issubdtype(each.dtype, jnp.inexact) else None for each in operands)
 
+        computed = jax.custom_vjp(operation)
         computed.defvjp(lambda *operands: (computed(*operands), operands), backward)
         return lambda _, *operands: computed(*operands)
 

@@ -95,14 +95,7 @@ class StepProgram:
 
 
 def batch_axes(leaf: Any, rows: int, row_axes: tuple[str, ...], placer: BatchPlacer) -> DimAxes:
-    """Returns the axes of the dims of an array of a batch.
-
-    Args:
-        leaf: The array.
-        rows: The number of rows of the batch.
-        row_axes: The axes over which they are split.
-        placer: How batches are placed.
-    """
+    """Returns the axes of the dims of an array of a batch, whose rows are split over `row_axes`."""
     positions = placer.sequence_axes if placer.is_sequence(leaf.shape) else ()
     axes = [row_axes if leaf.shape and leaf.shape[0] == rows else (), positions, *[()] * leaf.ndim]
     return axes[: leaf.ndim]

@@ -12,6 +12,11 @@ from jax.sharding import Mesh, PartitionSpec
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 
 
+def on_devices(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Returns a function of global arrays that calls another one with the shards of each device."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def call_per_device(
     function: Callable,
     mesh: Mesh,
@@ -27,8 +32,7 @@ def call_per_device(
     `summed_axes` names for an argument are summed over: those whose devices compute with other shards. It has an entry
     for each of the leading arguments, those with gradients.
 
-    Inside of a user's own `jax.shard_map` the
-    arguments are shards already, and the function is called as it is.
+    Inside of a user's own `jax.shard_map` the arguments are shards already, and the function is called as it is.
 
     A dim may have shards of unequal sizes: it is padded with zeros (masks with True) to equal ones. Each index along it
     must be computed alone. As in `jax.shard_map`, `out_spec` is one for all outputs, or a structure that begins as
@@ -43,12 +47,9 @@ def call_per_device(
     used_axes = {name for spec in specified for name in axis_names(spec)}
     residual_spec = PartitionSpec(tuple(name for name in mesh.axis_names if name in used_axes))
 
-    def sharded(body: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
     @jax.custom_vjp
     def call(*arguments):
-        return sharded(function, tuple(specs), out_spec)(*arguments)
+        return on_devices(function, mesh, tuple(specs), out_spec)(*arguments)
 
     def forward(*arguments):
         def on_device(*shards):
@@ -57,7 +58,7 @@ def call_per_device(
             # What the backward pass needs stays on its device: one more dim, sharded over all axes in use.
             return output, jax.tree.map(lambda residual: residual[None], gradient)
 
-        return sharded(on_device, tuple(specs), (out_spec, residual_spec))(*arguments)
+        return on_devices(on_device, mesh, tuple(specs), (out_spec, residual_spec))(*arguments)
 
     def backward(gradient, cotangent):
         def on_device(gradient, cotangent):
@@ -66,7 +67,8 @@ def call_per_device(
                 jax.lax.psum(each, axes) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)
             )
 
-        gradients = sharded(on_device, (residual_spec, out_spec), tuple(specs[:differentiable]))(gradient, cotangent)
+        differentiate = on_devices(on_device, mesh, (residual_spec, out_spec), tuple(specs[:differentiable]))
+        gradients = differentiate(gradient, cotangent)
         return (*gradients, *[None] * (len(specs) - differentiable))
 
     call.defvjp(forward, backward)

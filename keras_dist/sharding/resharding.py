@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
+from keras_dist.sharding.per_device import on_devices
 from keras_dist.variables.variable_layouts import VariableSpec, layout_under
 
 
@@ -91,8 +92,14 @@ def unsharded_along(dims: Collection[int], rank: int, mesh: Mesh | AbstractMesh)
     return NamedSharding(mesh, spec)
 
 
-def layout_of_summands(compute: TensorLayout, axes: Sequence[str]) -> TensorLayout:
-    """Returns the layout of each summand of a gradient: that of compute, without axes over which there are summands."""
+def sharding_of_summands(compute: TensorLayout, axes: Sequence[str]) -> NamedSharding:
+    """Returns the sharding of an array of summands of a gradient: dim 0 over `axes`, the others as each summand has."""
+    sharding = _layout_of_summand(compute, axes).backend_layout
+    return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes), *sharding.spec))
+
+
+def _layout_of_summand(compute: TensorLayout, axes: Sequence[str]) -> TensorLayout:
+    """Returns the layout of compute, without axes over which there are summands."""
     others = [tuple(name for name in axis_tuple(entry) if name not in axes) or None for entry in compute.axes]
     return TensorLayout(others, compute.device_mesh)
 
@@ -100,9 +107,9 @@ def layout_of_summands(compute: TensorLayout, axes: Sequence[str]) -> TensorLayo
 def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
     """Returns the sum of a gradient's summands in the layout of its update, in one reduce-scatter where possible.
 
-    Dim 0 of the array, of summands, is sharded over `axes`, and the others as `layout_of_summands` says.
+    They are sharded as `sharding_of_summands` says.
     """
-    compute = layout_of_summands(compute, axes)
+    compute = _layout_of_summand(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _scattered_dim(compute, update, axes)
     num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
@@ -118,14 +125,8 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
 
     # With specs of all axes: XLA:CPU aborts on sums in bfloat16 over some of the axes if it is to shard the others.
     summed = compute if dim is None else update
-    reduce = jax.shard_map(
-        on_device,
-        mesh=device_mesh.backend_mesh,
-        in_specs=PartitionSpec(tuple(axes), *compute.backend_layout.spec),
-        out_specs=summed.backend_layout.spec,
-        check_vma=False,
-    )
-    reduced = reduce(summands) if axes else summands[0]
+    specs = sharding_of_summands(compute, axes).spec, summed.backend_layout.spec
+    reduced = on_devices(on_device, device_mesh.backend_mesh, *specs)(summands) if axes else summands[0]
     return with_sharding_constraint(reduced, update.backend_layout)
 
 
@@ -135,7 +136,7 @@ def as_summands(value: Any, axes: Sequence[str], compute: TensorLayout, update: 
     Each device's summand has the shard that the device holds in the layout of the update, and zeros elsewhere. So
     nothing is sent. Among devices that hold the same shard, the first has it.
     """
-    compute = layout_of_summands(compute, axes)
+    compute = _layout_of_summand(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _scattered_dim(compute, update, axes)
     others = [name for name in axes if name not in shard_axes]
@@ -151,13 +152,8 @@ def as_summands(value: Any, axes: Sequence[str], compute: TensorLayout, update: 
         return jnp.where(is_first, summand, 0)[None]
 
     held = compute if dim is None else update
-    return jax.shard_map(
-        on_device,
-        mesh=device_mesh.backend_mesh,
-        in_specs=held.backend_layout.spec,
-        out_specs=PartitionSpec(tuple(axes), *compute.backend_layout.spec),
-        check_vma=False,
-    )(value)
+    specs = held.backend_layout.spec, sharding_of_summands(compute, axes).spec
+    return on_devices(on_device, device_mesh.backend_mesh, *specs)(value)
 
 
 def _scattered_dim(

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from keras_dist._keras import internals
 from keras_dist._keras.train_step import TrainState, apply_gradients
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.sharding.resharding import WeightLayouts, as_summands, layout_of_summands, reduce_summands
+from keras_dist.sharding.resharding import WeightLayouts, as_summands, reduce_summands, sharding_of_summands
 from keras_dist.steps.step_gradients import StepGradients
 from keras_dist.steps.step_state import changed
 from keras_dist.steps.unreduced_gradients import Summands
@@ -31,7 +31,8 @@ class GradientAccumulation:
 
     def __init__(self, model: Any, accumulators: Sequence, layouts: Sequence[WeightLayouts], placer: BatchPlacer):
         self._model, self._optimizer, self._weights = model, model.optimizer, model.trainable_variables
-        self._layouts, self._placer, self._axes = layouts, placer, placer.batch_axes
+        self._layouts, self._axes, self._num_shards = layouts, placer.batch_axes, placer.num_batch_shards
+        self._shardings = [sharding_of_summands(each.compute, self._axes) for each in layouts]
         places = {id(variable): index for index, variable in enumerate(self._optimizer.variables)}
         self._places = [places[id(variable)] for variable in accumulators]  # in the state of the optimizer
         self._place_of_iterations = places[id(internals.iterations(self._optimizer))]
@@ -41,13 +42,13 @@ class GradientAccumulation:
 
     def specs(self, specs: Sequence[Any]) -> list[Any]:
         """Returns shapes, dtypes and shardings of an optimizer's state while steps run, given those of variables."""
-        shards = self._placer.num_batch_shards
-        each = zip(self._accumulators_in(specs), map(self._sharding, self._layouts), strict=True)
-        return self._replaced(specs, [spec.update(shape=(shards, *spec.shape), sharding=new) for spec, new in each])
+        each = zip(self._accumulators_in(specs), self._shardings, strict=True)
+        new = [spec.update(shape=(self._num_shards, *spec.shape), sharding=sharding) for spec, sharding in each]
+        return self._replaced(specs, new)
 
     def shardings(self, shardings: Sequence[Any]) -> list[Any]:
         """Returns the shardings of an optimizer's state while steps run, given those of its variables."""
-        return self._replaced(shardings, list(map(self._sharding, self._layouts)))
+        return self._replaced(shardings, self._shardings)
 
     def from_variables(self, values: Sequence[Any]) -> list[Any]:
         """Returns an optimizer's state for steps, given the values of its variables."""
@@ -118,14 +119,14 @@ class GradientAccumulation:
             reduced = gradients.reduced(self._layouts)
             gradients = gradients._replace(summands=[Summands(None, gradient) for gradient in reduced])
 
-        def added(value: Any, summands: Summands, layouts: WeightLayouts) -> Any:
+        def added(value: Any, summands: Summands, layouts: WeightLayouts, sharding: NamedSharding) -> Any:
             own = summands.unreduced
             if summands.reduced is not None:
                 rest = as_summands(summands.reduced, self._axes, layouts.compute, layouts.update)
                 own = rest if own is None else own + rest
-            return with_sharding_constraint(value + own.astype(value.dtype), self._sharding(layouts))
+            return with_sharding_constraint(value + own.astype(value.dtype), sharding)
 
-        return list(map(added, accumulated, gradients.summands, self._layouts))
+        return list(map(added, accumulated, gradients.summands, self._layouts, self._shardings))
 
     def _accumulators_in(self, values: Sequence[Any]) -> list[Any]:
         return [values[place] for place in self._places]
@@ -135,7 +136,3 @@ class GradientAccumulation:
         for place, value in zip(self._places, accumulators, strict=True):
             replaced[place] = value
         return replaced
-
-    def _sharding(self, layouts: WeightLayouts) -> NamedSharding:
-        spec = layout_of_summands(layouts.compute, self._axes).backend_layout.spec
-        return NamedSharding(self._placer.device_mesh.backend_mesh, PartitionSpec(self._axes, *spec))

@@ -14,6 +14,7 @@ from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import HOST_MEMORY, TensorLayout
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import is_attached
+from keras_dist.sharding.per_device import on_devices
 from keras_dist.steps.step_order import after, is_float, is_known, token_of
 from keras_dist.tracing.jaxpr_evaluation import Values, as_function
 
@@ -126,8 +127,7 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
             return fetched(jax.lax.optimization_barrier((value, token))[0])
         return jax.lax.cond(is_known(token), fetched, lambda value: jnp.zeros(value.shape, value.dtype), value)
 
-    in_specs = PartitionSpec(), spec
-    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(token, value)
+    return on_devices(on_device, mesh, (PartitionSpec(), spec), spec)(token, value)
 
 
 # ---------------------------------------------------------------------------------------------------- activations

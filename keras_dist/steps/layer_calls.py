@@ -181,7 +181,7 @@ class LayerCalls:
         remat = step_state().rematerialization
         if remat is None or remat.blocks is None or remat.is_in_block or step_state().call is None:
             return None
-        if (parts := remat.blocks.parts_of(graph)) is None:
+        if (parts := remat.blocks.parts.get(id(graph))) is None:
             return None
         tensors = dict(zip(map(id, graph.inputs), keras.tree.flatten(inputs), strict=True))
 

@@ -20,7 +20,7 @@ from keras_dist._keras.model_structure import compute_dtypes
 from keras_dist._keras.train_step import Improve, TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.sharding.resharding import WeightLayouts, layout_of_summands, to_compute_layout
+from keras_dist.sharding.resharding import WeightLayouts, sharding_of_summands, to_compute_layout
 from keras_dist.steps.loss_parts import LossParts, TotalsNeededError
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_gradients import StepGradients
@@ -165,8 +165,7 @@ class Microbatches:
         return gradient._replace(reduced=jax.lax.optimization_barrier(reduced))
 
     def _constrained(self, sums: Summands, layouts: WeightLayouts) -> Summands:
-        spec = PartitionSpec(self._axes, *layout_of_summands(layouts.compute, self._axes).backend_layout.spec)
-        shardings = NamedSharding(self._mesh, spec), layouts.update.backend_layout
+        shardings = sharding_of_summands(layouts.compute, self._axes), layouts.update.backend_layout
         each = zip(sums, shardings, strict=True)
         return Summands(*(None if value is None else with_sharding_constraint(value, to) for value, to in each))
 

@@ -31,13 +31,9 @@ class RepeatedBlocks:
 
     def __init__(self, model: keras.Model):
         self.layers: set[int] = set()  # ids of layers that are blocks wherever they are called
-        self._parts: dict[int, list[Part]] = {}  # by the id of a functional graph
+        # By the id of a functional graph, its parts in order, if any of them is a block.
+        self.parts: dict[int, list[Part]] = {}
         self._visit(model, set())
-
-    def parts_of(self, graph: Any) -> list[Part] | None:
-        """Returns the parts of a functional graph, in order, None if none of them is a block."""
-        parts = self._parts.get(id(graph), [])
-        return parts if any(part.is_block for part in parts) else None
 
     def _visit(self, layer: Any, seen: set[int]) -> None:
         if id(layer) in seen:
@@ -46,8 +42,10 @@ class RepeatedBlocks:
         graph = functional_graph(layer)
         children, nodes = child_layers(graph), graph_nodes(graph)
         if nodes is not None:
-            parts = self._parts[id(graph)] = list(_parts(graph, nodes))
+            parts = list(_parts(graph, nodes))
             in_blocks = {id(node.operation) for part in parts if part.is_block for node in part.nodes}
+            if in_blocks:
+                self.parts[id(graph)] = parts
             children = [child for child in children if id(child) not in in_blocks]
         else:
             signatures = {id(child): _signature(child) for child in children if _num_weighted(child) > 1}

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.device_mesh import as_device_mesh
+from keras_dist.sharding.per_device import on_devices
 
 _NEVER = 0x7FDEADBE  # the bits of a float32, a NaN, that no computation returns
 
@@ -39,7 +40,7 @@ def token_of(value: Any, layout: TensorLayout, is_on_host: bool = False) -> Any:
         return corner.ravel()[0].astype("float32")
 
     mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
-    return jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(value)
+    return on_devices(on_device, mesh, spec, PartitionSpec())(value)
 
 
 def is_known(token: Any) -> Any:

@@ -20,7 +20,7 @@ from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derive
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
-from keras_dist.mesh.devices import is_on_mesh
+from keras_dist.mesh.devices import is_on_mesh, num_processes, process_id
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
 from keras_dist.sharding.sequences import SequenceSharding
@@ -97,10 +97,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         self._step_options = StepOptions() if step_options is None else step_options
         self._batch_dim_name, self._auto_shard_dataset = batch_dim_name, auto_shard_dataset
         self._sequence_dim_name, self._sequence_exchange = sequence_dim_name, sequence_exchange
-        self._num_processes, self._process_id = (
-            internals.backend_lib.num_processes(),
-            internals.backend_lib.process_id(),
-        )
+        self._num_processes, self._process_id = num_processes(), process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = self.reshard_after_forward = False  # only strategies with an argument for it set it
         self._layout_map: LayoutMap | None = None
