@@ -14,5 +14,4 @@
 * `quantized_weights.py`: the float weights that variables of quantized layers were computed from.
 * `deferred_variables.py`: variables without values.
 * `tracing_errors.py`: what went wrong while a model was traced.
-* `not_a_distribution.py`: what a value is that was passed in place of a distribution.
 """

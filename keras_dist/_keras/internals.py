@@ -91,14 +91,23 @@ with missing_names_are_errors():
 STEPS = ("train", "test", "predict")
 
 
+@contextlib.contextmanager
+def attributes_replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes of an object for a block. Not by assignment, by which models track what they have."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+        for name in values.keys() - before.keys():
+            del vars(owner)[name]
+
+
 def initialize(job_addresses: str | None, num_processes: int | None, process_id: int | None, start: Callable) -> None:
     """Starts JAX's multi-process runtime as Keras does, by `start(jax.distributed.initialize, ...)`."""
-    real = jax.distributed.initialize
-    jax.distributed.initialize = functools.partial(start, real)
-    try:
+    with attributes_replaced(jax.distributed, initialize=functools.partial(start, jax.distributed.initialize)):
         backend_lib.initialize(job_addresses, num_processes, process_id)
-    finally:
-        jax.distributed.initialize = real
 
 
 def as_sharding(layout: Any) -> Any:
@@ -200,15 +209,12 @@ def has_attention(layer) -> bool:
     return hasattr(layer, "_compute_attention")
 
 
-@contextlib.contextmanager
-def attention_replaced(layer, compute: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def attention_replaced(layer, compute: Callable[[Callable[[], Any]], Any]) -> contextlib.AbstractContextManager:
     """Computes the attention of a layer by `compute`, which is passed a function that does, for a block."""
     original = layer._compute_attention
-    vars(layer)["_compute_attention"] = lambda *args, **kwargs: compute(lambda: original(*args, **kwargs))
-    try:
-        yield
-    finally:
-        del vars(layer)["_compute_attention"]
+    return attributes_replaced(
+        layer, _compute_attention=lambda *args, **kwargs: compute(lambda: original(*args, **kwargs))
+    )
 
 
 @contextlib.contextmanager
@@ -230,16 +236,10 @@ def remat_scope_applied(model, scope) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------- a step as a function
 
 
-@contextlib.contextmanager
-def unbuilt_parts_replaced(model) -> Iterator[None]:
+def unbuilt_parts_replaced(model) -> contextlib.AbstractContextManager:
     """Replaces a model's optimizer, loss and metrics that are not built by copies, for a block that builds them."""
     unbuilt = {name: part for name in _PARTS if (part := vars(model).get(name)) is not None and not part.built}
-    # Not by assignment, which would make the model track the new ones.
-    vars(model).update({name: _PARTS[name](part) for name, part in unbuilt.items()})
-    try:
-        yield
-    finally:
-        vars(model).update(unbuilt)
+    return attributes_replaced(model, **{name: _PARTS[name](part) for name, part in unbuilt.items()})
 
 
 _PARTS: dict[str, Callable] = {

@@ -14,8 +14,7 @@ import jax
 import keras
 
 from keras_dist._keras import internals, model_structure
-from keras_dist._keras.active_distribution import distribution_of
-from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
+from keras_dist._keras.active_distribution import distribution_of, what_instead_of_a_distribution
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes

@@ -10,8 +10,8 @@ import jax
 import keras
 
 from keras_dist._keras import internals
+from keras_dist._keras.active_distribution import what_instead_of_a_distribution
 from keras_dist._keras.data_adapters import data_adapter_utils
-from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.user_warnings import warn

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.active_distribution import active_distribution
-from keras_dist._keras.internals import get_keras_mask, set_keras_mask
+from keras_dist._keras.internals import attributes_replaced, get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
@@ -104,20 +104,14 @@ class Steps:
             )
         return outputs
 
-    @contextlib.contextmanager
-    def replaced(self, model: Any, step: str) -> Iterator[None]:
+    def replaced(self, model: Any, step: str) -> contextlib.AbstractContextManager:
         """Replaces a model's train or test step by that of the distribution, for a block in which Keras compiles it.
 
         Keras looks the predict step up later, while it traces. A patch replaces that, unless models override it.
         """
         if step == "predict":
-            yield
-            return
-        vars(model)[f"{step}_step"] = self.of_model(model, step)
-        try:
-            yield
-        finally:
-            del vars(model)[f"{step}_step"]
+            return contextlib.nullcontext()
+        return attributes_replaced(model, **{f"{step}_step": self.of_model(model, step)})
 
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
         """Returns the batch axes over which a step splits a number of rows."""

@@ -375,7 +375,6 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
 
     def check_values_agree(self, model: keras.Model, variables: Iterable[keras.Variable], place: str) -> None:
         """Raises ValueError where values that several processes hold differ, or the places in training they are at."""
-        if self.is_multi_process:
-            mesh = self._device_mesh.backend_mesh
-            values = [(variable.path, internals.variable_value(variable)) for variable in variables]
-            require_same_values(model.name, place, [pair for pair in values if is_on_mesh(pair[1], mesh)])
+        values = [(variable.path, internals.variable_value(variable)) for variable in variables]
+        on_mesh = [pair for pair in values if is_on_mesh(pair[1], self._device_mesh.backend_mesh)]
+        require_same_values(model.name, place, on_mesh)

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from keras_dist._keras import active_distribution, internals
-from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
+from keras_dist._keras.active_distribution import what_instead_of_a_distribution
 from keras_dist._report.user_warnings import warn
 from keras_dist.layout.tensor_layout import as_layout_on_mesh
 from keras_dist.sharding.activations import distribute_tensors

@@ -10,9 +10,13 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals, model_structure, training_state
-from keras_dist._keras.active_distribution import PackageDistribution, distribution_of, record_distribution
+from keras_dist._keras.active_distribution import (
+    PackageDistribution,
+    distribution_of,
+    record_distribution,
+    what_instead_of_a_distribution,
+)
 from keras_dist._keras.internals import as_sharding
-from keras_dist._keras.not_a_distribution import what_instead_of_a_distribution
 from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
 from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import TensorLayout
