@@ -235,7 +235,6 @@ def _install_patches() -> None:
 
 
 def remove_unused_patches() -> None:
-    """Removes the patches that no active distribution and no distributed variable needs."""
     with _lock:
         if _for_all_threads is None and not _by_thread and not _shadowed:
             INSTALLED.remove()
@@ -283,5 +282,4 @@ def distribution_of(variable: keras.Variable) -> PackageDistribution | None:
 
 
 def distribution_of_model(model: keras.Model) -> PackageDistribution | None:
-    """Returns the distribution of this package that chose the layout of a model's variables, if one did."""
     return next(filter(None, map(distribution_of, model.variables)), None)

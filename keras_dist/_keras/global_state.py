@@ -55,7 +55,6 @@ def global_seed() -> list[int] | None:
 
 
 def set_global_seed(state: list[int] | None) -> None:
-    """Sets the state of Keras's global random generator, as `global_seed` returned it."""
     if state is not None:
         generator: Any = global_seed_generator()
         generator.state.assign(np.array(state, generator.state.dtype))

@@ -161,7 +161,6 @@ def iterations(optimizer):
 
 
 def computes_train_step_as_keras(model) -> bool:
-    """Returns whether a model's train step is that of Keras, and compiled."""
     is_compiled = model.compiled and model.jit_compile and not model.run_eagerly
     return is_compiled and type(model).train_step is JaxTrainer.train_step
 
@@ -205,7 +204,6 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
 
 
 def has_attention(layer) -> bool:
-    """Returns whether a layer computes attention in the method in which layers of Keras and KerasHub do."""
     return hasattr(layer, "_compute_attention")
 
 

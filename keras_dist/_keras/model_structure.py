@@ -43,7 +43,6 @@ def graph_nodes(graph) -> list | None:
 
 
 def direct_variables(layer) -> list:
-    """Returns the weights of a layer, without those of its sublayers."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 

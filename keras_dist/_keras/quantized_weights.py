@@ -40,7 +40,6 @@ def record_creation(variable: keras.Variable) -> None:
 
 
 def record_variables(model: keras.Layer) -> None:
-    """Records the float weights of all variables of a model that have one."""
     for layer in model._flatten_layers():
         if isinstance(layer, _LAYERS) and getattr(layer, "_is_quantized", False):
             for variable in direct_variables(layer):

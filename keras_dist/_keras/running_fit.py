@@ -10,7 +10,6 @@ _at_end: ThreadValue[contextlib.ExitStack | None] = ThreadValue(None)
 
 @contextlib.contextmanager
 def running_fit() -> Iterator[None]:
-    """Runs a `fit`, and then what was passed to `at_end_of_fit` in it."""
     with contextlib.ExitStack() as stack, _at_end.set_to(stack):
         yield
 

@@ -45,8 +45,6 @@ def _epoch_iterator(original, distribution, x, y=None, sample_weight=None, *args
 
 
 class EpochIterator(trainer.JAXEpochIterator):
-    """Keras's iterator over the batches of an epoch, with batches from an `InputPipeline`."""
-
     _current_iterator: Any
 
     def __init__(self, distribution, *args, **kwargs):

@@ -173,14 +173,12 @@ def _has_workers(adapter: Any) -> bool:
 
 
 def _stop_workers(adapter: Any) -> None:
-    """Stops workers, if there are any, and discards what they have read."""
     if _has_workers(adapter):
         adapter.enqueuer.stop()
         adapter.enqueuer.ready_queue = queue.Queue()
 
 
 def _random_state_before_workers(adapter: Any) -> RandomState | None:
-    """Returns the random state before the workers of a dataset drew the order of its batches; None without workers."""
     return getattr(adapter, "_random_state_before_workers", None) if _has_workers(adapter) else None
 
 

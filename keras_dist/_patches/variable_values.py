@@ -90,8 +90,6 @@ class H5IOStore(saving_lib.H5IOStore):
 
 @INSTALLED.patch(saving_lib, "ShardedH5IOStore", reason=_ENTIRE_TENSORS)
 class ShardedH5IOStore(saving_lib.ShardedH5IOStore, H5IOStore):
-    """Keras's store of tensors in several files, which reads from each as from one."""
-
     def close(self):
         _read_now(self)
         super().close()

@@ -161,5 +161,4 @@ def _structure(mask: Any, bias: Any, is_causal: bool) -> tuple[AttentionMask, An
 
 
 def kernel_platform(mesh: Mesh) -> str:
-    """Returns the platform whose kernel computes attention: that of the mesh's devices."""
     return mesh.devices.flat[0].platform

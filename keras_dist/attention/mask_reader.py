@@ -205,7 +205,6 @@ def _affine_constant(constant: Any, view: tuple[tuple[int | None, int], ...]) ->
 
 
 def _has_integers(dtype: Any, low: int, high: int) -> bool:
-    """Whether a dtype has all integers of a range."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return low >= 0 and high <= 1
     if jnp.issubdtype(dtype, jnp.integer):

@@ -29,7 +29,6 @@ class QueryRuns:
     group: Any
 
     def positions(self) -> jax.Array:
-        """Returns the positions of this device's queries."""
         starts = jnp.asarray(self.starts, jnp.int32)[self.group]
         return (starts[:, None] + jnp.arange(self.length, dtype=jnp.int32)).reshape(-1)
 

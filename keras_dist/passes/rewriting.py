@@ -56,7 +56,6 @@ def rewritten_before_gradients(
     """
 
     def gradients(equation: Any, program: StepProgram) -> Callable | None:
-        """Rewrites the gradient of an operation."""
         if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:
             return None
         operands = [variable.aval for variable in equation.invars]

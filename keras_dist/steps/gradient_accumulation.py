@@ -47,11 +47,9 @@ class GradientAccumulation:
         return self._replaced(specs, new)
 
     def shardings(self, shardings: Sequence[Any]) -> list[Any]:
-        """Returns the shardings of an optimizer's state while steps run, given those of its variables."""
         return self._replaced(shardings, self._shardings)
 
     def from_variables(self, values: Sequence[Any]) -> list[Any]:
-        """Returns an optimizer's state for steps, given the values of its variables."""
         return self._replaced(values, self._split(self._accumulators_in(values)))
 
     def to_variables(self, values: Sequence[Any]) -> list[Any]:

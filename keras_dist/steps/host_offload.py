@@ -25,7 +25,6 @@ _FETCHED_AHEAD = 16 * 2**20  # bytes of each device: enough to keep the link to 
 
 
 def require_host_memory(mesh: DeviceMesh) -> None:
-    """Raises ValueError if devices cannot use the memory of their host."""
     device = mesh.backend_mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()] if is_attached(device) else [HOST_MEMORY]
     if HOST_MEMORY not in kinds:
@@ -60,8 +59,6 @@ def apply_with_state_on_host(
 
 
 class _Update:
-    """An update of weights while it is traced."""
-
     def __init__(self, apply, state, gradients, weights, layouts):
         arguments = (list(state), list(gradients), list(weights))
         # Without the memory that they are in, since the update computes with what was fetched.

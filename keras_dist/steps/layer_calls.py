@@ -57,8 +57,6 @@ def _current_trace() -> Any:
 
 
 class LayerCalls:
-    """How layers compute under a distribution."""
-
     call_per_device = staticmethod(call_per_device)
 
     def __init__(self, distribution: Any, placer: BatchPlacer):

@@ -66,7 +66,6 @@ class Microbatches:
         return StepGradients(sums, self._sum_dtypes, self._axes, logs, state._replace(weights=weights))
 
     def _gathered(self, weights: Sequence[Any]) -> list[Any]:
-        """Returns weights in the layout and dtype in which layers compute with them."""
         dtypes = compute_dtypes(self._model)
 
         def gathered(variable: Any, weight: Any, layouts: WeightLayouts) -> Any:

@@ -74,7 +74,6 @@ class BackwardOrder:
         self._earlier_token: Any = None  # that of the block that is two before the one that is being traced
 
     def begin_block(self) -> None:
-        """Notes that a block is about to be traced."""
         with take_current_trace() as trace:
             before = self._tokens[-2:]
             is_in_trace = len(before) == 2 and all(each is trace for each, _ in before)

@@ -20,8 +20,6 @@ from keras_dist.tracing.traced_values import TracedWeights
 
 @dataclass(frozen=True)
 class StepState:
-    """What is alive while a step is traced in a thread."""
-
     is_in_step: bool = False  # whether the program of a step is traced
     is_improved: bool = False  # whether forward passes are asked about what is traced
     splits_rows: bool = False  # into shards of unequal sizes
@@ -41,13 +39,11 @@ _state: ThreadValue[StepState] = ThreadValue(StepState())
 
 
 def step_state() -> StepState:
-    """Returns what is alive in this thread."""
     return _state.value
 
 
 @contextlib.contextmanager
 def changed(**changes: Any) -> Iterator[StepState]:
-    """Changes parts of what is alive for a block of code."""
     with _state.set_to(replace(_state.value, **changes)):
         yield _state.value
 
@@ -59,7 +55,6 @@ def nothing_alive() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def recorded_attention() -> Iterator[list[AttentionCall]]:
-    """Records the calls of attention that this thread traces in a block."""
     calls: list[AttentionCall] = []
     with changed(attention=calls):
         yield calls

@@ -114,7 +114,6 @@ class Steps:
         return attributes_replaced(model, **{f"{step}_step": self.of_model(model, step)})
 
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
-        """Returns the batch axes over which a step splits a number of rows."""
         return self._placer.batch_axes if self._splits(step, rows) else self._placer.axes_for(rows)
 
     def rows_of_device(self, step: str, rows: int) -> int:

@@ -34,8 +34,6 @@ _KEPT = {
 
 
 class TrainSteps:
-    """How the train steps of a distribution are computed."""
-
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
         self._distribution, self._options, self._placer = distribution, options, placer
 

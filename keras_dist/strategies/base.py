@@ -316,27 +316,22 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
 
     @property
     def batches(self) -> Batches:
-        """How batches are placed."""
         return Batches(self, self._placer, self._comparisons)
 
     @property
     def steps(self) -> Steps:
-        """How the steps of models are computed."""
         return Steps(self, self._step_options, self._placer)
 
     @property
     def train_steps(self) -> TrainSteps:
-        """How gradients are computed and weights updated."""
         return TrainSteps(self, self._step_options, self._placer)
 
     @property
     def layer_calls(self) -> LayerCalls:
-        """How layers read weights, and what they compute again."""
         return LayerCalls(self, self._placer)
 
     @property
     def sequences(self) -> SequenceSharding:
-        """How sequences are sharded."""
         return SequenceSharding(self._placer)
 
     def attention(self, query: Any, key: Any, value: Any, bias: Any, mask: Any, **options: Any) -> Any:

@@ -44,7 +44,6 @@ class DimGraph:
         self._gathers: dict[tuple[int, Any], float] = {}
 
     def new_dims(self, shape: Sequence[int]) -> Dims:
-        """Returns new nodes for the dims of a tensor."""
         return tuple(self._new_node() if size > 1 and size % self.axis_size == 0 else None for size in shape)
 
     def unite(self, node: int | None, other: int | None) -> None:
@@ -61,7 +60,6 @@ class DimGraph:
             self._all_reduces[node, tensor] = max(size, self._all_reduces.get((node, tensor), 0))
 
     def add_gather(self, node: int | None, tensor: Any, size: float) -> None:
-        """Records that sharding a node all-gathers a tensor of `size` bytes."""
         if node is not None:
             self._gathers[node, tensor] = size
 
@@ -70,7 +68,6 @@ class DimGraph:
         return self._bytes_by_node(self._all_reduces)
 
     def gather_bytes(self) -> dict[int, float]:
-        """Returns the bytes that are all-gathered for each node if it is sharded."""
         return self._bytes_by_node(self._gathers)
 
     def conflicts(self) -> dict[int, set[int]]:

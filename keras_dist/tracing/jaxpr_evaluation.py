@@ -13,7 +13,6 @@ from keras_dist.tracing.primitives import CALLS, CALLS_WITH_GRADIENTS, REMATERIA
 
 
 def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list[Any]]:
-    """Returns an open jaxpr as a function from its inputs to its outputs."""
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))
 
 
@@ -128,7 +127,6 @@ class Values:
         return variable.val if isinstance(variable, Literal) else self.known[variable]
 
     def evaluate(self, equations: Sequence[Any]) -> None:
-        """Evaluates consecutive equations."""
         if not equations:
             return
         outputs = [v for equation in equations for v in equation.outvars if type(v).__name__ != "DropVar"]

@@ -71,7 +71,6 @@ class Node:
         return self.apply(*(node.value for node in self.inputs)) if self.origin is None else self.origin
 
     def apply(self, *operands: Any) -> Any:
-        """Applies the operation to other operands."""
         primitive = self.equation.primitive
         outputs = primitive.bind(*operands, **self.params)
         return outputs[self.output] if primitive.multiple_results else outputs

@@ -60,7 +60,6 @@ def _trace_call(model: keras.Model, specs: Any) -> Any:
 
 
 def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) -> ValueError:
-    """Returns the error for a model that takes none of the shapes that were tried."""
     if batch is not None:
         shapes = jax.tree.map(lambda spec: spec.shape, batch)
         tried, advice = f"on a batch of the shapes {shapes}", advice_on_batch(inputs)

@@ -269,7 +269,6 @@ class Solution(NamedTuple):
 
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Returns axes as the entry of a layout."""
     return axes if len(axes) > 1 else next(iter(axes), None)
 
 
