@@ -34,19 +34,12 @@ EXCHANGES = (ALL_TO_ALL, ALL_GATHER)
 
 @dataclass(frozen=True)
 class Exchange:
-    """How devices that share sequences exchange queries, keys and values.
+    """How devices that share sequences exchange queries, keys and values."""
 
-    Attributes:
-        axes: The mesh axes that sequences are sharded over.
-        devices: Number of devices along them.
-        members: Number of devices of a group, which divide heads among them; 1 for all-gather alone.
-        swaps_queries: Whether devices without groups swap halves of their queries to have the same work.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    members: int
-    swaps_queries: bool = False
+    axes: tuple[str, ...]  # of the mesh, over which sequences are sharded
+    devices: int  # number of devices along them
+    members: int  # number of devices of a group, which divide heads among them; 1 for all-gather alone
+    swaps_queries: bool = False  # whether devices without groups swap halves of their queries to have the same work
 
     @property
     def groups(self) -> int:

@@ -30,19 +30,10 @@ _BLOCK = 2**24  # elements of a concrete mask that are looked at at once
 
 
 def recognize(mask: Any) -> AttentionMask:
-    """Takes a mask apart into a band, padding, packed sequences, and the rest.
+    """Takes a mask apart into a band, padding, packed sequences, and the rest. `jnp.tril` is `AttentionMask(upper=0)`.
 
-    Integers of which a mask is made, such as a padding mask of zeros and ones, must not be negative. Ids of packed
-    sequences must not be NaN.
-
-    Args:
-        mask: Booleans (B or 1, N or 1, T, S), (B or 1, T, S) or (T, S), traced or concrete.
-
-    Example:
-
-    ```python
-    recognize(jnp.tril(jnp.ones((8, 8), bool)))  # AttentionMask(upper=0)
-    ```
+    The mask has booleans (B or 1, N or 1, T, S), (B or 1, T, S) or (T, S), traced or concrete. Integers of which it is
+    made, such as a padding mask of zeros and ones, must not be negative. Ids of packed sequences must not be NaN.
     """
     conditions = _Conditions(mask)
     try:
@@ -55,10 +46,7 @@ def recognize(mask: Any) -> AttentionMask:
 def recognize_bias(bias: Any) -> AttentionMask | None:
     """Takes an additive mask apart: `(1 - mask) * -1e9` or `where(mask, 0, -inf)`. None if it is not of this form.
 
-    Integers of which such a mask is made must be zeros and ones.
-
-    Args:
-        bias: Numbers that are added to attention logits, of a shape as in `recognize`, traced or concrete.
+    It has a shape as in `recognize`. Integers of which it is made must be zeros and ones.
     """
     conditions = _Conditions(bias)
     return conditions.result() if conditions.require_no_bias(conditions.whole) else None

@@ -16,17 +16,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class QueryRuns:
-    """The positions of a device's queries, which are runs of consecutive ones.
+    """The positions of a device's queries, which are runs of consecutive ones."""
 
-    Attributes:
-        starts: Where the runs of each group of devices begin, (groups, runs), ascending in each group.
-        length: Number of positions of a run.
-        group: The group of this device.
-    """
-
-    starts: np.ndarray
-    length: int
-    group: Any
+    starts: np.ndarray  # where the runs of each group of devices begin, (groups, runs), ascending in each group
+    length: int  # number of positions of a run
+    group: Any  # that of this device
 
     def positions(self) -> jax.Array:
         starts = jnp.asarray(self.starts, jnp.int32)[self.group]

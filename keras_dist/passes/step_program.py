@@ -18,19 +18,12 @@ DimAxes = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A traced function of a model, or what a whole step computes with its gradients.
-
-    Attributes:
-        jaxpr: The program.
-        placer: How batches are placed on the mesh.
-        row_axes: The axes over which the rows of the batch are split.
-        input_axes: Of each input, the axes of its dims.
-    """
+    """A traced function of a model, or what a whole step computes with its gradients."""
 
     jaxpr: ClosedJaxpr
-    placer: BatchPlacer
-    row_axes: tuple[str, ...]
-    input_axes: Sequence[DimAxes]
+    placer: BatchPlacer  # places batches on the mesh
+    row_axes: tuple[str, ...]  # over which the rows of the batch are split
+    input_axes: Sequence[DimAxes]  # of each input
 
     @property
     def mesh(self) -> Mesh:

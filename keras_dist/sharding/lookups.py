@@ -31,23 +31,14 @@ from keras_dist.sharding.resharding import WeightLayouts, reduce_summands, to_co
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup in a table while a step is traced.
+    """A lookup in a table while a step is traced."""
 
-    Args:
-        table_shape: Rows and columns of the table.
-        indices_shape: The shape of the indices, (rows of a batch, positions, ...).
-        layouts: Those of the table.
-        placer: How the batch is sharded.
-        is_gathered_anyway: Whether layers read the whole table in the same step.
-        reduces_later: Whether the gradient stays a sum over the rows of the batch, which is reduced elsewhere.
-    """
-
-    table_shape: Sequence[int]
-    indices_shape: Sequence[int]
-    layouts: WeightLayouts
-    placer: BatchPlacer
-    is_gathered_anyway: bool
-    reduces_later: bool
+    table_shape: Sequence[int]  # rows and columns
+    indices_shape: Sequence[int]  # (rows of a batch, positions, ...)
+    layouts: WeightLayouts  # those of the table
+    placer: BatchPlacer  # shards the batch
+    is_gathered_anyway: bool  # whether layers read the whole table in the same step
+    reduces_later: bool  # whether the gradient stays a sum over the rows of the batch, which is reduced elsewhere
 
     @property
     def has_sharded_rows(self) -> bool:

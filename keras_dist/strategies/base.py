@@ -274,8 +274,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
 
         Returns:
             The same structure of `jax.Array`: dim 1 sharded over the sequence axes if they divide it, and dim 0
-            sharded over the batch axes, or over the largest part of them
-            that divides it.
+            sharded over the batch axes, or over the largest part of them that divides it.
 
         Example:
 

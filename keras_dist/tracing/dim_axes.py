@@ -24,13 +24,8 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | Non
 
     The dim is followed backwards, through whatever keeps it, to a sharding constraint or a value whose layout is
     known. Of several operands that have the dim, the first that leads to an answer is taken. `axes_of_weight` returns
-    the axes of each dim of a value if it is a weight, otherwise None.
-
-    Example:
-
-    ```python
-    axes_of_dim(x @ kernel, 1, lambda value: (None, "model") if value is kernel else None)  # ("model",)
-    ```
+    the axes of each dim of a value if it is a weight, otherwise None. For example, dim 1 of `x @ kernel` has the axes
+    of dim 1 of `kernel`.
     """
     pending, seen = [(node_of(value), dim)], set()
     while pending:
@@ -49,14 +44,8 @@ def axes_of_dim(value: Any, dim: int, axes_of_weight: Callable[[Any], Axes | Non
 def without_repeats(value: Any, dim: int) -> tuple[Any, int]:
     """Returns a value without the repeats of its elements along a dim, and how often each is there.
 
-    KerasHub repeats keys and values for each group of queries, which a kernel need not be given. A value that was not
-    made by `repeat` is returned as it is, with 1.
-
-    Example:
-
-    ```python
-    without_repeats(jnp.repeat(key, 4, axis=2), 2)  # `key`, and 4, while they are traced
-    ```
+    KerasHub repeats keys and values for each group of queries, which a kernel need not be given. Of a traced
+    `jnp.repeat(key, 4, axis=2)`, dim 2 gives `key` and 4; a value that was not made so is returned as it is, with 1.
     """
     repeats = _repeats(node_of(value), dim)
     if repeats == 1:

@@ -25,26 +25,16 @@ from keras_dist.tracing.primitives import ALL_CALLS, FOLDED
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A value of a traced function: an output of an operation, or a leaf, of which only shape and dtype are known.
-
-    Attributes:
-        primitive: Name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf.
-        params: Parameters of the primitive.
-        output: Which of the outputs of the operation it is.
-        equation: The equation of that operation; None for a leaf.
-        origin: The tracer or array itself; None for a value inside a jitted function.
-        root: What `origin` stands for, undifferentiated and outside of functions that close over it. An argument of the
-            traced function has the same root everywhere.
-    """
+    """A value of a traced function: an output of an operation, or a leaf, of which only shape and dtype are known."""
 
     shape: tuple[int, ...]
     dtype: Any
-    primitive: str = ""
-    params: dict[str, Any] = field(default_factory=dict)
-    origin: Any = None
-    root: Any = None
-    output: int = 0
-    equation: Any = None
+    primitive: str = ""  # name of JAX's primitive that made it, such as "broadcast_in_dim"; "" for a leaf
+    params: dict[str, Any] = field(default_factory=dict)  # of the primitive
+    origin: Any = None  # the tracer or array itself; None for a value inside a jitted function
+    root: Any = None  # `root_of` that; an argument of the traced function has the same root everywhere
+    output: int = 0  # which of the outputs of the operation it is
+    equation: Any = None  # of that operation; None for a leaf
     _read_inputs: Sequence[Callable[[], "Node"]] = ()
 
     @cached_property
@@ -77,14 +67,7 @@ class Node:
 
 
 def node_of(value: Any, known: dict[int, Node] | None = None) -> Node:
-    """Returns the node of a tracer, an array or a number, in a new graph or one of `known` nodes.
-
-    Example:
-
-    ```python
-    node_of(jnp.repeat(x, 2, axis=1)).inputs[0].primitive  # "broadcast_in_dim", while `x` is traced
-    ```
-    """
+    """Returns the node of a tracer, an array or a number, in a new graph or one of `known` nodes."""
     known = {} if known is None else known
     root = root_of(value)
     if id(root) not in known:
