@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import keras
 
-from keras_dist._keras.internals import GLOBAL_NAME, KerasDistribution, current_distribution, global_state
+from keras_dist._keras.internals import (
+    GLOBAL_NAME,
+    KerasDistribution,
+    attributes_replaced,
+    current_distribution,
+    global_state,
+)
 from keras_dist._keras.patch_registry import PatchGroup
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
@@ -110,15 +116,9 @@ def installed_in_this_thread(distribution: PackageDistribution) -> Iterator[None
             _set_in_this_thread(before)
 
 
-@contextlib.contextmanager
-def no_distribution_in_this_thread() -> Iterator[None]:
+def no_distribution_in_this_thread() -> contextlib.AbstractContextManager:
     """Hides the active distribution from Keras in this thread for a block of code."""
-    before = _keras_global()
-    _write_keras_global(None)
-    try:
-        yield
-    finally:
-        _write_keras_global(before)
+    return attributes_replaced(global_state.GLOBAL_STATE_TRACKER, **{GLOBAL_NAME: None})
 
 
 def set_by_keras(distribution: Any) -> None:

@@ -218,17 +218,12 @@ def attention_replaced(layer, compute: Callable[[Callable[[], Any]], Any]) -> co
 @contextlib.contextmanager
 def remat_scope_applied(model, scope) -> Iterator[None]:
     """Makes a `keras.RematScope` that of all layers of a model for a block, as if they had been created in it."""
-    layers = list(model._flatten_layers())
-    before = [layer._remat_mode for layer in layers]
     with scope:
         mode = get_current_remat_mode()
-    try:
-        for layer in layers:
-            layer._remat_mode = mode
+    with contextlib.ExitStack() as stack:
+        for layer in model._flatten_layers():
+            stack.enter_context(attributes_replaced(layer, _remat_mode=mode))
         yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer._remat_mode = own
 
 
 # -------------------------------------------------------------------------------------------- a step as a function

@@ -15,6 +15,7 @@ functions that are called. If no pass replaces anything, the program stays the s
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,9 +60,7 @@ def rewritten_before_gradients(
         if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:
             return None
         operands = [variable.aval for variable in equation.invars]
-
-        def operation(*operands: Any) -> Any:
-            return bind(program.jaxpr.jaxpr, equation, operands)
+        operation = partial(bind, program.jaxpr.jaxpr, equation)
 
         def pull_back(cotangents: Any, *operands: Any) -> Any:
             gradients = jax.vjp(operation, *operands)[1](cotangents)
@@ -93,10 +92,7 @@ def _cotangent(output: Any) -> Any:
 
 def _replaced(program: StepProgram, equation: Any, function: Callable, by: Pass) -> Sequence[Any]:
     """Returns equations that compute a function of another one's operation and operands, in place of that one."""
-
-    def operation(*operands: Any) -> Any:
-        return bind(program.jaxpr.jaxpr, equation, operands)
-
+    operation = partial(bind, program.jaxpr.jaxpr, equation)
     try:
         return equations_in_place_of(equation, lambda *operands: function(operation, *operands))
     except Exception as error:

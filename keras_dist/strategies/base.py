@@ -48,10 +48,8 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
             devices take their rows. With `False` every process passes its own rows, any number of them, and the global
             batch consists of the rows of all processes.
         sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
-        sequence_exchange: How devices that share a sequence exchange what attention needs: "all_to_all" over heads
-            (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
-            bytes.
-        step_options: How training steps are computed, for example in microbatches. By default as Keras does.
+        sequence_exchange: As for `ModelParallel`.
+        step_options: As for `ModelParallel`.
 
     Raises:
         TypeError: `step_options` is something else.

@@ -53,7 +53,7 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     return [each for each in (getattr(value, "jaxpr", value) for value in values) if isinstance(each, Jaxpr)]
 
 
-def bind(jaxpr: Any, equation: Any, operands: Sequence[Any]) -> Any:
+def bind(jaxpr: Any, equation: Any, *operands: Any) -> Any:
     """Applies the operation of an equation of a jaxpr to other operands; returns a list if it has several results."""
     if equation.primitive.name not in CALLS_WITH_GRADIENTS:
         return equation.primitive.bind(*operands, **equation.params)
