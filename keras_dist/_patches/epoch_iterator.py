@@ -152,10 +152,7 @@ def announce_step(step: str, model: keras.Model) -> None:
 
 
 def check_values_agree(model: keras.Model | None, place: str) -> None:
-    """Raises ValueError where what several processes hold of a model's weights and optimizer state differs.
-
-    `place` is where in the training of the model this is.
-    """
+    """Raises ValueError where what several processes hold of a model's weights and optimizer state differs."""
     distribution = active_distribution()
     if model is not None and distribution is not None and distribution.is_multi_process:
         put_values_back(model)

@@ -311,17 +311,13 @@ def xla_attention_in_blocks(
 
 
 class Kernel(NamedTuple):
-    """A way to compute attention on a device.
-
-    `run_multiple` is what the lengths of runs of queries must be a multiple of; None if it takes all positions only.
-    `max_pairs` is how many pairs of a query and a key it takes under a mask.
-    """
+    """A way to compute attention on a device."""
 
     name: str
     compute: Callable[..., jax.Array]
     why_not: Callable[..., str | None]
-    run_multiple: int | None
-    max_pairs: float = math.inf
+    run_multiple: int | None  # divides the lengths of runs of queries; None if it takes all positions only
+    max_pairs: float = math.inf  # of a query and a key that it takes under a mask
 
 
 FUSED_KERNELS = {

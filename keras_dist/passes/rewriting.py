@@ -51,10 +51,7 @@ _WITH_GRADIENTS_OF_THEIR_OWN = ("gather", "sort", "reduce_window_max", "reduce_w
 def rewritten_before_gradients(
     program: StepProgram, passes: Sequence[Pass], passes_with_gradients: Sequence[Pass]
 ) -> ClosedJaxpr:
-    """Returns a program that is differentiated later, as `rewritten` does.
-
-    `passes_with_gradients` are asked about the gradients of its operations, too.
-    """
+    """Rewrites a program that is differentiated later, and asks some passes about gradients of operations, too."""
 
     def gradients(equation: Any, program: StepProgram) -> Callable | None:
         if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:

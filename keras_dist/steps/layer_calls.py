@@ -172,10 +172,7 @@ class LayerCalls:
         return any(distribution.get_variable_layout(each) != distribution.get_compute_layout(each) for each in specs)
 
     def run_graph(self, graph: Any, inputs: Any, operation_of: Callable) -> Any:
-        """Returns the outputs of a functional model, of which the backward pass computes blocks again; None: as Keras.
-
-        `operation_of` returns what computes an operation.
-        """
+        """Returns the outputs of a functional model, whose blocks the backward pass computes again; None: as Keras."""
         remat = step_state().rematerialization
         if remat is None or remat.blocks is None or remat.is_in_block or step_state().call is None:
             return None

@@ -30,10 +30,7 @@ from keras_dist.tracing.jaxpr_evaluation import as_function
 
 
 class Microbatches:
-    """A train step before the update, while it is traced. Arrays without dims are not split; see `compute_gradients`.
-
-    `layouts` are those of the weights that are trained.
-    """
+    """A train step before the update, while it is traced; see `compute_gradients`. 0-d arrays are not split."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class Microbatches:
         batch: Any,
         options: StepOptions,
         placer: BatchPlacer,
-        layouts: Sequence[WeightLayouts],
+        layouts: Sequence[WeightLayouts],  # of the weights that are trained
         improve: Improve,
     ):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts

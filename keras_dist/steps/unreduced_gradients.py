@@ -107,17 +107,14 @@ class _Rows:
 
 
 class _Program:
-    """An open jaxpr of which outputs can be had as `Summands`: where an operation sums over rows.
-
-    `sums` has the dtype of that sum for each variable that can be had so.
-    """
+    """An open jaxpr of which outputs can be had as `Summands`: where an operation sums over rows."""
 
     def __init__(self, jaxpr: Any, rows: _Rows):
         self._jaxpr, self._rows = jaxpr, rows
-        self.sums: dict[Any, Any] = {}
+        self.sums: dict[Any, Any] = {}  # for each variable that can be had so, the dtype of that sum
         self._row_dims: dict[int, tuple[int | None, ...]] = {}  # of equations that sum over rows: the dim of an operand
         self._bodies: dict[int, _Program] = {}  # of equations of `jax.checkpoint`
-        zeros: set[Any] = set()
+        zeros: set[Any] = set()  # variables whose values are zeros
         for number, equation in enumerate(jaxpr.eqns):
             summed = [variable for variable in equation.invars if self._is_sum(variable)]
             if equation.primitive.name in REMATERIALIZATIONS:
@@ -189,10 +186,7 @@ class _Program:
 
 
 def _dims_of_summed_rows(equation: Any, rows: _Rows, zeros: Collection[Any]) -> tuple[int | None, ...] | None:
-    """Returns the dim of each operand along which an operation sums over rows; None if it does not.
-
-    `zeros` are variables whose values are zeros.
-    """
+    """Returns the dim of each operand along which an operation sums over rows; None if it does not."""
     name, params, operands = equation.primitive.name, equation.params, equation.invars
     if not _has_number(equation):
         return None

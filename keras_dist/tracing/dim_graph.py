@@ -8,15 +8,12 @@ Dims = tuple[int | None, ...]  # the node of each dim of a tensor, None for a di
 
 
 class NamedTensor(NamedTuple):
-    """A tensor that the program names with `jax.ad_checkpoint.checkpoint_name`.
-
-    `origin` is the jaxpr variable that its values come from, equal for all reshaped or transposed copies.
-    """
+    """A tensor that the program names with `jax.ad_checkpoint.checkpoint_name`."""
 
     name: str
     dims: Dims
     shape: tuple[int, ...]
-    origin: Any
+    origin: Any  # the jaxpr variable that its values come from, equal for all reshaped or transposed copies
 
 
 class DimGraph:
@@ -24,19 +21,18 @@ class DimGraph:
 
     A node is an integer in a union-find structure. Reading a program creates a node for each dim that `axis_size`
     divides, unites the nodes of dims that must be sharded alike, and records for each node the bytes that are
-    communicated if it is sharded. The module `jaxpr_dims` has a worked example. `dims` are by jaxpr variable, and
-    `matmul_operands` has such variables.
-    `successors` has pairs of nodes: a dim, and one that is computed along it, by windows or a slice for example.
-    `window_dims` has the nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
+    communicated if it is sharded. The module `jaxpr_dims` has a worked example.
     """
 
     def __init__(self, axis_size: int):
         self.axis_size = axis_size
         self.inputs: list[Dims] = []
-        self.dims: dict[Any, Dims] = {}
+        self.dims: dict[Any, Dims] = {}  # by jaxpr variable
         self.named_tensors: list[NamedTensor] = []
-        self.matmul_operands: set[Any] = set()
+        self.matmul_operands: set[Any] = set()  # jaxpr variables
+        # Nodes that windows of convolutions or poolings slide over, each with the rank of its tensor.
         self.window_dims: set[tuple[int | None, int]] = set()
+        # Pairs of nodes: a dim, and one that is computed along it, by windows or a slice for example.
         self.successors: list[tuple[int | None, int | None]] = []
         self.tensors: set[Dims] = set()
         self._parents: list[int] = []

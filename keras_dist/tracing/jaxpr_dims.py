@@ -78,14 +78,11 @@ def read_equation(graph: DimGraph, equation: Any, inputs: Sequence[Dims]) -> lis
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the program. `has_gradient` is whether it depends on a trained input.
-
-    `origin` is the jaxpr variable that its values come from by reshapes, transposes and casts, None for new values.
-    """
+    """A tensor of the program."""
 
     dims: Dims
-    has_gradient: bool
-    origin: Any = None
+    has_gradient: bool  # whether it depends on a trained input
+    origin: Any = None  # the jaxpr variable that its values come from by reshapes, transposes and casts, if any
 
 
 def _read_jaxpr(graph: DimGraph, jaxpr: Any, inputs: Sequence[_Tensor], repeats: float) -> list[_Tensor]:

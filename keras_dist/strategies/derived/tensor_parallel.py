@@ -142,20 +142,16 @@ class _Weight(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Which nodes are sharded over `axis`. `batch` is the node of dim 0 of the model's inputs, `lengths` of dim 1.
-
-    It holds for every mesh on which the axis has the same size. `rows` is the number of rows that were traced, `layers`
-    are the paths of the model's layers, without those that a call creates.
-    """
+    """Which nodes are sharded over an axis. It holds for every mesh on which the axis has the same size."""
 
     graph: DimGraph
     weights: list[_Weight]
     sharded: set[int]
     axis: str
-    batch: int | None
-    lengths: set[tuple[int | None, int]]
-    rows: int
-    layers: Set[str]
+    batch: int | None  # the node of dim 0 of the model's inputs
+    lengths: set[tuple[int | None, int]]  # those of dim 1; see `_length`
+    rows: int  # the number that was traced
+    layers: Set[str]  # paths of the model's layers, without those that a call creates
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
