@@ -74,7 +74,9 @@ def _kernel_parts(layer: Any, name: str, shape: tuple[int, ...], dtype: str) -> 
         whole, rows, columns = (shape[-1] if is_transposed else shape[0], layer.units), (0,), (1,)
     elif is_transposed or hasattr(layer, "_int4_rows"):
         whole = tuple(layer.original_kernel_shape)
-        rows, columns = _rows_and_columns(whole, _number_of_rows(name, shape, math.prod(whole), is_transposed))
+        first, last = (shape[-1], shape[0]) if is_transposed else (shape[0], shape[-1])
+        num_rows = math.prod(whole) // last if name in _BY_COLUMN else first
+        rows, columns = _rows_and_columns(whole, num_rows)
     elif is_kernel:  # as it was
         return None
     else:
@@ -88,13 +90,6 @@ def _kernel_parts(layer: Any, name: str, shape: tuple[int, ...], dtype: str) -> 
     else:
         dims = (columns, rows) if is_transposed else (rows, columns)
     return None if is_kernel and whole == shape else FloatWeight("kernel", whole if is_kernel else None, dims)
-
-
-def _number_of_rows(name: str, shape: tuple[int, ...], size: int, is_transposed: bool) -> int:
-    """Returns the rows of a kernel that was reshaped to a matrix, from the shape of a variable that belongs to it."""
-    if name in _BY_COLUMN:
-        return size // (shape[0] if is_transposed else shape[-1])
-    return shape[-1] if is_transposed else shape[0]
 
 
 def _rows_and_columns(shape: Sequence[int], rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
