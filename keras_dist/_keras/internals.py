@@ -76,7 +76,7 @@ with missing_names_are_errors():
 
     # Since 3.16, the operations of a backend are a package of their own, and its classes have shorter names.
     _operations: Any = getattr(_jax_backend, "ops", _jax_backend)
-    jax_core, keras_math, keras_numpy, nn = _operations.core, _operations.math, _operations.numpy, _operations.nn
+    jax_core, nn = _operations.core, _operations.nn
     remat_lib: Any = getattr(_jax_backend, "ops", jax_core)  # where Keras looks up `remat`
 
     KerasDistribution = distribution_lib.Distribution
