@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -253,12 +253,14 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """
         return None if self._layout_map is None else self._layout_map[path]
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
         """Makes this distribution the active one for a block of code in this thread, and for threads that start in it.
 
         It does not apply to threads that started earlier. `set_distribution` applies to all threads.
         """
-        return installed_in_this_thread(self)
+        with installed_in_this_thread(self):
+            yield
 
     def distribute_batch(self, batch: Any) -> Any:
         """Places a host batch on the mesh, as `fit` does, for custom training loops.
