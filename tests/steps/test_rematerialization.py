@@ -312,7 +312,7 @@ def test_blocks_are_found(name):
     model = build()
     model(x[:1])
     blocks = RepeatedBlocks(model)
-    parts = [part for parts in blocks._parts.values() for part in parts if part.is_block]
+    parts = [part for parts in blocks.parts.values() for part in parts if part.is_block]
     assert len(blocks.layers) + len(parts) == {"flat": 2 if OLDER_KERAS else 3, "nested": 2}.get(
         name, 3
     )  # masks of the first flat block are computed otherwise
@@ -322,7 +322,7 @@ def test_blocks_of_known_networks():
     """The first block of each stage of ResNet50 has other shapes, so 12 of 16 blocks are equal to another."""
     with kd.deferred():
         model = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), include_top=False)
-    (parts,) = [parts for parts in RepeatedBlocks(model)._parts.values() if any(part.is_block for part in parts)]
+    (parts,) = [parts for parts in RepeatedBlocks(model).parts.values() if any(part.is_block for part in parts)]
     assert sum(part.is_block for part in parts) == 12
     assert all(len(part.nodes) == 10 for part in parts if part.is_block)
 
