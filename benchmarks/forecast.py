@@ -31,11 +31,11 @@ from keras_dist._report.tables import Table
 from keras_dist._report.units import bytes_text, seconds_text
 from keras_dist.planning.compiling.abstract_step import prepared_step
 from keras_dist.planning.costs.forecast import TimeModel
+from keras_dist.planning.costs.schedule import walk_schedule
 from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hlo.collectives import Collective, wire_bytes
 from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.replica_groups import groups_along
-from keras_dist.planning.hlo.schedule import walk_schedule
 
 BOOK = "Scaling Book, {}"
 RECIPES = "tpu-recipes, {}"
@@ -140,12 +140,13 @@ def matmul(target: str, size: int, measured: float, source: str) -> Measured:
     text = jax.jit(jnp.matmul).lower(operand, operand).compile(options).as_text()
     times = TimeModel(made.hardware, np.array(made[:1]))
     bound = 2 * size**3 / made.hardware.flops_per_second["bfloat16"]
+    forecast, _ = walk_schedule(ModuleReader(text), times)
     return Measured(
         f"matmul {size}, {target.split(':')[0]}",
         source,
         measured,
         bound,
-        walk_schedule(ModuleReader(text), times).seconds,
+        forecast.seconds,
     )
 
 

@@ -19,15 +19,15 @@ from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
-from keras_dist.planning.costs.forecast import TimeModel, forecast
+from keras_dist.planning.costs.forecast import TimeModel
 from keras_dist.planning.costs.model_flops import count_step_flops
 from keras_dist.planning.costs.roofline import Roofline, roofline
+from keras_dist.planning.costs.schedule import walk_schedule
 from keras_dist.planning.hardware.compiler_options import is_refused, refused_options_explained
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
 from keras_dist.planning.hlo.replica_groups import Groups
-from keras_dist.planning.hlo.schedule import walk_schedule
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_state import recorded_attention
 
@@ -213,8 +213,8 @@ def _costs_and_times(
     times = TimeModel.of(hardware, devices, costs.collectives)
     if times is None or bounds.seconds is None:
         return costs, bounds
-    timeline = walk_schedule(reader, times)
-    return reader.module_costs(timeline.collectives), replace(bounds, forecast=forecast(timeline, bounds.seconds))
+    forecast, seconds = walk_schedule(reader, times, bounds.seconds)
+    return reader.module_costs(seconds), replace(bounds, forecast=forecast)
 
 
 @contextlib.contextmanager

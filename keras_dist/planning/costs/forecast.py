@@ -8,7 +8,6 @@ import numpy as np
 from keras_dist.planning.hardware.figures import DTYPES, Hardware
 from keras_dist.planning.hardware.interconnect import Interconnect
 from keras_dist.planning.hlo.collectives import Collective
-from keras_dist.planning.hlo.schedule import Timeline, Work
 
 
 def compute_seconds(hardware: Hardware, flops_by_dtype: Mapping[str, float]) -> float | None:
@@ -79,11 +78,6 @@ class Forecast:
 SECONDS = tuple(field.name for field in fields(Forecast))
 
 
-def forecast(timeline: Timeline, bound: float) -> Forecast:
-    """Returns the forecast for a walk through the schedule of a step that takes at least `bound` seconds."""
-    return Forecast(**{name: getattr(timeline, name) for name in SECONDS} | {"seconds": max(timeline.seconds, bound)})
-
-
 @dataclass(frozen=True)
 class _Reached:
     """Which fractions of the peak rates programs commonly reach, and the seconds that a kernel takes to start.
@@ -122,7 +116,7 @@ _REACHED = {
 
 
 class TimeModel:
-    """How long the parts of a step take on some hardware, for devices in the shape of a mesh; see `Times`.
+    """How long the parts of a step take on some hardware, for devices in the shape of a mesh.
 
     * An instruction takes what the compiler estimates: on TPUs cycles over the clock rate; on GPUs the time of fusions
       without matrix multiplications, since XLA:GPU's cost model does not know tensor cores. Without an estimate it
@@ -150,16 +144,28 @@ class TimeModel:
         is_known = all(times._seconds(each) is not None for each in collectives if each.wire_bytes > 0)
         return times if is_known else None
 
-    def of_work(self, work: Work) -> tuple[float, bool]:
-        computing = compute_seconds(self._hardware, work.flops) or 0.0
-        moving = work.memory_bytes / self._memory_bytes_per_second
+    def of_work(
+        self,
+        flops: Mapping[str, float],
+        memory_bytes: float,
+        cycles: float | None = None,
+        microseconds: float | None = None,
+        is_attention: bool = False,
+    ) -> tuple[float, bool]:
+        """Returns the seconds of one instruction, and whether the compiler estimated them.
+
+        `flops` are by HLO element type. `cycles` and `microseconds` are the compiler's own estimates, None if it wrote
+        none: XLA:TPU writes the clock cycles of most fusions, XLA:GPU the time of fusions if asked to.
+        """
+        computing = compute_seconds(self._hardware, flops) or 0.0
+        moving = memory_bytes / self._memory_bytes_per_second
         bound, reached = max(computing, moving), self._reached
-        if work.cycles is not None and self._hardware.clock_hz is not None:
-            return max(bound, work.cycles / self._hardware.clock_hz), True
-        if work.microseconds and not work.flops:
-            return max(bound, work.microseconds * 1e-6) + reached.start_seconds, True
-        rate = reached.attention if work.is_attention else reached.matmul
-        start = reached.matmul_start_seconds if work.flops else reached.start_seconds
+        if cycles is not None and self._hardware.clock_hz is not None:
+            return max(bound, cycles / self._hardware.clock_hz), True
+        if microseconds and not flops:
+            return max(bound, microseconds * 1e-6) + reached.start_seconds, True
+        rate = reached.attention if is_attention else reached.matmul
+        start = reached.matmul_start_seconds if flops else reached.start_seconds
         return max(computing / rate, moving / reached.memory) + start, False
 
     def of_copy(self, memory_bytes: float) -> float:
@@ -171,6 +177,7 @@ class TimeModel:
         return seconds
 
     def links(self, collective: Collective) -> Iterable[Hashable]:
+        """Returns the links on which a collective waits for those before it."""
         return self._interconnect.links(collective.kind, collective.groups)
 
     def _seconds(self, collective: Collective) -> float | None:

@@ -8,6 +8,5 @@
 * `trip_counts.py`: trip counts of while loops.
 * `instruction_costs.py`: FLOP and memory traffic of one instruction; `kernel_costs.py`: those of kernels of attention.
 * `module_costs.py`: costs of a module.
-* `schedule.py`: the time that the schedule of a module takes.
 * `op_names.py`: the layers that instructions come from.
 """

@@ -1,9 +1,12 @@
 """Walks through schedules written by hand, in which a cycle and 100 bytes on a link take a second each."""
 
+import types
+
 import pytest
 
+from keras_dist.planning.costs.forecast import Forecast
+from keras_dist.planning.costs.schedule import walk_schedule
 from keras_dist.planning.hlo.module_costs import ModuleReader
-from keras_dist.planning.hlo.schedule import walk_schedule
 
 AXES = {"data": 2, "model": 2}
 GROUPS = {"data": "{{0,2},{1,3}}", "model": "{{0,1},{2,3}}"}
@@ -12,12 +15,12 @@ GROUPS = {"data": "{{0,2},{1,3}}", "model": "{{0,1},{2,3}}"}
 class Seconds:
     """Cycles and a hundredth of the bytes as seconds; collectives over one axis share a link."""
 
-    def of_work(self, work):
-        if work.cycles is not None:
-            return work.cycles, True
-        if work.microseconds is not None:
-            return work.microseconds, True
-        return sum(work.flops.values()) + work.memory_bytes / 100, False
+    def of_work(self, flops, memory_bytes, cycles=None, microseconds=None, is_attention=False):
+        if cycles is not None:
+            return cycles, True
+        if microseconds is not None:
+            return microseconds, True
+        return sum(flops.values()) + memory_bytes / 100, False
 
     def of_collective(self, collective):
         return collective.wire_bytes / 100
@@ -32,8 +35,8 @@ class Seconds:
 class Instant(Seconds):
     """Memory takes no time, so that only cycles and links count."""
 
-    def of_work(self, work):
-        return (work.cycles, True) if work.cycles is not None else (0.0, False)
+    def of_work(self, flops, memory_bytes, cycles=None, microseconds=None, is_attention=False):
+        return (cycles, True) if cycles is not None else (0.0, False)
 
     def of_copy(self, memory_bytes):
         return 0.0
@@ -46,7 +49,13 @@ def module_of(*lines, others=""):
 
 def walk(*lines, others="", times=None):
     text = module_of("%x = f32[100]{0} parameter(0)", *lines, others=others)
-    return walk_schedule(ModuleReader(text, AXES), times or Instant())
+    return walked(ModuleReader(text, AXES), times or Instant())
+
+
+def walked(reader, times, bound=0.0):
+    """The fields of the forecast, and the times of the collectives."""
+    forecast, collectives = walk_schedule(reader, times, bound)
+    return types.SimpleNamespace(**vars(forecast), collectives=collectives)
 
 
 def work(name, cycles, operand="x", root=""):
@@ -110,6 +119,11 @@ class TestInOrder:
         fusion = f"%a = f32[100]{{0}} fusion(%x), kind=kCustom, calls=%fused, {config}"
         found = walk(fusion, END, others=FUSED, times=Seconds())
         assert (found.compute_seconds, found.estimated_seconds) == (seconds, seconds)
+
+    def test_a_forecast_is_never_below_the_bound(self):
+        reader = ModuleReader(module_of("%x = f32[100]{0} parameter(0)", work("a", 3), END, others=FUSED), AXES)
+        forecasts = [walk_schedule(reader, Instant(), bound)[0] for bound in (1.0, 5.0)]
+        assert forecasts == [Forecast(3, 3, 0, 0, 3), Forecast(5, 3, 0, 0, 3)]
 
     def test_a_synchronous_collective_is_exposed_in_full(self):
         found = walk(work("a", 3), reduce("r"), work("b", 2), END, others=FUSED)
@@ -207,7 +221,7 @@ class TestAsynchronous:
             others=FUSED,
         ).replace("num_partitions=4", "num_partitions=2")
         reader = ModuleReader(text, AXES, networks=[0, 0, 1, 1])
-        found = walk_schedule(reader, Instant())
+        found = walked(reader, Instant())
         assert found.collectives == {"main/s": (4, 3)}  # 200 floats gathered from 2 slices: 400 bytes
         assert found.seconds == 4
 

@@ -1,7 +1,5 @@
 """Walks the schedule of a compiled module in order, and adds up the time of one execution on one device.
 
-The schedule is the module's; how long each part takes comes from a `Times` object, which knows the hardware.
-
 * The device runs one instruction after another: a synchronous one advances the clock by its duration.
 * An asynchronous collective or copy begins where it starts in the schedule, or once its links are free, and runs while
   the device goes on. Where it is done in the schedule, the device waits for the rest of it, which is `exposed`.
@@ -16,9 +14,9 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
-from keras_dist.planning.hlo.collectives import Collective, is_collective
+from keras_dist.planning.costs.forecast import Forecast, TimeModel
+from keras_dist.planning.hlo.collectives import is_collective
 from keras_dist.planning.hlo.instruction_costs import chain, flops
 from keras_dist.planning.hlo.kernel_costs import attention_kernel
 from keras_dist.planning.hlo.module_costs import ModuleReader
@@ -31,66 +29,22 @@ _COPY_LINK, _ASYNC_WORK_LINK = "copies", "asynchronous work"
 _PASSES_ON = frozenset({"get-tuple-element", "bitcast", "opt-barrier"})
 
 
-class Work(NamedTuple):
-    """What one instruction does on the device. `flops` are by HLO element type.
+def walk_schedule(
+    reader: ModuleReader, times: TimeModel, bound: float = 0.0
+) -> tuple[Forecast, dict[str, tuple[float, float]]]:
+    """Returns the forecast for a module that takes at least `bound` seconds, and the time of each of its collectives.
 
-    `cycles` and `microseconds` are the compiler's own estimates, None if it wrote none: XLA:TPU writes the clock cycles
-    of most fusions, XLA:GPU the time of fusions if asked to.
+    The latter is by "computation/instruction": the seconds in total, and those that are exposed.
     """
-
-    flops: Mapping[str, float]
-    memory_bytes: float
-    cycles: float | None = None
-    microseconds: float | None = None
-    is_attention: bool = False
-
-
-class Times(Protocol):
-    """How long the parts of a step take on some hardware, in seconds; see `keras_dist.planning.costs.forecast`.
-
-    A collective waits for those before it on any of the same links.
-    """
-
-    def of_work(self, work: Work) -> tuple[float, bool]: ...
-    def of_collective(self, collective: Collective) -> float: ...
-    def of_copy(self, memory_bytes: float) -> float: ...
-    def links(self, collective: Collective) -> Iterable[Hashable]: ...
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Seconds that a device runs instructions in one execution, and waits for collectives and asynchronous copies.
-
-    The compiler estimated a part of those that it computes. `collectives` are by "computation/instruction", each with
-    its seconds in total and exposed.
-    """
-
-    compute_seconds: float
-    exposed_seconds: float
-    copy_seconds: float
-    estimated_seconds: float
-    collectives: Mapping[str, tuple[float, float]]
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.exposed_seconds + self.copy_seconds
-
-
-def walk_schedule(reader: ModuleReader, times: Times) -> Timeline:
-    """Returns how long one execution of a module takes."""
     reader.costs(reader.module.entry)
     walk = _Walk(reader, times)
     walk.run(reader.module.entry)
-    exposed = {key: seconds for (part, key), seconds in walk.sums.items() if part == "exposed"}
-    return Timeline(
-        compute_seconds=walk.sums[_COMPUTE],
-        exposed_seconds=sum(exposed.values()),
-        copy_seconds=walk.sums[_COPIES],
-        estimated_seconds=walk.sums[_ESTIMATED],
-        collectives={
-            key: (seconds, exposed.get(key, 0.0)) for (part, key), seconds in walk.sums.items() if part == "total"
-        },
-    )
+    sums = walk.sums
+    exposed = {key: seconds for (part, key), seconds in sums.items() if part == "exposed"}
+    waited = sum(exposed.values())
+    seconds = max(bound, sums[_COMPUTE] + waited + sums[_COPIES])
+    collectives = {key: (total, exposed.get(key, 0.0)) for (part, key), total in sums.items() if part == "total"}
+    return Forecast(seconds, sums[_COMPUTE], waited, sums[_COPIES], sums[_ESTIMATED]), collectives
 
 
 @dataclass
@@ -115,7 +69,7 @@ class _Walk:
     * Between TPU slices: `send`, and `recv-done` of the `recv` with the same rendezvous.
     """
 
-    def __init__(self, reader: ModuleReader, times: Times):
+    def __init__(self, reader: ModuleReader, times: TimeModel):
         self.clock = 0.0
         self.sums: dict[tuple[str, str], float] = defaultdict(float)
         self._reader, self._times = reader, times
@@ -125,7 +79,7 @@ class _Walk:
         # The collectives that TPUs split into fragments, those in each computation, and the fusions with the last ones.
         self._fragmented = set(reader.chains.values())
         self._fragments = {name: self._chains_in(each) for name, each in reader.module.computations.items()}
-        self._last_fragments: dict[str, dict[str, str]] = {}
+        self._last_fragments = {name: self._last(each) for name, each in reader.module.computations.items()}
 
     def run(self, name: str) -> None:
         """Advances over one run of a computation."""
@@ -193,7 +147,7 @@ class _Walk:
         costs = self._reader.costs(called, instruction.base_opcode == "fusion")
         begun = [self._begin_collective(key, 0.0) for key in costs.counts]
         if not begun:  # work on other units of the device, such as a SparseCore
-            seconds, _ = self._times.of_work(Work(costs.flops, costs.memory_bytes))
+            seconds, _ = self._times.of_work(costs.flops, costs.memory_bytes)
             begun = [self._put_on_links((_ASYNC_WORK_LINK,), _COMPUTE, seconds)]
         self._pending[computation.name, instruction.name] = begun
 
@@ -257,8 +211,8 @@ class _Walk:
         cycles = _cycles(instruction)
         if not moved and not counted and cycles is None:
             return 0.0, False
-        work = Work(counted, moved, cycles, _microseconds(instruction), attention_kernel(instruction) is not None)
-        return self._times.of_work(work)
+        is_attention = attention_kernel(instruction) is not None
+        return self._times.of_work(counted, moved, cycles, _microseconds(instruction), is_attention)
 
     def _chains_in(self, computation: Computation) -> list[str]:
         keys = (chain(each) for each in computation.instructions.values() if is_collective(each))
@@ -266,14 +220,8 @@ class _Walk:
 
     def _last(self, computation: Computation) -> dict[str, str]:
         """The name of the fusion that has the last fragment of each collective."""
-        if computation.name not in self._last_fragments:
-            self._last_fragments[computation.name] = {
-                key: instruction.name
-                for instruction in computation.instructions.values()
-                if instruction.opcode == "fusion"
-                for key in self._fragments[self._reader.module.called(instruction).name]
-            }
-        return self._last_fragments[computation.name]
+        fusions = [each for each in computation.instructions.values() if each.opcode == "fusion"]
+        return {key: each.name for each in fusions for key in self._fragments[self._reader.module.called(each).name]}
 
 
 def _source(computation: Computation, done: Instruction) -> Instruction:
