@@ -2,7 +2,6 @@
 
 * `explain.py`: `explain`, which determines the layout of each variable, and why.
 * `coverage.py`: `Coverage`, the report that `explain` returns.
-* `gathered_sequences.py`: which layers gather sequences that are sharded.
 * `findings.py`: likely mistakes, each with its fix.
 * `suggestions.py`: the rules that a fix suggests.
 * `layout_warning.py`: `LayoutMapWarning`, given before the first step.

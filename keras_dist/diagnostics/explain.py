@@ -1,24 +1,24 @@
 """`explain`: which rule shards which variable of a model. Nothing is compiled, and no values are created."""
 
-import contextlib
 import copy
 import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import keras
+import numpy as np
+from keras import layers
 
 from keras_dist._keras import internals, model_structure
 from keras_dist._keras.active_distribution import distribution_of, what_instead_of_a_distribution
 from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable
 from keras_dist.diagnostics.findings import find_mistakes
-from keras_dist.diagnostics.gathered_sequences import layers_that_gather_sequences
 from keras_dist.layout.derived_weights import base_weight_of, derived_axes, paths_derived_later
 from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import Regexes, matching_patterns
@@ -37,6 +37,14 @@ from keras_dist.variables.variable_layouts import (
     optimizer_state_layout,
     optimizer_state_owners,
 )
+
+_CONVOLUTIONS = (
+    *(layers.Conv1D, layers.Conv2D, layers.Conv3D),
+    *(layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose),
+    *(layers.DepthwiseConv1D, layers.DepthwiseConv2D, layers.SeparableConv1D, layers.SeparableConv2D),
+)
+_MAX_POOLING = layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D
+_ADAPTIVE_MAX_POOLING = layers.AdaptiveMaxPooling1D, layers.AdaptiveMaxPooling2D, layers.AdaptiveMaxPooling3D
 
 
 def explain(
@@ -85,23 +93,20 @@ def explain(
     if isinstance(model_or_builder, keras.Layer):
         with built(model_or_builder) as model:
             return _coverage(model, distribution)
-    with _without_layouts(distribution), built(model_or_builder) as model:
+    with _without_layouts(distribution).scope(), built(model_or_builder) as model:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         return _coverage(model, distribution)
 
 
-@contextlib.contextmanager
-def _without_layouts(distribution: Distribution) -> Iterator[None]:
-    """Installs a copy of a distribution that returns no layouts, so that rules that do not fit raise no errors."""
-    kind = type(distribution)
-    installed = copy.copy(distribution)
+def _without_layouts(distribution: Distribution) -> Distribution:
+    """Returns a copy of a distribution that has no layouts, so that rules that do not fit raise no errors."""
+    copied, kind = copy.copy(distribution), type(distribution)
     no_layout: Any = lambda self, *args: None  # noqa: E731
     methods = {f"get_{what}_layout": no_layout for what in ("variable", "compute", "update", "tensor")}
-    installed.__class__ = type(kind.__name__, (kind,), methods | {"layout_rules": no_layout})
-    with installed.scope():
-        yield
+    copied.__class__ = type(kind.__name__, (kind,), methods | {"layout_rules": no_layout})
+    return copied
 
 
 class _Decision(NamedTuple):
@@ -141,7 +146,9 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         )
         bytes_on[devices] += 0 if row.is_on_host else row.bytes
         rows.append(row)
-    layers = model_structure.layers_by_path(model)
+    layers_by_path = model_structure.layers_by_path(model)
+    sequence_axes = distribution._placer.sequence_axes
+    reasons = {path: _why_gathered(layer) for path, layer in layers_by_path.items() if sequence_axes}
     on_all_devices = bytes_on.pop(None, 0)
     mesh_devices = distribution.device_mesh.backend_mesh.devices.flat
     device_bytes = Counter({device_name(device): on_all_devices for device in mesh_devices})
@@ -152,15 +159,15 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         mesh=distribution.device_mesh,
         distribution=repr(distribution),
         variables=tuple(rows),
-        layers=tuple(layers),
+        layers=tuple(layers_by_path),
         rules=tuple(Rule(*item) for item in layout_map.items()),
         first_match_wins=layout_map._first_match_wins,
-        unused=_unused_rules(layout_map, rows, layers),
+        unused=_unused_rules(layout_map, rows, layers_by_path),
         device_bytes=device_bytes,
         idle_axes=_idle_axes(distribution, layout_map, rows),
         batch_axes=distribution._placer.batch_axes,
-        sequence_axes=distribution._placer.sequence_axes,
-        gathered_sequences=layers_that_gather_sequences(layers) if distribution._placer.sequence_axes else {},
+        sequence_axes=sequence_axes,
+        gathered_sequences={path: reason for path, reason in reasons.items() if reason is not None},
         notes=_notes(model, optimizer),
     )
     return dataclasses.replace(coverage, findings=find_mistakes(coverage))
@@ -272,8 +279,21 @@ def _shard_shape(axes: Axes, shape: tuple[int, ...], axis_sizes: tuple[tuple[str
     return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
 
 
+def _why_gathered(layer: keras.Layer) -> str | None:
+    """Returns why a layer of Keras gathers sequences that are sharded; None for all others."""
+    if isinstance(layer, layers.RNN):
+        return "recurrent: computes one position after another"
+    if isinstance(layer, _CONVOLUTIONS) and {*layer.kernel_size, *np.atleast_1d(layer.strides)} != {1}:
+        return f"convolution: reads neighboring positions (kernel {layer.kernel_size}, strides {layer.strides})"
+    if isinstance(layer, _MAX_POOLING):
+        return f"max pooling: reads neighboring positions (window {layer.pool_size}, strides {layer.strides})"
+    if isinstance(layer, _ADAPTIVE_MAX_POOLING):
+        return f"max pooling: reads neighboring positions (output {layer.output_size})"
+    return None
+
+
 def _unused_rules(
-    layout_map: LayoutMap, variables: Iterable[CoveredVariable], layers: Iterable[str]
+    layout_map: LayoutMap, variables: Iterable[CoveredVariable], layer_paths: Iterable[str]
 ) -> dict[str, dict[str, int]]:
     """Returns the rules that determine no layout; for each, the rules that take the paths that it matches."""
     used = {v.rule for v in variables}
@@ -281,7 +301,7 @@ def _unused_rules(
     if not regexes:
         return {}
     takers = {key: Counter() for key in regexes}
-    activations = [f"{path}/{end}" for path in layers for end in ("output", "input")]
+    activations = [f"{path}/{end}" for path in layer_paths for end in ("output", "input")]
     for path in [*(v.path for v in variables if v.part != "optimizer"), *activations]:
         for key in matching_patterns(regexes, path):
             try:

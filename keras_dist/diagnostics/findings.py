@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from keras_dist._keras.internals import is_random_state
 from keras_dist._report.units import bytes_text, counted, percent_text
@@ -207,15 +207,12 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         if v.fits and len(v.shape) > 1 and v.rule not in replicating and v.base is None and v.path not in suggested
     ]
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
-
-    def replicated_over(axis: str) -> list[CoveredVariable]:
-        return [v for v in candidates if axis not in axis_names(v.axes)]
-
     # Only axes that a rule for variables uses: the others are for the batch, or for a distribution to shard over.
     for_variables = [rule for rule in coverage.rules if not is_for_activations(rule.pattern)]
     used = {name for rule in for_variables for name in axis_names(rule.layout.axes)}
     axes = [axis for axis, size in sizes.items() if size > 1 and axis in used]
-    axes = [axis for axis in axes if _whole_bytes(replicated_over(axis)) > _LARGE_FRACTION * total]
+    replicated_bytes = {axis: _whole_bytes(v for v in candidates if axis not in axis_names(v.axes)) for axis in axes}
+    axes = [axis for axis in axes if replicated_bytes[axis] > _LARGE_FRACTION * total]
     if not axes:
         return
     replicas = [v for v in candidates if not set(axes) <= set(axis_names(v.axes))]
@@ -228,10 +225,9 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     yield _finding(
         "replicated",
         f"{percent_text(size / total)} of weight bytes ({bytes_text(size)}) are replicated over axis {named}, although "
-        f"{others} over {'it' if len(axes) == 1 else 'them'}. The largest, with rules "
-        f"that fit:{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n"
-        f"  {_DERIVE_RULES} derives rules that also keep communication low. To replicate a weight "
-        "intentionally, give it a rule of only None.",
+        f"{others} over {'it' if len(axes) == 1 else 'them'}. The largest, with rules that fit:"
+        f"{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n  {_DERIVE_RULES} derives rules that "
+        "also keep communication low. To replicate a weight intentionally, give it a rule of only None.",
         [v for group in groups for v in group],
         None,
     )
@@ -284,7 +280,7 @@ def _with_axis(axis: str, axes: Axes, variable: CoveredVariable, sizes: Mapping[
     return axes if best is None else with_axis(best)
 
 
-def _whole_bytes(group: Group) -> int:
+def _whole_bytes(group: Iterable[CoveredVariable]) -> int:
     return sum(v.whole_bytes for v in group)
 
 

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
 
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
@@ -14,15 +13,7 @@ from keras_dist.layout.rule_matching import Regexes, is_for_activations, strip_m
 from keras_dist.layout.tensor_layout import Axes, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
-
-
-class Unmatched(NamedTuple):
-    """A rule that matches no variable, the variables that it was probably meant for, and the fix."""
-
-    pattern: str
-    group: Group
-    fix: str
-
+Unmatched = tuple[str, Group, str]  # a rule that matches no variable, the variables it was meant for, and the fix
 
 _NAME_OF_HEAD = re.compile(r"(?:^|[^A-Za-z])(?:head|logits|unembed|unembedding|reverse_embeddings)(?![A-Za-z_])")
 _WORD = re.compile(r"(?<!\\)[A-Za-z]{2,}")  # in a regex or a path
@@ -34,7 +25,6 @@ def variables_with_rules(coverage: Coverage) -> Iterator[CoveredVariable]:
 
 
 def assignment(pattern: str, axes: Axes) -> str:
-    """Returns the Python statement that adds a rule."""
     return f"layout_map[{pattern!r}] = {axes}"
 
 
@@ -49,7 +39,6 @@ def regex_for(coverage: Coverage, group: Group) -> str:
 
 
 def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
-    """Yields each rule that matches nothing, with the variables that it was probably meant for and the fix."""
     axes = {rule.pattern: rule.layout.axes for rule in coverage.rules}
     rules = [pattern for pattern, takers in coverage.unused.items() if not takers]
     if not rules:
@@ -62,7 +51,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
         is_activation = is_for_activations(pattern)
         better, found = next((each[pattern] for each in rewritten if pattern in each), (None, []))
         if better is None and not is_activation and (embedding := paths.tied_embedding(pattern)):
-            yield Unmatched(pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern]))
+            yield pattern, embedding, _advice_on_tied_head(coverage, embedding, axes[pattern])
             continue
         if better is None and (found := paths.nearest(pattern, None if is_activation else len(axes[pattern]))):
             if found[0] not in regexes:  # many rules may resemble the same path
@@ -87,7 +76,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                     "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. "
                     "If this is one of them, give it a name."
                 )
-        yield Unmatched(pattern, group, fix)
+        yield pattern, group, fix
 
 
 def _advice_on_tied_head(coverage: Coverage, embedding: Group, axes: Axes) -> str:
