@@ -101,7 +101,6 @@ def _mark_host_memory(module: Any, on_host: Sequence[bool]) -> None:
 
 
 def bytes_on_a_device(spec: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of an array's shard on one device."""
     sharding: Any = spec.sharding
     return math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
 
@@ -161,8 +160,7 @@ def notes_on_batch(step: Step) -> Iterator[str]:
         if rows_per_device > -(-rows // replicas):
             yield (
                 f"Batch size {rows} is not divisible by {replicas}, the size of the batch axes: each device processes "
-                f"{counted(rows_per_device, 'row')}, so devices repeat each other's work. Use a multiple of "
-                f"{replicas}."
+                f"{counted(rows_per_device, 'row')}, so devices repeat each other's work. Use a multiple of {replicas}."
             )
             break
     if step.accumulation is not None:

@@ -95,11 +95,6 @@ class Attention:
     reason: str | None
     exchange: str | None = None
 
-    @property
-    def way(self) -> tuple[str, str | None, str | None]:
-        """In which way the calls are computed."""
-        return self.implementation, self.reason, self.exchange
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
@@ -333,8 +328,7 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
     values = list(values)
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    return None if None in values else sum(filter(None, values))
 
 
 def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:

@@ -26,13 +26,6 @@ class CompilationCache:
     The folder is `keras_dist` in JAX's compilation cache, if there is one (`jax_compilation_cache_dir`), or else in the
     user's cache folder. It can be deleted at any time. Others may be able to write to it, so the files are JSON, which
     unlike pickles cannot execute anything.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cache = CompilationCache(Path(folder))
-    ...     cache.put("key", (3.5, 2.5))
-    ...     cache.get("key", tuple[float, ...]), cache.get("other", tuple[float, ...])
-    ((3.5, 2.5), None)
     """
 
     def __init__(self, folder: Path | None = None):
@@ -46,7 +39,7 @@ class CompilationCache:
     def get(self, key: str, kind: Any) -> Any:
         """Returns what was put under a key, of a type for `from_plain_data`; None if nothing can be read."""
         try:
-            content = json.loads(self._file(key).read_text("utf-8"))
+            content = json.loads((self.folder / f"{key}.json").read_text("utf-8"))
             return from_plain_data(kind, content["value"]) if content["format"] == _FORMAT else None
         except Exception:  # another version of this package wrote it, or the disk damaged it: it is compiled again
             return None
@@ -57,10 +50,7 @@ class CompilationCache:
         text = json.dumps(content, default=lambda number: number.item())  # NumPy's numbers
         with contextlib.suppress(OSError):  # without a cache, the next search compiles again
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file(key), lambda path: Path(path).write_text(text, "utf-8"))
-
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
+            write_atomically(self.folder / f"{key}.json", lambda path: Path(path).write_text(text, "utf-8"))
 
 
 def _default_folder() -> Path:

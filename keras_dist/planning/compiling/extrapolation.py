@@ -1,18 +1,22 @@
 """Extrapolates the figures of two compilations to a deeper model."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from keras_dist._report.units import bytes_text
 from keras_dist.planning.compiling.compilation import Compilation
-from keras_dist.planning.costs.forecast import SECONDS as _FORECAST_SECONDS
+from keras_dist.planning.costs.forecast import Forecast
 
 _FIGURES = (
     "argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic", "host_traffic"
 )  # fmt: skip
 _TRAFFIC = ("count", "tensors", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 _SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")
+_FORECAST_SECONDS = [field.name for field in fields(Forecast)]
+_KIND_OF_TRAFFIC = operator.attrgetter("kind", "axes", "crosses_network")
+_KIND_OF_ATTENTION = operator.attrgetter("implementation", "reason", "exchange")
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> Compilation:
@@ -26,19 +30,15 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
     def extrapolate(first: Any, second: Any, names: Iterable[str]) -> Any:
         """Returns the second object with fields that are extrapolated; what the first lacks is 0 there."""
         pairs = {name: (getattr(first, name, 0.0), getattr(second, name)) for name in names}
-        return replace(
-            second,
-            **{
-                name: None if None in pair else pair[1] + max(0.0, pair[1] - pair[0]) * factor
-                for name, pair in pairs.items()
-            },
-        )
+        figures = {name: None if None in (a, b) else b + max(0.0, b - a) * factor for name, (a, b) in pairs.items()}
+        return replace(second, **figures)
 
-    before = {(each.kind, each.axes, each.crosses_network): each for each in shallow.traffic}
-    traffic = [
-        extrapolate(before.get((each.kind, each.axes, each.crosses_network)), each, _TRAFFIC) for each in deep.traffic
-    ]
-    calls = {each.way: each for each in shallow.attention}
+    def extrapolate_each(first: Iterable, second: Iterable, kind_of: Callable, names: Iterable[str]) -> list:
+        before = {kind_of(each): each for each in first}
+        return [extrapolate(before.get(kind_of(each)), each, names) for each in second]
+
+    traffic = extrapolate_each(shallow.traffic, deep.traffic, _KIND_OF_TRAFFIC, _TRAFFIC)
+    attention = extrapolate_each(shallow.attention, deep.attention, _KIND_OF_ATTENTION, ["calls"])
     roofline = extrapolate(shallow.roofline, deep.roofline, _SECONDS)
     forecast = None
     if shallow.roofline.forecast is not None and deep.roofline.forecast is not None:
@@ -46,10 +46,8 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
         # A part that takes less time in the larger model stays as it is, so the parts may add up to more.
         parts = forecast.compute_seconds + forecast.exposed_seconds + forecast.copy_seconds
         forecast = replace(forecast, seconds=max(forecast.seconds, parts))
-    notes = [
-        f"Extrapolated to {depth} blocks from compilations of {depths[0]} and {depths[1]}; variables and batch are "
-        "exact."
-    ]
+    compared = f"compilations of {depths[0]} and {depths[1]}"
+    notes = [f"Extrapolated to {depth} blocks from {compared}; variables and batch are exact."]
     # In a step that trains, each block holds activations for the backward pass.
     if step == "train" and deep.temporaries <= shallow.temporaries:
         notes.append(
@@ -60,7 +58,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
     return replace(
         extrapolate(shallow, deep, _FIGURES),
         traffic=tuple(sorted(traffic, key=lambda each: -each.wire_bytes)),
-        attention=tuple(extrapolate(calls.get(each.way), each, ["calls"]) for each in deep.attention),
+        attention=tuple(attention),
         roofline=replace(roofline, forecast=forecast),
         refusal=deep.refusal or shallow.refusal,
         notes=(*notes, *deep.notes),

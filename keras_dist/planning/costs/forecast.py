@@ -1,7 +1,7 @@
 """A forecast of step time: the schedule of the compiled program, with the times of its parts on some hardware."""
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,9 +73,6 @@ class Forecast:
     def estimated_share(self) -> float:
         """Fraction of the compute time that comes from the compiler's own estimates."""
         return self.estimated_seconds / self.compute_seconds if self.compute_seconds else 0.0
-
-
-SECONDS = tuple(field.name for field in fields(Forecast))
 
 
 @dataclass(frozen=True)
