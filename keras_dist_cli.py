@@ -93,10 +93,9 @@ def _missing_program(program: str, is_module: bool) -> str | None:
             found = None
         finally:
             sys.path.pop(0)
-        here = repr(os.getcwd())
         if found:
             return None
-        return f"module not found: {name!r}, in {here} or among the installed packages. Start it in its folder"
+        return f"module not found: {name!r}, in {os.getcwd()!r} or among the installed packages. Start it in its folder"
     if re.fullmatch(r"python[0-9.]*", os.path.basename(program)) and not os.path.isfile(program):
         return f"{program!r} is no program of Python. Leave it out: keras-dist launch -n 2 train.py"
     if os.path.exists(program):

@@ -1,12 +1,10 @@
-"""An immutable mapping."""
+"""An immutable, hashable mapping."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class FrozenMapping(Mapping):
-    """An immutable, hashable mapping."""
-
     def __init__(self, pairs: Mapping | Iterable[tuple[Any, Any]] = ()):
         self._values = dict(pairs)
 

@@ -165,11 +165,10 @@ def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any
         return distribution
     arrays = data_adapter_utils.unpack_x_y_sample_weight(batch)
     with show_progress(None) as report:
-
-        def plan_under(changed: Distribution) -> Plan:
-            return plan_step(model, changed, arrays, "train", None, (2, 4), FrozenMapping(), report)
-
-        found = _with_remat_chosen(distribution, plan_under)
+        found = _with_remat_chosen(
+            distribution,
+            lambda changed: plan_step(model, changed, arrays, "train", None, (2, 4), FrozenMapping(), report),
+        )
     if found.is_interrupted:
         raise KeyboardInterrupt
     for note in found.notes:
@@ -353,11 +352,9 @@ class UnequalBlocksError(ValueError):
 
 
 def _require_equal_blocks(state_bytes: Mapping[int, int]) -> None:
-    (fewest, least), (fewer, less), (more, most) = sorted(state_bytes.items())
+    (fewest, least), (fewer, less), (more, most) = by_blocks = sorted(state_bytes.items())
     if (most - least) * (fewer - fewest) != (less - least) * (more - fewest):
-        sizes = ", ".join(
-            f"{size} bytes with {counted(blocks, 'block')}" for blocks, size in sorted(state_bytes.items())
-        )
+        sizes = ", ".join(f"{size} bytes with {counted(blocks, 'block')}" for blocks, size in by_blocks)
         raise UnequalBlocksError(
             f"Cannot extrapolate to {more} blocks because the blocks are not equal: the variables of a device take "
             f"{sizes}. Omit depth to compile the full model."

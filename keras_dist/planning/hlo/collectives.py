@@ -152,7 +152,6 @@ def _kind_and_groups(module: Module, instruction: Instruction, slices: Slices) -
 
 
 def _is_only_sliced(computation: Computation, name: str) -> bool:
-    """Whether a value is used only to take slices of it."""
     users = computation.users.get(name, [])
     return bool(users) and all(
         user.opcode == "dynamic-slice" or (user.opcode in _PASSES_ON and _is_only_sliced(computation, user.name))

@@ -2,16 +2,6 @@
 
 Reads the optimized, scheduled HLO of XLA's CPU, GPU and TPU compilers (`compiled.as_text()`), for devices that are
 attached or not.
-
->>> module = '''HloModule jit_step, num_partitions=8
-...
-... ENTRY %main (x: f32[256]) -> f32[256] {
-...   %x = f32[256]{0} parameter(0)
-...   ROOT %psum = f32[256]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add
-... }'''
->>> [found] = ModuleReader(module, {"data": 2, "model": 4}).module_costs().collectives
->>> found.kind, found.axes, found.bytes, found.wire_bytes
-('all-reduce', ('model',), 1024, 1536.0)
 """
 
 import heapq

@@ -235,7 +235,6 @@ def fits_text(plan: Plan) -> str:
 
 
 def subject_text(plan: Plan) -> str:
-    """Returns what a plan is of: model, step and number of parameters."""
     return f"{plan.model}, {plan.step} step, {counted(count_text(plan.parameters), 'parameter')}"
 
 
@@ -283,7 +282,6 @@ def _capacity_text(plan: Plan) -> str:
 
 
 def _what_fits(plan: Plan, fitting: Plan) -> Section:
-    """Returns the price and the gain of step options with which a plan fits."""
     rows = [
         (
             each.step_options.text or "as planned",

@@ -24,7 +24,6 @@ _MAX_ROWS = 6
 def forecast_section(
     forecast: Forecast, utilization: float | None, collectives: Iterable[Collective], depth: int | None
 ) -> Section:
-    """Returns a title, and a bar chart, a sentence and the most exposed collectives below it."""
     parts = {
         "compute": forecast.compute_seconds,
         "exposed collectives": forecast.exposed_seconds,

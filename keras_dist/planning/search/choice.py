@@ -66,11 +66,7 @@ class Choice(Report):
         return self.plan.mesh
 
     def to_source(self) -> str:
-        """Returns Python code that creates the same distribution on the devices of the machine it runs on.
-
-        Returns:
-            Statements that assign the distribution to `distribution`.
-        """
+        """Returns Python code that assigns such a distribution, on the machine that it runs on, to `distribution`."""
         return self.source
 
     def table(self) -> "Candidates":

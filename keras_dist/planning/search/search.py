@@ -84,7 +84,6 @@ class Search:
         return math.inf if best is None else self.cost(self.plans[best])
 
     def cost(self, plan: Plan) -> float:
-        """Returns what the objective minimizes."""
         return seconds_of(plan) if self.objective == "time" else plan.memory.total
 
     @property

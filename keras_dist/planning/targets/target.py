@@ -145,7 +145,7 @@ def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -
     if entry.links and re.search("PCIe|NVL$", entry.device_kind) and gpus > _ON_A_BRIDGE:
         warn(
             f"Target {name!r} has {gpus} GPUs on a host, but NVLink joins these GPUs in pairs only. A plan counts "
-            f"NVLink between all of them, so its times for collectives among more than {_ON_A_BRIDGE} are too short.",
+            f"NVLink between all of them, so its times for collectives among more than {_ON_A_BRIDGE} are too short."
         )
         return
     joined = _IN_A_RACK if entry.device_kind.startswith("NVIDIA GB") else _ON_A_BOARD

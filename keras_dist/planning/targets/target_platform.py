@@ -1,9 +1,4 @@
-"""What code that is traced for a target learns about its platform: the answers of the target's devices.
-
-Keras and KerasHub choose kernels of attention and recurrent layers while they trace, by what JAX says of the devices.
-Where the target is not attached, that is about this machine's CPU, and the traced step is not the one that the target
-would run.
-"""
+"""What code that is traced for a target learns about its platform: the answers of the target's devices."""
 
 import contextlib
 import functools
