@@ -30,7 +30,6 @@ from keras_dist._report.report import to_plain_data
 from keras_dist._report.tables import WIDTH, Table, render_text
 from keras_dist._report.units import bytes_text, counted
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
-from keras_dist.mesh.devices import device_name
 from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.launcher import launch, launch_elastic, print_all_processes, print_first_process
@@ -193,15 +192,9 @@ def _devices(options: argparse.Namespace) -> tuple[str, int]:
         return json.dumps(to_plain_data(kd.hardware), indent=2) if options.json else repr(kd.hardware), 0
     rows = []
     for device in jax.devices():
-        known, reported = kd.hardware.of_device(device), device.memory_stats() or {}
-        row = {
-            "name": device_name(device),
-            "kind": device.device_kind,
-            "platform": device.platform,
-            "process": device.process_index,
-            "memory_bytes": reported.get("bytes_limit", None if known is None else known.memory_bytes),
-        }
-        rows.append(row)
+        facts, known = system_facts.device_facts(device), kd.hardware.of_device(device)
+        memory = facts["memory_bytes"] or (None if known is None else known.memory_bytes)
+        rows.append({name: facts[name] for name in ("name", "kind", "platform", "process")} | {"memory_bytes": memory})
     if options.json:
         return json.dumps(rows, indent=2), 0
     cells = [
