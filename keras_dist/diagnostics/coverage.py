@@ -133,9 +133,8 @@ class Coverage(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the coverage as numbers, strings, lists and dicts, which JSON can encode."""
-        figures = {
-            name: getattr(self, name) for name in ("bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies")
-        }
+        names = "bytes", "whole_bytes", "replicated_bytes", "imbalance", "copies"
+        figures = {name: getattr(self, name) for name in names}
         mesh = {"mesh": self.mesh.axis_sizes, "devices": self.mesh.devices.size}
         rules = {rule.pattern: rule.layout.axes for rule in self.rules}
         return to_plain_data(figures | vars(self) | mesh | {"rules": rules})

@@ -29,14 +29,9 @@ from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
+from keras_dist.variables import variable_layouts
 from keras_dist.variables.deferred import built
-from keras_dist.variables.variable_layouts import (
-    VariableSpec,
-    all_variables,
-    layout_under,
-    optimizer_state_layout,
-    optimizer_state_owners,
-)
+from keras_dist.variables.variable_layouts import VariableSpec
 
 _CONVOLUTIONS = (
     *(layers.Conv1D, layers.Conv2D, layers.Conv3D),
@@ -117,7 +112,7 @@ class _Decision(NamedTuple):
 
 def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
     layout_map: Any = LayoutMap(None) if distribution._layout_map is None else distribution._layout_map
-    variables = list(all_variables(model))
+    variables = list(variable_layouts.all_variables(model))
     decisions = _decisions(model, variables, distribution)
     weights = {id(variable) for variable in model.weights}
     optimizer = getattr(model, "optimizer", None)
@@ -188,7 +183,7 @@ def _decisions(
     model: keras.Layer, variables: Iterable[keras.Variable], distribution: Distribution
 ) -> dict[int, _Decision]:
     """Returns the layout of each variable, by `id`. Optimizer state has the layout of its weight's update."""
-    owners = optimizer_state_owners(getattr(model, "optimizer", None), variables)
+    owners = variable_layouts.optimizer_state_owners(getattr(model, "optimizer", None), variables)
     decisions = {id(v): _decision(v, distribution) for v in variables if id(v) not in owners}
     weights = {id(owner): owner for owner in owners.values()}
     updates = {key: _update_decision(weight, decisions[key], distribution) for key, weight in weights.items()}
@@ -198,8 +193,9 @@ def _decisions(
 def _update_decision(weight: keras.Variable, decision: _Decision, distribution: Distribution) -> _Decision:
     if decision.layout is None:
         return decision
-    layout, kind = optimizer_state_layout(weight, decision.layout, distribution), type(distribution).__name__
+    layout = variable_layouts.optimizer_state_layout(weight, decision.layout, distribution)
     if layout != decision.layout:
+        kind = type(distribution).__name__
         return _Decision(layout, decision.rule, f"same as {weight.path!r}, further sharded by {kind}")
     if isinstance(distribution, DataParallel) and distribution._shard_optimizer_state:
         return decision._replace(why=_why_not_sharded(weight, layout, distribution))
@@ -215,7 +211,7 @@ def _decision(variable: keras.Variable, distribution: Distribution) -> _Decision
     pattern = None if rule is None else rule.pattern
     author = distribution_of(variable)
     try:
-        layout = layout_under(variable, distribution)
+        layout = variable_layouts.layout_under(variable, distribution)
         current = distribution.get_variable_layout(VariableSpec.of(variable)) if author is distribution else layout
     except ValueError as error:
         sizes = distribution.device_mesh.axis_sizes

@@ -44,9 +44,6 @@ def find_mistakes(coverage: Coverage) -> tuple[Finding, ...]:
     return tuple(each for findings in kinds for each in sorted(findings, key=lambda finding: -finding.bytes))
 
 
-# --------------------------------------------------------------------------------------- variables without a layout
-
-
 def _misfits(coverage: Coverage) -> Iterator[Finding]:
     rules, sizes, groups = dict(coverage.rules), coverage.mesh.axis_sizes, defaultdict(list)
     for v in variables_with_rules(coverage):
@@ -134,9 +131,6 @@ def _lora_factor(variable: CoveredVariable) -> str:
     return name[-1] if re.fullmatch(r"lora_\w+_[ab]", name) else ""
 
 
-# ------------------------------------------------------------------------------------------- rules without an effect
-
-
 def _unmatched_rules(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Finding]:
     for pattern, group, fix in unmatched:
         what = "layer" if is_for_activations(pattern) else "variable"
@@ -192,20 +186,14 @@ def _partly_shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
         )
 
 
-# ---------------------------------------------------------------------------------------------- replicas, idle axes
-
-
 def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Finding]:
     weights = [v for v in coverage.variables if v.part == "weights"]
     # Not reported: weights that a rule replicates on purpose, vectors (biases and scales, which every recipe
     # replicates), weights that have the layout of another weight, and those that a rule without a match is meant for.
     replicating = {rule.pattern for rule in coverage.rules if not any(rule.layout.axes)}
     suggested = {v.path for _, group, _ in unmatched for v in group}
-    candidates = [
-        v
-        for v in weights
-        if v.fits and len(v.shape) > 1 and v.rule not in replicating and v.base is None and v.path not in suggested
-    ]
+    candidates = [v for v in weights if v.fits and len(v.shape) > 1 and v.base is None]
+    candidates = [v for v in candidates if v.rule not in replicating and v.path not in suggested]
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
     # Only axes that a rule for variables uses: the others are for the batch, or for a distribution to shard over.
     for_variables = [rule for rule in coverage.rules if not is_for_activations(rule.pattern)]

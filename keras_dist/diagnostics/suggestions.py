@@ -139,7 +139,6 @@ class _Paths:
         return {rule: (rewritten[rule], paths) for rule, paths in found.items()}
 
     def _closest_word(self, word: str) -> str:
-        """Returns the word of the model's paths that is closest to a word of a rule."""
         close = [word] if word in self._kinds_with_word else get_close_matches(word, self._words, 1, 0.7)
         # A short word with two letters swapped has a low ratio: it is found by its letters.
         return close[0] if close else self._word_by_letters.get("".join(sorted(word)), word)

@@ -79,10 +79,8 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
     if not labels:
         return 0
     window, spatial = instruction.attribute("window") or "", sorted(set(labels[1]) - {"b", "f"})
-    image_sizes, kernel_sizes, result_sizes = (
-        dict(zip(names, array.dims, strict=False))
-        for names, array in zip(labels.groups(), (image, kernel, result), strict=True)
-    )
+    labelled = zip(labels.groups(), (image, kernel, result), strict=True)
+    image_sizes, kernel_sizes, result_sizes = (dict(zip(names, array.dims, strict=False)) for names, array in labelled)
 
     def values(key: str, default: int) -> list[int]:
         match = re.search(rf"\b{key}=(\S+?)[\s}}]", window)

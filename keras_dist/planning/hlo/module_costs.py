@@ -9,17 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from keras_dist.planning.hlo import instruction_costs
 from keras_dist.planning.hlo.collectives import Collective, is_collective, read_collective, with_part_of
-from keras_dist.planning.hlo.instruction_costs import (
-    FREE,
-    chain,
-    flops,
-    host_bytes,
-    is_opaque,
-    memory_bytes,
-    starts_chain,
-    written_arrays,
-)
 from keras_dist.planning.hlo.kernel_costs import attention_kernel, kernel_flops, workspace_bytes
 from keras_dist.planning.hlo.megascale import slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
@@ -133,12 +124,9 @@ class ModuleReader:
         self._axes, self._slices = dict(axes or {}), slices_of(module.devices, networks, ids)
         self._costs: dict[tuple[str, bool], Costs] = {}
         self._seen_chains: set[tuple[str, str | None]] = set()
-        self._started_chains = {
-            chain(instruction)
-            for computation in module.computations.values()
-            if starts_chain(computation)
-            for instruction in computation.instructions.values()
-        }
+        starts = [each for each in module.computations.values() if instruction_costs.starts_chain(each)]
+        fused = [instruction for each in starts for instruction in each.instructions.values()]
+        self._started_chains = set(map(instruction_costs.chain, fused))
 
     def module_costs(self, times: Mapping[str, tuple[float, float]] | None = None) -> ModuleCosts:
         """Returns the costs of the module. `times` are the seconds of each collective, in total and exposed."""
@@ -176,17 +164,17 @@ class ModuleReader:
     def _add(self, costs: Costs, computation: Computation, instruction: Instruction, in_fusion: bool, op_name: str):
         opcode = instruction.base_opcode
         if not in_fusion:
-            if moved := memory_bytes(self.module, computation, instruction):
+            if moved := instruction_costs.memory_bytes(self.module, computation, instruction):
                 self.memory_bytes[computation.name, instruction.name] = moved
                 costs.memory_bytes += moved
-            costs.host_bytes += host_bytes(computation, instruction)
+            costs.host_bytes += instruction_costs.host_bytes(computation, instruction)
         if is_collective(instruction):
             if self._is_counted(computation, instruction):
                 found = read_collective(self.module, computation, instruction, in_fusion, self._axes, self._slices)
                 key = f"{computation.name}/{instruction.name}"
                 self.collectives[key] = replace(found, op_name=found.op_name or op_name)
                 costs.counts[key] = 1
-                if fragments := chain(instruction):
+                if fragments := instruction_costs.chain(instruction):
                     self.chains[fragments] = key
                 costs.wire_bytes += found.wire_bytes
         elif opcode == "while":
@@ -204,24 +192,23 @@ class ModuleReader:
             self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(computation, instruction))
             if kernel_flops(computation, instruction):
                 self.closed_forms.add(instruction.target)
-            if work := flops(computation, instruction):
+            if work := instruction_costs.flops(computation, instruction):
                 dtype, flop = work
                 costs.flops[dtype] = costs.flops.get(dtype, 0.0) + flop
-            elif is_opaque(instruction):
+            elif instruction_costs.is_opaque(instruction):
                 self.opaque_calls.add(instruction.target)
 
     def branch(self, conditional: Instruction) -> str:
-        """Returns the name of the branch of a conditional that counts."""
         keys = ("branch_computations", "true_computation", "false_computation")
         return max((name for key in keys for name in conditional.names(key)), key=lambda name: self.costs(name).rank())
 
     def _is_counted(self, computation: Computation, instruction: Instruction) -> bool:
         """False for all but the first of the fusions that TPUs spread one asynchronous collective over."""
-        key = chain(instruction)
+        key = instruction_costs.chain(instruction)
         if key is None:
             return True
         if key in self._started_chains:
-            return starts_chain(computation)
+            return instruction_costs.starts_chain(computation)
         is_first = key not in self._seen_chains
         self._seen_chains.add(key)
         return is_first
@@ -229,10 +216,10 @@ class ModuleReader:
     def _large_values(self, computation: Computation) -> Iterator[LargeValue]:
         results = _results(computation) if computation.name == self.module.entry else set()
         for instruction in computation.instructions.values():
-            is_new = instruction.opcode not in FREE and not instruction.opcode.endswith(("send", "-done", "-update"))
-            if not is_new or instruction.name in results:
+            is_free = instruction.opcode in instruction_costs.FREE
+            if is_free or instruction.opcode.endswith(("send", "-done", "-update")) or instruction.name in results:
                 continue
-            for array, written in written_arrays(self.module, computation, instruction):
+            for array, written in instruction_costs.written_arrays(self.module, computation, instruction):
                 if array.is_in_memory and array.dims and written is array:
                     yield LargeValue(array.stored_bytes, str(array), instruction.op_name, instruction.name)
 

@@ -65,10 +65,8 @@ def _mesh_groups(text: str) -> np.ndarray:
     """
     mesh, _, named = text.rpartition("{")
     sizes = {axis: int(size) for axis, size in re.findall(r"'?([^',=\[\]]+)'?=(\d+)", mesh.split("]")[0])}
-    parts = [
-        (axis, int(outside or 1), int(size or sizes[axis]))
-        for axis, outside, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|\})", named)
-    ]
+    found = re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|\})", named)
+    parts = [(axis, int(outside or 1), int(size or sizes[axis])) for axis, outside, size in found]
     dims: list[tuple[str, int, int]] = []
     for axis, full in sizes.items():
         borders = sorted({1, full, *(b for a, out, size in parts if a == axis for b in (out, out * size))})
