@@ -85,9 +85,8 @@ class _Search:
         options: dict[str, list[str]] = defaultdict(list)
         for failed, error in self._errors.items():
             options[error_line(error)].append(failed.text)
-        return tuple(
-            f"Step options that could not be compiled: {'; '.join(texts)}. {line}" for line, texts in options.items()
-        )
+        fault = "Step options that could not be compiled"
+        return tuple(f"{fault}: {'; '.join(texts)}. {line}" for line, texts in options.items())
 
     def climb(self) -> StepOptions | None:
         """Finds the lowest rung that fits, of the first ladder whose top does. Returns the top if it fails."""

@@ -184,9 +184,6 @@ def warn_of_constants(step: Step, constants: Sequence[Any]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------ the model
-
-
 def _as_model(model: Any, name: str) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise ValueError(
@@ -239,9 +236,6 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
             f"{fault}: {tracing_errors.describe(error)}. Pass the shapes of a global batch, as fit gets it: x, (x, y) "
             "or (x, y, sample_weight)."
         ) from error
-
-
-# ------------------------------------------------------------------------------------------------------ the batch
 
 
 def _dtypes_of_shapes(model: keras.Model, parts: Sequence[Any]) -> Iterator[list[str]]:

@@ -328,7 +328,7 @@ def _summed(collectives: Iterable[Collective], networks: np.ndarray) -> tuple[Tr
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
     values = list(values)
-    return None if None in values else sum(filter(None, values))
+    return None if None in values else sum(filter(None, values), 0.0)
 
 
 def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:

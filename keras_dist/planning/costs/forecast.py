@@ -13,17 +13,12 @@ from keras_dist.planning.hlo.collectives import Collective
 def compute_seconds(hardware: Hardware, flops_by_dtype: Mapping[str, float]) -> float | None:
     """Returns the seconds of matrix multiplications, summed over HLO element types (`"bf16"`); None if unknown.
 
-    A dtype without a known peak runs at that of the next wider dtype with one, float16 at
-    that of bfloat16; dtypes wider than float32 run at float32's.
+    A dtype without a known peak runs at that of the next wider dtype with one, float16 at that of bfloat16; dtypes
+    wider than float32 run at float32's.
     """
-    seconds = 0.0
-    for element_type, flops in flops_by_dtype.items():
-        if flops:
-            peak = _peak(hardware, element_type)
-            if peak is None:
-                return None
-            seconds += flops / peak
-    return seconds
+    peaks = {element_type: _peak(hardware, element_type) for element_type, flops in flops_by_dtype.items() if flops}
+    seconds = (flops_by_dtype[element_type] / peak for element_type, peak in peaks.items() if peak is not None)
+    return None if None in peaks.values() else sum(seconds, 0.0)
 
 
 def _peak(hardware: Hardware, element_type: str) -> float | None:

@@ -45,7 +45,6 @@ class Roofline:
 
     @classmethod
     def unknown(cls, platform: str) -> "Roofline":
-        """Returns a roofline without any known time, for devices of a platform."""
         return cls(None, None, None, None, *_LINK_AND_NETWORK.get(platform, _OF_GPUS))
 
     @property

@@ -82,7 +82,6 @@ class _Walk:
         self._last_fragments = {name: self._last(each) for name, each in reader.module.computations.items()}
 
     def run(self, name: str) -> None:
-        """Advances over one run of a computation."""
         computation = self._reader.module.computations[name]
         for instruction in computation.instructions.values():
             self._step(computation, instruction)

@@ -42,10 +42,8 @@ def checked_compiler_options(options: Any) -> FrozenMapping:
     # As flags, XLA's options and libtpu's take true and false; as options, XLA's take booleans only.
     spelled = {"true": True, "false": False}
     return FrozenMapping(
-        {
-            name.removeprefix("--"): spelled.get(value.lower(), value) if isinstance(value, str) else value
-            for name, value in options.items()
-        }
+        (name.removeprefix("--"), spelled.get(value.lower(), value) if isinstance(value, str) else value)
+        for name, value in options.items()
     )
 
 
@@ -87,9 +85,7 @@ _PUBLISHED = tomllib.loads(
 def published_options(hardware: str) -> Mapping[str, CompilerOptions]:
     """Returns the sets for a generation of TPUs, such as `"v5e"`, or for `"gpu"`, by name."""
     return FrozenMapping(
-        {
-            name: CompilerOptions(entry["options"], entry["purpose"], entry["source"])
-            for name, entry in _PUBLISHED.items()
-            if hardware in entry["hardware"]
-        }
+        (name, CompilerOptions(entry["options"], entry["purpose"], entry["source"]))
+        for name, entry in _PUBLISHED.items()
+        if hardware in entry["hardware"]
     )

@@ -33,9 +33,8 @@ class Interconnect:
     * Collective-permute: each pair uses the shortest paths, and the busiest link is the bottleneck.
 
     Source: Austin et al., "How to Scale Your Model" (2025): "Sharded Matrices and How to Multiply Them" (rings, lines,
-    several dims, all-to-all) and "How to Think About GPUs" (hosts), https://jax-ml.github.io/scaling-book;
-    "Performance reported by NCCL tests" (bus bandwidth),
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    several dims, all-to-all) and "How to Think About GPUs" (hosts), https://jax-ml.github.io/scaling-book; bus
+    bandwidth: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
 
     def __init__(self, hardware: Hardware, devices: np.ndarray):

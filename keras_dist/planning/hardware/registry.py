@@ -118,7 +118,6 @@ def _table(registry: HardwareRegistry) -> Table:
 
 
 def _known_hardware() -> Iterator[Hardware]:
-    """Yields the GPUs and TPUs that notebooks and large clouds rent."""
     for platform in ("tpu", "gpu"):
         text = resources.files("keras_dist.planning.hardware").joinpath(f"{platform}s.toml").read_text()
         for name, entry in tomllib.loads(text).items():

@@ -125,7 +125,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def _row(name: str, plan: Plan) -> dict[str, str]:
-    """Returns the cells of a plan by their columns."""
     memory, roofline = plan.memory, plan.roofline
     capacity = "" if memory.capacity is None else f"of {bytes_text(memory.capacity)}\n"
     sent = bytes_text(plan.wire_bytes) + (f"\n{bytes_text(plan.host_traffic)} host" if plan.host_traffic else "")

@@ -89,10 +89,7 @@ def _fold(path: str) -> str:
 def plan_figure(
     title: str, memory: tuple[Bar, ...], memory_width: float, roofline: Roofline, traffic: Iterable[Traffic]
 ) -> "Figure":
-    """Returns a figure with the memory of a device above the schedule of a step, if its time is known.
-
-    `memory_width` are the bytes that the full width of the bars of `memory` stands for.
-    """
+    """Returns a figure with the memory of a device above the schedule of a step, if its time is known."""
     schedule = _schedule(roofline, traffic)
     heights = [len(memory), *([len({bar.label for bar in schedule})] if schedule else [])]
     figure = new_figure(9, 1.2 + 0.3 * sum(heights) + 0.6 * len(heights))

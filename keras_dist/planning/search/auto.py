@@ -41,13 +41,11 @@ def auto(
 ) -> Choice:
     """Chooses the mesh and the strategy for a model, by compiling its real step for candidates.
 
-    Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows: those listed
-    below, FSDP both with gathered weights kept and gathered again, and context parallelism where the model has
-    sequences. The memory of variables is computed exactly. Communication and compute of a step are estimated.
-    Candidates that cannot fit, or that cannot be better than a compiled one, are left out. The others are compiled, the
-    most promising first. The same arguments give the same choice. Results of compilations are kept on disk, so that a
-    repeated search takes seconds. A candidate that cannot be compiled is listed with the error, and the search goes on.
-    Ctrl-C ends a search with the best candidate so far.
+    Candidates are the mesh shapes that the devices can form, with the strategies that each of them allows. Those that
+    cannot fit, or that cannot be better than a compiled one, are left out. The others are compiled, the most promising
+    first. The same arguments give the same choice. Results of compilations are kept on disk, so that a repeated search
+    takes seconds. A candidate that cannot be compiled is listed with the error, and the search goes on. Ctrl-C ends a
+    search with the best candidate so far.
 
     Args:
         build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With

@@ -45,7 +45,6 @@ class Estimates:
         self._larger: dict[tuple, float] = defaultdict(lambda: 1.0)
 
     def observe(self, candidate: Candidate, plan: Plan) -> None:
-        """Takes what the plan of a compiled candidate shows into account."""
         kind = _kind(candidate)
         if self._memory_base is None:
             self._memory_base = candidate, plan
@@ -67,7 +66,6 @@ class Estimates:
             self._slower[kind] = self._slower[kind] * busy / expected
 
     def seconds(self, candidate: Candidate) -> float:
-        """Returns the expected time of a step."""
         simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
         return max([self._seconds_with(candidate, 1.0), *simpler])
 
@@ -89,7 +87,6 @@ class Estimates:
         return self._seconds_with(candidate, _MIN_EXPOSED_FRACTION if is_known else _MIN_FRACTION_OF_UNKNOWN_KIND)
 
     def bytes(self, candidate: Candidate) -> float:
-        """Returns the expected memory of a device."""
         return self.min_bytes(candidate) + self._temporaries(candidate)
 
     def min_bytes(self, candidate: Candidate) -> float:

@@ -80,15 +80,13 @@ class Place:
 
 def place_of(target: Any, keep: Mapping[str, int] | str | None) -> Place:
     """Returns the place that `target` and `keep` of `auto` stand for. Raises a ValueError with the fix."""
-    mesh = None
+    mesh, kept = None, _kept_sizes(keep)
     if isinstance(target, str):
         target = target_of(target)
     if isinstance(target, (keras.distribution.DeviceMesh, jax.sharding.Mesh)):
         mesh = as_auto_mesh(target)
         require_one_target(mesh)
         target = mesh.backend_mesh.devices
-    kept = _kept_sizes(keep)
-    if mesh is not None:
         for axis, size in kept.items():
             if mesh.axis_sizes.get(axis, 1) != size:
                 raise ValueError(f"Cannot keep {axis}:{size}, because {mesh} is kept. Pass its devices, or no keep.")

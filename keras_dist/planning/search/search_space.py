@@ -65,12 +65,7 @@ class SearchSpace(NamedTuple):
 
 
 def search_space(build_model: Any, step: str, strategies: Collection[str], place: Place, batch: Any) -> SearchSpace:
-    """Returns the candidates for a step of a model, which `build_model` is or returns, and a global batch.
-
-    Raises:
-        NoCandidateError: The devices, the strategies and the kept axes leave none.
-        ValueError: The model cannot be built or traced.
-    """
+    """Returns the candidates for a step of a model, which `build_model` is or returns, and a global batch."""
     count = len(place.devices)
     with prepared_step(build_model, DataParallel(place.mesh({DATA: count})), batch, step) as prepared:
         solutions, notes = _solutions(strategies, place, prepared)
@@ -87,11 +82,8 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
         workload = _Workload(prepared, batch, place.hardware, solutions)
         sizes = {each: workload.sizes(each, distribution) for each, distribution in distributions.items()}
     strategies_left = {each.strategy for each in distributions}
-    useless = [
-        each
-        for each in distributions
-        if _WITHOUT_SHARDED_STATE.get(each.strategy) in strategies_left and not sizes[each].shards_state
-    ]
+    unsharded = [each for each in distributions if not sizes[each].shards_state]
+    useless = [each for each in unsharded if _WITHOUT_SHARDED_STATE.get(each.strategy) in strategies_left]
     for each in useless:
         del distributions[each], sizes[each]  # on every mesh the same as the other
     if useless:
@@ -156,10 +148,7 @@ def _length(prepared: Step) -> int | None:
 
 
 class _Workload:
-    """A prepared step, whose sizes under any distribution can be computed.
-
-    `solutions` is what tensor parallelism shards, by the size of its axis.
-    """
+    """A prepared step, whose sizes under any distribution can be computed. `solutions` are as of `_solutions`."""
 
     def __init__(self, step: Step, batch: Any, hardware: Hardware | None, solutions: Mapping[int, Solution]):
         self._step, self._batch, self._hardware, self._solutions = step, batch, hardware, solutions
@@ -201,9 +190,8 @@ class _Workload:
         seconds: dict[tuple, float] = defaultdict(float)
         mesh = distribution.device_mesh.backend_mesh
         interconnect = Interconnect(self._hardware, mesh.devices) if self._hardware is not None else None
-        for purpose, kind, axes, payload in _collectives(
-            candidate, weights, gradients, updated, all_reduced * share, activations * share
-        ):
+        sent_at_least = _collectives(candidate, weights, gradients, updated, all_reduced * share, activations * share)
+        for purpose, kind, axes, payload in sent_at_least:
             if sent := wire_bytes(kind, payload, candidate.size(*axes)):
                 groups = groups_along(mesh.devices.shape, [mesh.axis_names.index(axis) for axis in axes])
                 rate = None if interconnect is None else interconnect.seconds_per_byte(kind, groups)[1]

@@ -223,9 +223,8 @@ def _tpu_devices(name: str, shape: tuple[int, ...], slices: int, entry: Hardware
         options["num_slices"] = slices
     is_attached = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     with _default_environment({} if is_attached else _LIBTPU_ENVIRONMENT):
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{generation.name}:{'x'.join(map(str, shape))}", **options
-        ).devices
+        topology = f"{generation.name}:{'x'.join(map(str, shape))}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""What code that is traced for a target learns about its platform: the answers of the target's devices."""
+"""What code that is traced for a target learns about its platform: the answers of the target's devices.
+
+Keras and KerasHub choose kernels of attention and recurrent layers while they trace, by what JAX says of the devices.
+"""
 
 import contextlib
 import functools
