@@ -77,8 +77,11 @@ def join(timeout: float, initialize: Callable, **arguments) -> None:
         initialize(
             initialization_timeout=max(1, int(timeout)), heartbeat_timeout_seconds=heartbeat_timeout, **arguments
         )
-    except Exception:
-        _reset()
+    except Exception:  # another call must be possible after a failed one
+        state = _jax_distributed.global_state
+        for part in filter(None, (state.client, state.service)):
+            _shutdown_error(part)
+        vars(state).clear()  # its class has the initial values
         raise
     finally:
         module._jax = library
@@ -176,14 +179,6 @@ def _shutdown_error(part: Any) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error)
     return ""
-
-
-def _reset() -> None:
-    """Makes another `jax.distributed.initialize` possible after a failed one."""
-    state = _jax_distributed.global_state
-    for part in filter(None, (state.client, state.service)):
-        _shutdown_error(part)
-    vars(state).clear()  # its class has the initial values
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -1,13 +1,8 @@
 """Detects that another process died, failed or stalled, and ends this process in bounded time.
 
-| another process | detected by | at the latest after |
-|---|---|---|
-| raises an exception | its report, through the coordination service | 1 s |
-| exits early | its announcement, when this process next waits for a message | 1 s |
-| is killed or stopped | missed heartbeats | `coordination.HEARTBEAT_TIMEOUT` |
-| makes other calls | the timeout of messages | `initialize(timeout=...)` |
-| hangs before a step that this one has begun | its number of steps | `initialize(timeout=...)` |
-| is the launcher, and is killed | the end of its pipe | at once |
+An exception is detected by the report of its process, an early end by its announcement, a death by missed heartbeats,
+a hang by the number of steps or the timeout of messages, and the death of the launcher by the end of its pipe.
+docs/many_processes.md has the times.
 
 Where the main thread is blocked in a collective, no exception reaches it: `END_GRACE` seconds after the detection,
 the process prints the reason and exits with status 70. If process 0 is killed, the coordination service ends with it,
@@ -117,8 +112,7 @@ def _watch_failures() -> None:
 def _require_equal_steps(steps: dict[int, int]) -> None:
     """Fails where processes wait in a step that others have not begun. A process that makes steps is not among them."""
     newest = max(steps.values())
-    behind = [process for process, number in steps.items() if number < newest]
-    if behind:
+    if behind := [process for process, number in steps.items() if number < newest]:
         message = (
             f"{messaging.describe(behind).capitalize()} has not begun step {newest} of this program, in which other "
             f"processes have waited {counted(messaging.timeout, 'second')}. {messaging.SLOW_PROCESS_FIX}"
@@ -160,7 +154,7 @@ def _leave() -> None:
     global _is_leaving
     if not coordination.is_joined():  # the program has called jax.distributed.shutdown()
         return
-    messaging.announce_end()
+    messaging.set_status(messaging.ENDED, True)
     if messaging.process_index() == 0:
         _wait_for_others()
     _is_leaving = not _has_failed()
@@ -196,7 +190,9 @@ def _report_uncaught_exceptions() -> None:
 
     def hook(kind, error, trace):
         before(kind, error, trace)
-        reason = _wait_for_reason(error) if _is_device_error(error) else messaging.known_failure
+        # Errors of JAX's runtime have several types, and start with a code: `UNKNOWN: Gloo ...`.
+        is_of_devices = isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error))
+        reason = _wait_for_reason(error) if is_of_devices else messaging.known_failure
         messaging.report_failure(error)
         if reason is not None and not isinstance(error, messaging.ProcessFailure):
             _print_reason(reason)
@@ -221,8 +217,3 @@ def _wait_for_reason(error: BaseException) -> str | None:
             )
         time.sleep(TICK / 10)
     return None
-
-
-def _is_device_error(error: BaseException) -> bool:
-    """Whether an error is from JAX's runtime, which has several types and starts with a code: `UNKNOWN: Gloo ...`."""
-    return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error)) is not None

@@ -119,8 +119,7 @@ def _argument_or_variable(name: str, value: Any, kind: type) -> Any:
     accepted, description = _KINDS[kind]
     if value is None:
         variable = f"KERAS_DISTRIBUTION_{name.upper()}"
-        text = os.environ.get(variable)
-        if text is None:
+        if (text := os.environ.get(variable)) is None:
             return None
         try:
             return kind(text)
@@ -161,7 +160,6 @@ def _validate(addresses: str | None, count: int | None, index: int | None, timeo
 
 
 def _require_same(addresses: str | None, count: int | None, index: int | None, timeout: float | None) -> None:
-    """Raises a ValueError if a second call passes other arguments than the first."""
     joined = {
         "job_addresses": (addresses and addresses.split(",")[0], coordination.address()),
         "num_processes": (count, messaging.process_count()),

@@ -31,8 +31,6 @@ _printing = threading.Lock()
 
 
 class Outcome(NamedTuple):
-    """How the processes ended."""
-
     status: int  # 0, or the exit status of the first process that failed; 128 + n if signal n ended it
     failed: int | None  # the index of that process, or None if none failed before all were stopped
     statuses: list[int]  # exit status of each process; -n if signal n ended it
@@ -62,10 +60,6 @@ def launch(
     called for each line of output with the index of the process, "stdout" or "stderr", and the line; by default it is
     `print_first_process`. `environment` takes the place of that of this process. After `timeout` seconds all are
     stopped.
-
-    >>> print(launch([sys.executable, "-c", "print('hello')"], processes=1))
-    [0] hello
-    Outcome(status=0, failed=None, statuses=[0])
     """
     with _received_signals() as events:
         return _run(command, processes, devices_per_process, events, show, environment, timeout, grace, stop_grace)[0]
@@ -135,10 +129,7 @@ def _run(
     grace: float,
     stop_grace: float,
 ) -> tuple[Outcome, int | None]:
-    """Starts the processes once, for signals from a queue, which may hold some that came before.
-
-    Returns the outcome, and the signal to the launcher for which the processes were stopped.
-    """
+    """Starts the processes once. Returns the outcome, and the signal to the launcher for which they were stopped."""
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} is less than 1. Pass at least 1.")
@@ -147,9 +138,13 @@ def _run(
     if devices_per_process is not None:
         common |= _simulated_environment(devices_per_process, common.get("XLA_FLAGS", ""))
     group: list[_Process] = []
-    with _pipe_to_launcher() as pipe, _reserved_port() as port:
+    pipe, writing = os.pipe()  # which ends for the processes when the launcher does, also if that is killed
+    with open(pipe), open(writing, "w"), socket.socket() as reserved:
+        # The port is given to no other program. The socket does not listen, and lets process 0 do so at its address.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
         common |= {
-            "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{reserved.getsockname()[1]}",
             "KERAS_DISTRIBUTION_NUM_PROCESSES": str(processes),
             "PYTHONUNBUFFERED": "1",
             PIPE_VARIABLE: f"{pipe}:{os.fstat(pipe).st_ino}",
@@ -162,26 +157,6 @@ def _run(
         finally:
             _stop(group)
     return Outcome(status, failed, [process.wait() for process in group]), stopped_by
-
-
-@contextlib.contextmanager
-def _pipe_to_launcher() -> Iterator[int]:
-    """Yields the end of a pipe for processes to read from. It ends when the launcher does, also if that is killed."""
-    read, write = os.pipe()
-    try:
-        yield read
-    finally:
-        os.close(read)
-        os.close(write)
-
-
-@contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """Yields a port of the loopback interface that no other program is given. Process 0 can listen at it."""
-    with socket.socket() as reserved:  # which does not listen itself, and lets others that do so have its address
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
 
 
 def _simulated_environment(devices: int, flags: str) -> dict[str, str]:
@@ -225,7 +200,6 @@ class _Process(subprocess.Popen):
         events.put(self)
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(self.pid, number)
 
@@ -243,7 +217,6 @@ def _read(rank: int, name: str, stream: IO[str], show: Callable[[int, str, str],
 
 
 def print_all_processes(process: int, stream: str, line: str) -> None:
-    """Prints each line after the index of its process."""
     with _printing:
         print(f"[{process}] {line}", file=getattr(sys, stream), flush=True)
 
@@ -280,8 +253,7 @@ def _wait(
         if event not in group:  # but of an earlier start
             continue
         running -= 1
-        status = event.wait()
-        if status:
+        if status := event.wait():
             failed.append((status if status > 0 else 128 - status, event.rank))
             if len(failed) == 1 and stopped_by is None:
                 soon = time.monotonic() + grace

@@ -24,6 +24,7 @@ from keras_dist.multihost.coordination import client, process_count, process_ind
 DEFAULT_TIMEOUT = 600.0  # seconds
 TICK = 1.0  # seconds between two looks at the state of other processes
 SLOW_PROCESS_FIX = "Check what that process is doing; if it only needs longer, increase initialize(timeout=...)."
+ENDED = "ended"  # the topic of whether processes have reached the end of the program
 _PREFIX = "keras_dist"
 _WAITING = "waiting"  # the topic of where processes wait for a message
 
@@ -47,10 +48,8 @@ def exchange(
 
     Every process must call it equally often for each topic, with a message that JSON can represent, a few kilobytes at
     most. Process 0 collects the messages and distributes them. `is_cancelled` tells whether the answer is no longer
-    needed, and is called once a second. `method` is the method of a model that runs, for errors.
-
-    Raises:
-        ProcessFailure: Another process failed or did not send within the timeout, or the exchange was cancelled.
+    needed, and is called once a second. `method` is the method of a model that runs, for errors. Raises ProcessFailure
+    if another process failed or did not send within the timeout, or if the exchange was cancelled.
     """
     if not is_multi_process():
         return [message]
@@ -136,12 +135,10 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
             raise ProcessFailure(known_failure)
         if is_cancelled():
             raise ProcessFailure(f"The exchange of {place} was cancelled, because its result is no longer needed.")
-        problem, ended = None, ended_processes()
-        if ended:
+        if ended := ended_processes():
             if _look_up(key) is not None:  # sent just before the process ended
                 continue
-            report = reported_failure()
-            if report is not None:  # just before the process ended, and not known yet
+            if report := reported_failure():  # just before the process ended, and not known yet
                 raise ProcessFailure(report[1])
             problem = (
                 f"{describe(ended).capitalize()} ended while process {process_index()} waited at {place}. Let every "
@@ -149,11 +146,12 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
             )
         elif time.monotonic() > deadline:
             problem = _timeout_message(directory, place)
-        if problem is not None:
-            error = ProcessFailure(problem)
-            if threading.current_thread() is not threading.main_thread():
-                report_failure(error)  # the main thread may be blocked in a collective, where no exception reaches it
-            raise error
+        else:
+            continue
+        error = ProcessFailure(problem)
+        if threading.current_thread() is not threading.main_thread():
+            report_failure(error)  # the main thread may be blocked in a collective, where no exception reaches it
+        raise error
 
 
 def _timeout_message(directory: str, place: str) -> str:
@@ -180,14 +178,8 @@ def announce_start() -> None:
     client().key_value_set(f"{_PREFIX}/where/{process_index()}", _host_and_pid())
 
 
-def announce_end() -> None:
-    """Tells the others that this process has reached the end of the program."""
-    client().key_value_set(f"{_PREFIX}/ended/{process_index()}", "")
-
-
 def ended_processes() -> list[int]:
-    """Returns the processes that have reached the end of the program."""
-    return [*_by_process(f"{_PREFIX}/ended/")]
+    return [*statuses(ENDED)]
 
 
 def _host_and_pid() -> str:
