@@ -13,16 +13,6 @@ def write_atomically(path: str | os.PathLike, write: Callable[[str], Any]) -> An
     folder is missing or not writable, to create that or to raise its own error. Its result is returned. A process that
     is killed leaves the previous files, and a folder next to them whose name starts with a dot. Files are moved one by
     one, JSON last because it names the others; other files in a target folder stay.
-
-    Example:
-
-    >>> import pathlib
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = pathlib.Path(folder, "notes.txt")
-    ...     write_atomically(path, lambda other: pathlib.Path(other).write_text("complete"))
-    ...     path.read_text(), os.listdir(folder)
-    8
-    ('complete', ['notes.txt'])
     """
     given_name = os.path.basename(os.fspath(path))
     folder, name = os.path.split(os.path.realpath(path))  # a symbolic link stays one

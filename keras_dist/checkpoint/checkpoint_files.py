@@ -27,10 +27,6 @@ class CheckpointFiles:
     """The checkpoints of one `fit`, by the number of batches before them, in a directory that all processes share.
 
     `model` decides how much space one takes. With `on_background`, `save` returns before all is written.
-
-    Raises:
-        ValueError: The directory is not writable, too small or used by another job, or the processes do not find the
-            same checkpoints in it.
     """
 
     def __init__(self, directory: str, model: Any, max_to_keep: int | None, on_background: bool):
@@ -91,8 +87,7 @@ class CheckpointFiles:
         """Restores a model from the newest undamaged checkpoint; None if the directory has none.
 
         Returns the number of batches before it, and what this process saved as `progress` or, if the number of
-        processes has changed, what process 0 saved. Damaged ones that are newer are renamed, so that Orbax no longer
-        counts them.
+        processes has changed, what process 0 saved. Damaged ones that are newer are renamed.
         """
         if not self._saved:
             return None

@@ -30,8 +30,6 @@ def match_weights(saved: list[str], paths: list[str], nested_paths: list[str], a
     same order; all kinds of paths without the numbers of names that Keras has given. Nested paths have the names of all
     models and layers that a weight is in. `automatic` has the names that Keras gives, without numbers.
 
-    Example:
-
     >>> match_weights(["sequential/dense/kernel"], ["dense/kernel"], ["sequential/dense/kernel"], {"dense"}).pairs
     {0: 'sequential/dense/kernel'}
     """
@@ -62,8 +60,6 @@ def match_optimizer(saved: list[str], paths: list[str], weights: list[tuple[str,
 
     `weights` has, for each weight of the model, its path and its path in the checkpoint, in the order in which the
     optimizer created its variables.
-
-    Example:
 
     >>> match_optimizer(["adam/sequential_dense_kernel_momentum"], ["adam/dense_kernel_momentum"],
     ...                 [("dense/kernel", "sequential/dense/kernel")]).pairs
@@ -104,8 +100,6 @@ def unique_weight_paths(paths: list[str], nested_paths: list[str]) -> list[str]:
     """Returns a unique path for each weight: its own or, if several share it, its nested path.
 
     Nested paths do not distinguish the states of random generators, which are numbered.
-
-    Example:
 
     >>> nested_paths = ["m/a/dense/kernel", "m/b/dense/kernel", "m/head/bias"]
     >>> unique_weight_paths(["dense/kernel", "dense/kernel", "head/bias"], nested_paths)

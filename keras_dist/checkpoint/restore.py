@@ -93,17 +93,11 @@ def restore(
 
     Weights are matched by path, also if Keras has numbered or nested the model's layers differently since. The
     optimizer is built if it is not and the checkpoint has one. Metrics are restored if the checkpoint has them; they
-    must match only if training continues.
+    must match only if training continues, and `read_progress` reads from the path of a checkpoint how far it is.
 
-    Args:
-        model: The model.
-        directory: Where checkpoints are.
-        steps: The names of those that are tried, until one is not damaged. All processes agree which.
-        skip_mismatch: Whether to restore what matches, and to warn about the rest.
-        read_progress: Reads how far training is from the path of a checkpoint, if training continues from it.
-
-    Raises:
-        ValueError: Before any variable has changed, if something does not match or all checkpoints are damaged.
+    The checkpoints `steps` of the directory are tried until one is not damaged; all processes agree which. With
+    `skip_mismatch`, what does not match is a warning. Raises ValueError, before any variable has changed, if all
+    checkpoints are damaged, or if something does not match.
     """
     if not model_structure.is_built(model):
         raise ValueError(
@@ -131,7 +125,6 @@ def restore(
 
 
 def damage_text(directory: str, damaged: dict[str, str]) -> str:
-    """Returns what is wrong with checkpoints, as the beginning of a message."""
     return "; ".join(f"Checkpoint {os.path.join(directory, step)} is damaged: {text}" for step, text in damaged.items())
 
 
@@ -141,8 +134,7 @@ class DamageError(Exception):
 
 def _read(model, path: str, skip_mismatch: bool, read_progress: Callable[[str], Any] | None) -> tuple[list, Any]:
     """Returns variables with their values in a checkpoint, and its progress; raises DamageError."""
-    damage = checksums.damage(etils_path(path))
-    if damage is not None:
+    if damage := checksums.damage(etils_path(path)):
         raise DamageError(damage)
     with _errors_as_damage():
         progress = None if read_progress is None else read_progress(path)
@@ -173,7 +165,6 @@ def _errors_as_damage() -> Iterator[None]:
 
 
 def _find(model, path: str, tree: Any, skip_mismatch: bool, with_metrics: bool) -> dict[str, Any]:
-    """Returns the variable for each entry of a checkpoint that has one."""
     saved = _flat(tree)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built and any(entry.startswith(OPTIMIZER) for entry in saved):

@@ -33,25 +33,12 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     of an epoch: with the same batches in the same order, the same random numbers and the same losses. It may restart
     on another mesh, with another strategy or with another number of processes; each device then reads its own shards.
 
-    **What is saved:** all variables of the model, its optimizer and its metrics; the states of random generators (of
-    layers, Keras's global one, Python's `random`, NumPy's global one); the epoch, the number of batches done in it, and
-    the position in the data. Saving runs in the background. A checkpoint counts only when it is complete, so a process
-    that is killed while it writes loses at most that checkpoint. `model.load_weights(directory)` reads it too. Files
-    have checksums: if the newest checkpoint is damaged, a warning names the file, and the newest undamaged one is used.
+    Saved are all variables of the model, its optimizer and its metrics, the states of random generators, the epoch, and
+    the position in the data; not the state of other callbacks. The seed of a shuffle in `tf.data` or PyTorch must be
+    fixed. A checkpoint counts only when it is complete and undamaged. `model.load_weights(directory)` reads it too.
 
-    **Preemption:** when a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job
-    asks for it), all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.
-    During validation, the program leaves at the next batch, and repeats validation after the restart. Further signals
-    have no effect.
-
-    **How data resumes:** arrays and `keras.utils.PyDataset` skip the batches that are done. Grain datasets and loaders
-    restore the state of their iterators, which each process saves for itself. A `tf.data.Dataset`, a generator or a
-    PyTorch loader is read from its beginning, and the batches that are done are dropped; if it shuffles, give it a
-    fixed seed.
-
-    **What is not saved:** the state of other callbacks (`EarlyStopping`, `ReduceLROnPlateau` and the history that `fit`
-    returns start anew), and what a `PyDataset` keeps in its own attributes, such as an order that it shuffles in
-    `on_epoch_end`.
+    When a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job asks for it),
+    all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.
 
     Args:
         directory: Where to save. All processes must share it, and each `fit` of a program needs its own. If a `fit`
@@ -139,7 +126,6 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
         self._progress: dict | None = None  # what was restored and is not used yet
         self._trained: _Place | None = None  # after the last batch, while an epoch is not at its end
-        self._trained_metrics: list[tuple[Any, Any]] = []  # variables, and their values before validation
 
     @property
     def waiting_time(self) -> float:
@@ -229,7 +215,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             return  # evaluate outside of fit
         self._save_if_stopped()
         model: Any = self.model
-        self._trained_metrics = [(variable, variable.value) for variable in model.metrics_variables]
+        self._trained_metrics = [(each, each.value) for each in model.metrics_variables]  # before validation
 
     def on_test_batch_begin(self, batch, logs=None):
         """Leaves validation if it must, with the state before validation."""
@@ -287,9 +273,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             print(
                 f"\nkeras_dist: training stops, since {'another process' if received is None else 'this process'} "
                 f"received {'a signal' if received is None else received.name}. "
-                f"{counted(self._saved_at, 'batch', 'is', 'are')} saved in "
-                f"{self.directory}; training has waited {self.waiting_time:.2g} s for checkpoints. Start the program "
-                "again to continue.",
+                f"{counted(self._saved_at, 'batch', 'is', 'are')} saved in {self.directory}; training has waited "
+                f"{self.waiting_time:.2g} s for checkpoints. Start the program again to continue.",
                 file=sys.stderr,
                 flush=True,
             )
