@@ -14,8 +14,6 @@ _QUANTIZATION_PARAMETER = re.compile(r"(?P<layer>(?:.*/)?)(?P<weight>\w+)_(?:sca
 
 
 class BaseWeight(NamedTuple):
-    """The weight that a derived weight belongs to."""
-
     path: str
     dims: Dims  # which of its dims each dim of the derived weight has
     shape: tuple[int, ...] | None = None  # that a rule is for, where the derived weight is all that is left of it

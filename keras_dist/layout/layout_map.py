@@ -176,11 +176,7 @@ class LayoutMap(keras.distribution.LayoutMap):
         self._regexes[key] = regex
 
     def __delitem__(self, key: str) -> None:
-        """Removes the rule with this key. A path that the key merely matches is not accepted.
-
-        Raises:
-            KeyError: The map has no such key.
-        """
+        """Removes the rule with this key. Anything else is a KeyError, also a path that the key matches."""
         del self._layout_map[key]
         del self._regexes[key]
 

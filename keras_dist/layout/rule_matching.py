@@ -92,8 +92,7 @@ def required_texts(pattern: str) -> list[str]:
 
 def matching_patterns(regexes: Regexes, path: str) -> list[str]:
     """Returns the patterns that match a path; if none does, those that match it without automatic model names."""
-    stripped = strip_model_names(path)
-    return regexes.full_matches(path) or ([] if stripped == path else regexes.full_matches(stripped))
+    return regexes.full_matches(path) or regexes.full_matches(strip_model_names(path))
 
 
 def applies_to(pattern: str, path: str) -> bool:

@@ -108,8 +108,7 @@ def parse_dcn(dcn: Any, axes: Mapping[str, int]) -> list[str] | dict[str, int]:
         else:
             entries = _split(dcn)
             requested = _parse(entries, None if _have_names(entries) else list(axes))
-        unknown = [name for name in requested if not isinstance(name, str) or name not in axes]
-        if unknown:
+        if unknown := [name for name in requested if not isinstance(name, str) or name not in axes]:
             raise ValueError(f"the mesh has no axis {_repr(unknown[0])}. Use its axes {list(axes)}.")
         if len(set(requested)) != len(requested):
             raise ValueError("an axis is named twice. Name each axis once.")

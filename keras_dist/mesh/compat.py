@@ -172,8 +172,7 @@ def create_mesh(
         allow_split_physical_axes: Whether one axis of a TPU torus may serve several axes of the mesh.
         backend: `"cpu"`, `"gpu"` or `"tpu"`. By default accelerators if there are any.
         use_jax: Accepted for compatibility, without effect.
-        axis_types: A `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per axis. By default
-            `"auto"`.
+        axis_types: How JAX treats the axes, as for `DeviceMesh`.
 
     Returns:
         The mesh. JAX returns the same object for equal meshes.

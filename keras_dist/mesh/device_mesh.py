@@ -231,8 +231,6 @@ class DeviceMesh(keras.distribution.DeviceMesh):
         return _identity(self)
 
     def __eq__(self, other):
-        if self is other:
-            return True
         if not isinstance(other, keras.distribution.DeviceMesh):
             return NotImplemented
         return self._key == (other._key if isinstance(other, DeviceMesh) else _identity(other))
@@ -289,8 +287,7 @@ def create_device_mesh(
             possible. If degrees are passed, in any form of axes, such as `{"data": 2, "fsdp": 2}` or `(2, 2, 1)`:
             exactly this number of slices along each axis.
         axis_names: One distinct name per axis, if `axes` includes none.
-        axis_types: How JAX treats the axes: a `jax.sharding.AxisType`, `"auto"`, `"explicit"` or `"manual"`, or one per
-            axis. By default `"auto"`.
+        axis_types: How JAX treats the axes, as for `DeviceMesh`.
 
     Raises:
         ValueError: If the axes are invalid, their product is not the number of devices, or the axes of `dcn` cannot

@@ -207,7 +207,6 @@ def to_jax_devices(devices: Sequence) -> list[Device]:
 
 
 def device_name(device) -> str:
-    """Returns the name `"platform:id"` of a JAX device; returns a string unchanged."""
     return device if isinstance(device, str) else f"{device.platform}:{device.id}"
 
 
@@ -224,7 +223,6 @@ def available_devices(device: Device | str) -> int | None:
 
 
 def has_jax_started() -> bool:
-    """Returns whether JAX has created its devices, so that their number can no longer change."""
     return xla_bridge.backends_are_initialized()
 
 
@@ -240,7 +238,6 @@ def is_attached(device: Device) -> bool:
 
 
 def require_attached(sharding: jax.sharding.Sharding) -> None:
-    """Raises a ValueError if the devices of a sharding can hold no arrays."""
     device = next(iter(sharding.device_set))
     if not is_attached(device):
         raise ValueError(

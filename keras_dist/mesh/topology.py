@@ -98,8 +98,6 @@ def coordinates_of(device: Device) -> tuple[int, ...] | None:
 
 
 class Torus:
-    """The positions of TPU devices on the tori of their slices."""
-
     def __init__(self, devices: Sequence[Device], slices: np.ndarray):
         self.coordinates = np.empty((len(devices), 4), int)  # x, y, z and core of each device
         self.coordinates[:, :3] = [device.coords for device in devices]
@@ -268,19 +266,14 @@ def _ring_order(sizes: Sequence[int], closed: Sequence[bool]) -> np.ndarray:
     rows = next((side for side in sides if sizes[side] % 2 == 0), sides[0])
     if len(sides) == 1 and (closed[rows] or sizes[rows] == 2):
         return order.ravel()
-    order = np.moveaxis(order, rows, 0)
-    snake = _snake(order)
+    snake = np.moveaxis(order, rows, 0)
+    while snake.ndim > 2:
+        snake = _turn_odd_rows(snake).reshape(*snake.shape[:-2], -1)
+    snake = snake.reshape(len(snake), -1)
     if len(sides) == 1 or sizes[rows] % 2:
         path = _turn_odd_rows(snake).ravel()
         return np.concatenate([path[::2], path[1::2][::-1]])
     return np.concatenate([_turn_odd_rows(snake[:, 1:]).ravel(), snake[::-1, 0]])
-
-
-def _snake(box: np.ndarray) -> np.ndarray:
-    """Reshapes a box to rows, each of which visits the points of the other sides in steps of length 1."""
-    while box.ndim > 2:
-        box = _turn_odd_rows(box).reshape(*box.shape[:-2], -1)
-    return box.reshape(len(box), -1)
 
 
 def _turn_odd_rows(rows: np.ndarray) -> np.ndarray:
