@@ -18,15 +18,13 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 class BatchPlacer:
     """Shards dim 0 of host batches over the batch axes of a mesh, outermost first, and dim 1 over the sequence axes.
 
-    Dim 0 is sharded over the subset of axes with the largest product that divides the number of rows; if no axis does,
-    the array is replicated. This changes how many devices share the work, and not the results. Dim 1 is sharded if the
-    sequence axes divide it.
+    Dim 0 is sharded over the subset of axes with the largest product that divides the number of rows, since JAX places
+    arrays in equal shards only; if no axis does, the array is replicated. A compiled step can split rows unequally.
+    Dim 1 is sharded if the sequence axes divide it.
 
     >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
     >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
     [('data', 'fsdp'), ('fsdp',), ('data',), ()]
-
-    This is how arrays are placed, which JAX does in equal shards only. A compiled step can split rows unequally.
     """
 
     def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str], sequence_axes: Sequence[str] = ()):
@@ -240,7 +238,6 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def require_numbers(leaf: Any) -> None:
-    """Raises TypeError for a NumPy array of strings or Python objects."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
         raise TypeError(
             f"Array of shape {leaf.shape} has dtype {leaf.dtype}, but JAX computes with numbers only. Convert text in "

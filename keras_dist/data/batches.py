@@ -74,15 +74,22 @@ class BatchProducer:
             iterator = iter(self.batches())
             for number, batch in enumerate(iterator):
                 position = None if self.position_of is None else self.position_of(iterator)
-                rows, compared, found = None, None, ()
+                rows, own, compared, found = None, None, None, ()
                 if comparison is not None:
                     begin = time.perf_counter()
                     rows = comparison.compare_batch(batch)
                     if rows is None:
                         break
                     compared, found = (begin, time.perf_counter()), comparison.take_warnings()
-                prepared = self._prepare(batch, rows, found, is_first=number == 0)
-                yield prepared._replace(position=position, compared=compared)
+                if rows is None or self.auto_shard_dataset:
+                    placed = self.placer.place(batch)
+                else:
+                    own, placed = local_rows(rows), self.placer.place_local(batch, rows)
+                if number == 0:  # the last batch of an epoch may be small
+                    first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
+                    message = self.warning_for(next(first_rows, 0) if own is None else own.total)
+                    found += () if message is None else (message,)
+                yield _Prepared(placed, own, position, compared, found)
         except Exception as error:
             if comparison is not None:
                 comparison.report_error(error)
@@ -90,17 +97,6 @@ class BatchProducer:
         if comparison is not None:
             comparison.report_end()
             yield _Prepared(_END, warnings=comparison.take_warnings())
-
-    def _prepare(self, batch: Any, rows: list[list[int]] | None, found: tuple[str, ...], is_first: bool) -> _Prepared:
-        if rows is None or self.auto_shard_dataset:
-            own, placed = None, self.placer.place(batch)
-        else:
-            own, placed = local_rows(rows), self.placer.place_local(batch, rows)
-        if is_first:  # the last batch of an epoch may be small
-            first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
-            message = self.warning_for(next(first_rows, 0) if own is None else own.total)
-            found += () if message is None else (message,)
-        return _Prepared(placed, own, warnings=found)
 
 
 class InputPipeline(Prefetcher):
@@ -174,8 +170,6 @@ def select_local_rows(outputs: Any, batches: list[LocalRows]) -> Any:
 
 
 class Batches:
-    """How a distribution places batches."""
-
     def __init__(self, distribution: Any, placer: BatchPlacer, comparisons: dict[bool, BatchComparison]):
         self._distribution, self._placer = distribution, placer
         self._comparisons = comparisons  # of single batches so far, by whether each process passes the global batch

@@ -91,12 +91,10 @@ class BatchComparison:
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         where = f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
-        if not self._has_step:
-            pass  # nothing is computed from it
-        elif self._auto_shard_dataset:
+        if self._has_step and self._auto_shard_dataset:  # without a step, nothing is computed from the rows
             _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)
             _require_equal(messages, "digest", f"Digests of the rows of {where} differ between processes", _SAME_ORDER)
-        elif self._batches == 0:
+        elif self._has_step and self._batches == 0:
             self._warn_of_equal_rows(messages)
         self._batches += 1
         self._has_ended = False

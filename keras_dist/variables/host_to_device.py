@@ -36,14 +36,6 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
     """Places a host tensor, which is the same on all processes, on devices, shard by shard.
 
     Without `dtype`, 64 bits become 32 unless JAX enables 64. Raises ValueError if the sharding does not fit the shape.
-
-    Example:
-
-    >>> from keras_dist import DeviceMesh, TensorLayout
-    >>> layout = TensorLayout(("data", None), DeviceMesh((8,), ["data"]))
-    >>> array = place(np.arange(16.0).reshape(8, 2), layout.backend_layout)
-    >>> array.dtype, array.addressable_data(3)
-    (dtype('float32'), Array([[6., 7.]], dtype=float32))
     """
     shape, dtype = tuple(value.shape), _jax_dtype(value.dtype if dtype is None else dtype)
     holders: dict[Bounds, list] = {}  # replicas of a shard are read once
@@ -72,16 +64,11 @@ def reshard(value: Any, sharding: Any) -> Any:
             return value
         if is_fully_local(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return place(local_numpy(value), sharding)
-    if isinstance(value, jax.Array) and value.sharding != sharding and _have_a_shard_in_common(value, sharding):
-        value = own_copy(value)  # JAX would return an array with that shard, without a copy of it
+    if isinstance(value, jax.Array) and value.sharding != sharding:
+        before, after = (_bounds_by_device(each, value.shape).items() for each in (value.sharding, sharding))
+        if before & after:  # JAX would return an array with these shards of the devices, without a copy of them
+            value = own_copy(value)
     return jax.device_put(value, sharding)
-
-
-def _have_a_shard_in_common(array: jax.Array, sharding: Sharding) -> bool:
-    """Returns whether a device has the same shard of an array with its sharding and with another one."""
-    before = _bounds_by_device(array.sharding, array.shape)
-    after = _bounds_by_device(sharding, array.shape)
-    return any(before.get(device) == bounds for device, bounds in after.items())
 
 
 def _bounds_by_device(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
