@@ -18,11 +18,7 @@ _UNITS = {  # the largest first
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of a size in inches, on a white ground, which pages of any color show as it is.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
+    """Returns an empty figure of a size in inches, on a white ground, which pages of any color show as it is."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WIDTH = 120  # columns of text, whatever the terminal
 _BAR_WIDTH = 60
@@ -42,17 +43,9 @@ class Table:
         for row in [*self.rows, *([] if self.footer is None else [self.footer])]:
             table.add_row(*row)
         file = io.StringIO()
-        console = Console(  # which depends neither on the terminal, nor on the notebook, nor on the environment
-            file=file,
-            width=WIDTH,
-            color_system=None,
-            force_terminal=False,
-            force_jupyter=False,
-            legacy_windows=False,
-            markup=False,  # variable paths may contain brackets
-            emoji=False,
-        )
-        console.print(table)
+        # Text depends neither on terminal, notebook and environment, nor on brackets and colons in paths of variables.
+        off: Any = dict.fromkeys(("force_terminal", "force_jupyter", "legacy_windows", "markup", "emoji"), False)
+        Console(file=file, width=WIDTH, color_system=None, **off).print(table)
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def to_html(self) -> str:
@@ -84,8 +77,6 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart with one bar per row."""
-
     bars: tuple[Bar, ...]
 
     def to_text(self) -> str:
@@ -115,8 +106,6 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """Sentences, one per line."""
-
     lines: tuple[str, ...]
 
     def to_text(self) -> str:

@@ -13,7 +13,6 @@ def bytes_text(count: float) -> str:
 
 
 def flops_text(count: float) -> str:
-    """Formats a number of floating-point operations in decimal units."""
     return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 

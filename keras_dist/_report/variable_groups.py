@@ -16,30 +16,17 @@ PARTS = ("weights", "optimizer", "other")
 
 @dataclass(frozen=True)
 class PlacedVariable:
-    """A variable and its layout on a mesh.
-
-    Attributes:
-        path: Path of the variable in the model.
-        part: `"weights"`, `"optimizer"` (optimizer state), or `"other"` (metrics and random seeds).
-        shape: Global shape.
-        dtype: Dtype of the stored value.
-        rule: Pattern of the layout map rule that matches it; None if no rule decided its layout. Optimizer state has
-            the rule of its weight.
-        axes: Mesh axes of each dim: None, an axis name, or a tuple of axis names.
-        shard_shape: Shape on one device.
-        bytes: Bytes on one device.
-        is_on_host: Whether its shards are in the memory of the hosts, and not of the devices.
-    """
+    """A variable and its layout on a mesh."""
 
     path: str
-    part: str
+    part: str  # "weights", "optimizer" (its state), or "other" (metrics and random seeds)
     shape: tuple[int, ...]
-    dtype: str
-    rule: str | None
-    axes: tuple[Any, ...]
+    dtype: str  # of the stored value
+    rule: str | None  # pattern of the rule that decided its layout; optimizer state has the rule of its weight
+    axes: tuple[Any, ...]  # for each dim None, the name of a mesh axis, or a tuple of names
     shard_shape: tuple[int, ...]
-    bytes: int
-    is_on_host: bool = field(default=False, kw_only=True)
+    bytes: int  # on one device
+    is_on_host: bool = field(default=False, kw_only=True)  # in the memory of the hosts, and not of the devices
 
     @property
     def is_replicated(self) -> bool:
@@ -74,8 +61,7 @@ def variable_rows(
         if shown > most and len(groups) > most + 1:  # the row for the rest would take the room of a single group
             shown = most
         rows += [_group_row(group, note(group[0])) for group in groups[:shown]]
-        rest = [v for group in groups[shown:] for v in group]
-        if rest:
+        if rest := [v for group in groups[shown:] for v in group]:
             replicated = sum(v.is_replicated for v in rest)
             replicated_text = f", {replicated} of them replicated" if replicated < len(rest) else ", replicated"
             text = f"... and {counted(len(rest), _REST[part])}" + replicated_text * (replicated > 0)

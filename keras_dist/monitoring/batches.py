@@ -33,7 +33,6 @@ class BatchShape(NamedTuple):
         return max((math.prod(shape) for shape, dtype in pairs if jnp.issubdtype(dtype, np.integer)), default=None)
 
     def with_rows(self, rows: int) -> "BatchShape":
-        """Returns this batch with another number of rows."""
         arrays = [((rows, *shape[1:]) if shape[:1] == (self.rows,) else shape, dtype) for shape, dtype in self.arrays]
         return BatchShape(tuple(arrays), self.inputs)
 

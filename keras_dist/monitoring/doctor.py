@@ -39,7 +39,6 @@ class Diagnosis(Report):
         return any(finding.must_change for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the diagnosis as numbers, strings, lists and dicts, which JSON can encode."""
         return to_plain_data(self.facts) | to_plain_data({"findings": self.findings})
 
     def _sections(self) -> Iterator[Section]:
@@ -199,14 +198,8 @@ def _gpu_memory(facts: SystemFacts) -> Iterator[SetupProblem]:
 
 
 _CHECKS: tuple[Callable[[SystemFacts], Iterator[SetupProblem]], ...] = (
-    _backend,
-    _old_versions,
-    _mixed_plugins,
-    _xla_flags,
-    _no_devices,
-    _unused_accelerators,
-    _simulated_devices,
-    _gpu_memory,
+    *(_backend, _old_versions, _mixed_plugins, _xla_flags),
+    *(_no_devices, _unused_accelerators, _simulated_devices, _gpu_memory),
 )
 
 

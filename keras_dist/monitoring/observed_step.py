@@ -28,8 +28,7 @@ class StepObserver:
     def __init__(self, model: keras.Model, clock: Callable[[], float], note: Callable[[Execution], Any]):
         _count_compilations()
         self._model: Any = model
-        self._clock = clock
-        self._note = note
+        self._clock, self._note = clock, note
         self._begin: float | None = None
         self._compilations = 0
         self._follows = False
@@ -108,8 +107,7 @@ class _ObservedBatches(Iterator):
     """An iterator over batches that notes when its consumer waited, and keeps what it took for one execution."""
 
     def __init__(self, batches: Iterator, clock: Callable[[], float]):
-        self._batches = batches
-        self._clock = clock
+        self._batches, self._clock = batches, clock
         self.waits: list[tuple[float, float]] = []
         self.waits_for_others: list[tuple[float, float]] = []
         self.taken: list[Any] = []

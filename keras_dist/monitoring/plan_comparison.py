@@ -20,7 +20,6 @@ from keras_dist.strategies.base import Distribution
 
 
 def require_plan(plan: Any) -> None:
-    """Raises an error unless a plan can be compared with training."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"plan must be a keras_dist.Plan, but got {plan!r} ({type(plan).__name__}). Pass what "

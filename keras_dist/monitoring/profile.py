@@ -10,7 +10,6 @@ from keras_dist._report.user_warnings import warn
 
 
 def require_profile(profile: Any, directory: Any) -> None:
-    """Raises an error unless a range of steps can be profiled."""
     if profile is None:
         if directory is not None:
             raise ValueError(

@@ -30,9 +30,7 @@ class Run:
     """
 
     def __init__(self, model: keras.Model, plan: Plan | None, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._model = model
-        self._plan = plan
+        self._model, self._plan, self._clock = model, plan, clock
         self._plan_differences: tuple[str, ...] = ()
         self._pending: deque[Execution] = deque()  # handed to the devices
         self._observer = StepObserver(model, clock, self._pending.append)
@@ -71,7 +69,6 @@ class Run:
             return before, self.steps
 
     def _add_ended(self) -> None:
-        """Adds the steps that have ended to the figures of the epoch and of the window."""
         for execution, ended in self._not_added:
             ended = ended if self._ended is None else max(ended, self._ended)
             step = measure(execution, ended, self._ended)
@@ -87,7 +84,6 @@ class Run:
         self._observer.interrupt()
 
     def begin_epoch(self) -> None:
-        """Starts the figures of an epoch anew."""
         self.interrupt()
         with self._lock:
             self._add_ended()
@@ -122,7 +118,6 @@ class Run:
         return comparison_text(self._plan, summary)
 
     def close(self) -> None:
-        """Ends the observation of the model."""
         self._look_at_new_batches()
         self._observer.close()
 

@@ -29,19 +29,10 @@ class StepMonitor(keras.callbacks.Callback):
     second, if it is unknown) and waiting for data. All figures are printed in one line per `log_every` steps. Pass the
     monitor first in the list of callbacks. It needs no distribution, and works with any data, loss and optimizer.
 
-    In the logs of an epoch are:
-
-    - `step_time_ms`: median step time; `step_time_p95_ms` and `step_time_std_ms` are p95 and standard deviation.
-    - `samples_per_second`, `tokens_per_second`: rows and tokens of the global batch per second of steps.
-    - `mfu`: model FLOP utilization, a fraction of the peak of all devices.
-    - `peak_memory_gib`: most memory in use on a device of this process since it started.
-    - `data_wait`: share of the time of steps in which devices waited for data.
-    - `goodput`: share of the time since `fit` began in which steps trained.
-    - `step_time_vs_forecast`: median step time over the forecast of `plan`.
-
-    Figures that are not available are missing: MFU on devices whose peak is unknown (CPUs), memory on devices that do
-    not count it (CPUs), and tokens unless an input has integers with two dims. Steps for which something is compiled
-    are counted, but left out of times and rates.
+    In the logs of an epoch are `step_time_ms` (the median), `step_time_p95_ms`, `step_time_std_ms`,
+    `samples_per_second`, `tokens_per_second` (of the global batch), `mfu`, `peak_memory_gib`, `data_wait`, `goodput`,
+    and with a plan `step_time_vs_forecast`. Figures that are not available are missing, such as MFU and memory on CPUs.
+    Steps for which something is compiled are counted, but left out of times and rates.
 
     The monitor does not wait for devices, unless `fit` waits for them anyway: a step ends when Keras, in its own
     thread, has the step's logs.
@@ -89,9 +80,7 @@ class StepMonitor(keras.callbacks.Callback):
         if plan is not None:
             require_plan(plan)
         require_profile(profile, profile_directory)
-        self.log_every = log_every
-        self.plan = plan
-        self.profile = profile
+        self.log_every, self.plan, self.profile = log_every, plan, profile
         self.profile_directory = profile_directory or "profile"
         self._run: Run | None = None
         self._lock = threading.Lock()

@@ -72,7 +72,6 @@ class StepTimes:
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def add(self, execution: Execution, step: Step) -> None:
-        """Adds one execution of one or several steps."""
         count = len(execution.batches) or 1
         if execution.is_compiled:
             self.compiled += count
@@ -86,8 +85,7 @@ class StepTimes:
         """Returns the sum of an amount over all batches per second of steps; None if it is unknown for any batch."""
         total = 0.0
         for batch, count in self.batches.items():
-            each = amount(batch)
-            if each is None:
+            if (each := amount(batch)) is None:
                 return None
             total += each * count
         return total / self.total.seconds if self.batches and self.total.seconds else None

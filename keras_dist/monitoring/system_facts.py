@@ -41,8 +41,6 @@ _VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class SystemFacts:
-    """A machine as a program would find it."""
-
     python: str  # its version
     versions: Mapping[str, str]  # of installed packages, by name
     environment: Mapping[str, str]  # the variables that are set, of those that matter
@@ -57,15 +55,11 @@ class SystemFacts:
 
     @property
     def platform(self) -> str | None:
-        """Platform of the devices, None without any."""
         return self.devices[0]["platform"] if self.devices else None
 
 
 def collect(keras_backend: str | None) -> SystemFacts:
-    """Returns the facts of this machine, given what KERAS_BACKEND was before keras_dist was imported.
-
-    JAX creates its devices in another process.
-    """
+    """Returns the facts of this machine, given what KERAS_BACKEND was before keras_dist was imported."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
