@@ -36,10 +36,7 @@ def rewritten(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
     """Returns a program with the operations that passes replace; of several passes, the first one that does."""
 
     def replaced(equation: Any) -> Sequence[Any] | None:
-        for each in passes:
-            if (function := each(equation, program)) is not None:
-                return _replaced(program, equation, function, each)
-        return None
+        return next((found for each in passes if (found := _replaced(program, equation, each)) is not None), None)
 
     return with_equations(program.jaxpr, replaced)
 
@@ -87,11 +84,14 @@ def _cotangent(output: Any) -> Any:
     return jax.ShapeDtypeStruct(output.shape, dtype)
 
 
-def _replaced(program: StepProgram, equation: Any, function: Callable, by: Pass) -> Sequence[Any]:
-    """Returns equations that compute a function of another one's operation and operands, in place of that one."""
+def _replaced(program: StepProgram, equation: Any, by: Pass) -> Sequence[Any] | None:
+    """Returns equations that compute what a pass returns for an operation; None if it leaves the operation as it is."""
     operation = partial(bind, program.jaxpr.jaxpr, equation)
     try:
-        return equations_in_place_of(equation, lambda *operands: function(operation, *operands))
+        function = by(equation, program)
+        return function and equations_in_place_of(equation, partial(function, operation))
+    except PassError:  # of a pass that was asked about the gradients of the operation
+        raise
     except Exception as error:
         name = by.__name__
         # The scope of a gradient is "transpose(jvp(layer))".

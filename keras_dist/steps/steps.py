@@ -114,7 +114,7 @@ class Steps:
         return attributes_replaced(model, **{f"{step}_step": self.of_model(model, step)})
 
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
-        return self._placer.batch_axes if self._splits(step, rows) else self._placer.axes_for(rows)
+        return self._placer.axes_in_step(rows, self._splits(step, rows))
 
     def rows_of_device(self, step: str, rows: int) -> int:
         """Returns how many rows the devices with most of them compute in a step."""

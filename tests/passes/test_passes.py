@@ -96,9 +96,12 @@ def test_other_programs_are_not_changed():
     assert after_passes(program, mesh) is not program
 
 
-def test_a_pass_that_fails_is_named_and_can_be_left_out(monkeypatch):
+@pytest.mark.parametrize("fails_when_asked", [False, True])
+def test_a_pass_that_fails_is_named_and_can_be_left_out(fails_when_asked, monkeypatch):
     def sines(equation, program):
-        return (lambda sine, x: undefined) if equation.primitive.name == "sin" else None  # noqa: F821
+        if equation.primitive.name != "sin":
+            return None
+        return undefined if fails_when_asked else lambda sine, x: undefined  # noqa: F821
 
     def weights(**options):
         return trained(jnp.sin, 8, kd.DataParallel(step_options=kd.StepOptions(**options)))
