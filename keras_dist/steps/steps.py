@@ -152,15 +152,15 @@ class Steps:
 
     def improve_of(self, model: Any, batch: Any) -> Improve:
         """Returns what forward passes make of functions of a train step's state and batch; None if there are none."""
-        passes = self._selected(FORWARD_PASSES)
-        if not passes or not all(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
+        passes, arrays = self._selected(FORWARD_PASSES), jax.tree.leaves(batch, is_leaf=is_sparse)
+        if not passes or not all(isinstance(array, Tracer) for array in arrays):
             return None
 
         def improve(function: Callable, state: Any, batch: Any) -> Any:
             with changed(is_improved=True):
                 jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
-            leaves = jax.tree.leaves(batch)
-            program = self._program(jaxpr, model, state, leaves, self.axes_in_step("train", _num_rows(leaves)))
+            arrays = jax.tree.leaves(batch)  # of a microbatch, for example
+            program = self._program(jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
             return _evaluated(rewritten(program, passes), shapes, state, batch)
 
         return improve
