@@ -14,7 +14,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.sharding.per_device import call_per_device
+from keras_dist.sharding.per_device import call_per_device, on_devices
 from keras_dist.sharding.resharding import unsharded_along
 
 
@@ -91,8 +91,7 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
 
     def per_device(_: Callable, *operands: Any) -> Any:
         if mesh is not program.mesh:  # in a `jax.shard_map` over rows, where nothing is differentiated
-            settings = {"in_specs": tuple(specs), "out_specs": out_spec, "axis_names": free_axes, "check_vma": False}
-            return jax.shard_map(on_device, mesh=mesh, **settings)(*operands)
+            return on_devices(on_device, mesh, tuple(specs), out_spec)(*operands)
         result = call_per_device(on_device, program.mesh, operands, specs, out_spec, summed_axes=sums)
         return program.sequences_sharded(equation, result)
 

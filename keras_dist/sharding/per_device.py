@@ -7,14 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 
 
-def on_devices(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns a function of global arrays that calls another one with the shards of each device."""
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def on_devices(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Returns a function of global arrays that calls another one with the shards of each device.
+
+    In a `jax.shard_map` over some axes of a mesh, `mesh` is the one that JAX has there, and the shards are those over
+    the other axes.
+    """
+    names = {*mesh.axis_names} - {*mesh.manual_axes}
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 
 
 def call_per_device(

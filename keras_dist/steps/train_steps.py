@@ -125,8 +125,8 @@ class TrainSteps:
     def _tied_tables(self, model: keras.Model, batch: Any) -> set[int]:
         """Returns the ids of the embedding tables that are trained and that layers also multiply with.
 
-        XLA reduces the gradients of both uses. Not under context parallelism, where XLA ends the process when it
-        partitions sums over the batch axes alone.
+        XLA reduces the gradients of both uses. Not under context parallelism, where both would be reduced over the
+        sequence axes nevertheless, apart from the batch axes.
         """
         if self._placer.sequence_axes or not row_axes(batch, self._placer):
             return set()

@@ -344,6 +344,12 @@ class _Equation:
         ]
         return [*carried, *stacked]
 
+    def visit_shard_map(self) -> list[_Tensor]:
+        """Shards over some axes of a mesh are sharded over the others as the arrays are."""
+        if {*self.params["newly_manual_axes"]} == {*self.params["mesh"].axis_names}:
+            return self._tensors(self._elementwise(range(max(map(len, self.shapes), default=0))))
+        return _read_jaxpr(self.graph, self.params["jaxpr"], self.inputs, self.repeats)
+
     def visit_while(self) -> list[_Tensor]:
         inputs = self.inputs[self.params["cond_nconsts"] :]
         outputs = _read_jaxpr(self.graph, self.params["body_jaxpr"].jaxpr, inputs, self.repeats)

@@ -1,11 +1,15 @@
 """Lookups and sums by index, and windows along sharded dims: the numbers of one device where XLA's partitioner errs."""
 
+import keras
 import numpy as np
 import pytest
-from keras import ops
+from keras import layers, ops
 from support.applied_functions import ROWS, WIDTH, distribution_of, trained
+from support.keras_scenarios import start_anew
 from support.slow_cases import crossed
-from support.strategy_models import assert_same_numbers
+from support.strategy_models import assert_same_numbers, scope
+
+import keras_dist as kd
 
 LENGTH = 13
 
@@ -55,6 +59,37 @@ def test_indices_in_unequal_shards(name, strategy):
     function = FUNCTIONS[name]
     expected = trained(function, LENGTH, None)
     assert_same_numbers(trained(function, LENGTH, distribution_of(strategy)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("length", [8, 13])
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"reduce_dtype": "float32"}])
+def test_gradients_of_lookups_that_are_reduced_later(options, length):
+    """XLA ends the process for a sum by index, where rows are shards and positions and columns are sharded."""
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 32, (8, length)), random.normal(size=(8, 3))
+
+    def fitted(distribution):
+        start_anew()
+        with scope(distribution):
+            table = layers.Embedding(32, WIDTH, name="table")
+            pool = layers.GlobalAveragePooling1D()
+            model = keras.Sequential(
+                [keras.Input((length,), dtype="int32"), table, pool, layers.Dense(3, name="dense")]
+            )
+            model.compile("sgd", "mse")
+            return model.train_on_batch(x, y), model.get_weights()
+
+    layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,context:2,model:2"))
+    layout_map["table/embeddings"] = None, "model"
+    layout_map["table/output"] = "data", "context", "model"
+    layout_map["dense/kernel"] = "model", None
+    distribution = kd.ModelParallel(
+        layout_map=layout_map,
+        batch_dim_name="data",
+        sequence_dim_name="context",
+        step_options=kd.StepOptions(**options),
+    )
+    assert_same_numbers(fitted(distribution), fitted(None), 1e-5)
 
 
 ALONG_SEQUENCES = {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType, PartitionSpec
 
 from keras_dist.tracing.jaxpr_dims import read_dims
 
@@ -331,6 +332,24 @@ def test_of_a_kernel_that_works_on_blocks_nothing_is_known():
 
 
 # Functions of an array, a dim of it and a number, that work on arrays of any size.
+@pytest.mark.parametrize("axes", ["data", "data model"])
+def test_shards_over_some_axes_keep_the_dims_of_arrays(axes):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def on_device(x, kernel):
+        return jnp.sin(x @ kernel)
+
+    settings = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec("data")}
+    function = jax.shard_map(on_device, mesh=mesh, axis_names=set(axes.split()), check_vma=False, **settings)
+    program = Program(function, (8, 4), (4, 6))
+    (rows, width), (contracted, columns) = program.inputs
+    if axes == "data":
+        assert contracted == width
+        assert program.outputs == [(rows, columns)]
+    else:  # specs of all axes say how each dim is sharded
+        assert not {rows, width, contracted, columns}.intersection(*program.outputs)
+
+
 STEPS = {
     "sin": lambda x, dim, number: jnp.sin(x),
     "softmax": lambda x, dim, number: jax.nn.softmax(x, dim),
