@@ -15,6 +15,7 @@ from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
 from keras_dist.attention import attention
+from keras_dist.passes.registry import PASSES
 
 FAQ = (pathlib.Path(__file__).parents[2] / "docs" / "faq.md").read_text()
 
@@ -149,9 +150,21 @@ def test_quotes_of_this_package_are_literal(monkeypatch):
         model.compile("adam", "mse")
         model.predict(np.ones((8, 4, 4, 1)), verbose=0)
 
+    def with_a_pass_that_fails():
+        def windows(equation, program):
+            if equation.primitive.name == "conv_general_dilated":
+                raise KeyError("a fault")
+
+        monkeypatch.setitem(PASSES, "windows", windows)
+        kd.set_distribution(kd.DataParallel())
+        model = keras.Sequential([keras.Input((32, 32, 3)), keras.layers.Conv2D(16, 3)])
+        model.compile("adam", "mse")
+        model.predict(np.ones((8, 32, 32, 3)), verbose=0)
+
     messages = []
     no_mesh = functools.partial(kd.create_device_mesh, "data:3,model:4")
     cases = no_mesh, built_before, without_distribution, attention_in_float16, in_an_older_thread, with_rotations
+    cases += (with_a_pass_that_fails,)
     for case in cases:
         kd.set_distribution(None)
         keras.utils.clear_session(free_memory=False)
@@ -160,9 +173,9 @@ def test_quotes_of_this_package_are_literal(monkeypatch):
             try:
                 case()
             except ValueError as error:
-                messages.append(f"ValueError: {error}")
+                messages.append(f"{type(error).__name__}: {error}")
         messages += [f"UserWarning: {warning.message}" for warning in caught]
     in_new_processes = ("JAX backend", "simulate_devices", "waiting for")  # tests/mesh/test_devices.py
     found = [quote for quote in quotes(2) if not any(words in "".join(quote) for words in in_new_processes)]
-    assert len(found) == 6
+    assert len(found) == len(cases)
     assert [quote for quote in found if unquoted(quote, messages)] == []
