@@ -51,10 +51,15 @@ def scatters(equation: Any, program: StepProgram) -> Callable | None:
 
 def _unequal_dims(equation: Any, program: StepProgram) -> list[tuple[int, int]]:
     """Returns the dims of indices, with those of updates, that are summed over and may have unequal shards."""
-    dims = _index_dims(equation)
-    # One dim may have rows and positions in one, and XLA may split it over any axes.
-    shards = program.mesh.size if len(dims) == 1 else program.placer.num_sequence_shards
-    return [pair for pair in dims if equation.invars[1].aval.shape[pair[0]] % shards]
+    dims, placer, axes = _index_dims(equation), program.placer, program.axes_of(equation.invars[1])
+
+    def shards(dim: int) -> int:
+        if len(dims) == 1:  # it may have rows and positions in one, and XLA may split it over any axes
+            return program.mesh.size
+        has_rows = bool(axes[dim]) and not {*axes[dim]}.intersection(placer.sequence_axes)
+        return 1 if has_rows else placer.num_sequence_shards
+
+    return [(dim, other) for dim, other in dims if equation.invars[1].aval.shape[dim] % shards(dim)]
 
 
 def _index_dims(equation: Any) -> list[tuple[int, int]]:

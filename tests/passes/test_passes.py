@@ -96,6 +96,18 @@ def test_other_programs_are_not_changed():
     assert after_passes(program, mesh) is not program
 
 
+@pytest.mark.parametrize(("length", "is_changed"), [(8, False), (6, True)])
+def test_indices_of_fewer_rows_than_sequence_shards(length, is_changed):
+    """Positions may be in unequal shards, and rows are not gathered for them."""
+    placer = BatchPlacer(kd.create_device_mesh("data:2,context:4"), ["data"], ["context"])
+    indices, updates = np.zeros((2, length), "int32"), np.ones((2, length, 4), "float32")
+    program = jax.make_jaxpr(lambda indices, updates: jnp.zeros((32, 4)).at[indices].add(updates))(indices, updates)
+    axes = [[("data",), ("context",), ()][: each.ndim] for each in (indices, updates)]
+    changed = rewritten(StepProgram(program, placer, ("data",), axes), [*PASSES.values()])
+    assert (changed is not program) == is_changed
+    assert ("spec=P(UNCONSTRAINED, None" in str(changed)) == is_changed
+
+
 @pytest.mark.parametrize("fails_when_asked", [False, True])
 def test_a_pass_that_fails_is_named_and_can_be_left_out(fails_when_asked, monkeypatch):
     def sines(equation, program):
