@@ -86,10 +86,11 @@ def _cotangent(output: Any) -> Any:
 
 def _replaced(program: StepProgram, equation: Any, by: Pass) -> Sequence[Any] | None:
     """Returns equations that compute what a pass returns for an operation; None if it leaves the operation as it is."""
-    operation = partial(bind, program.jaxpr.jaxpr, equation)
     try:
-        function = by(equation, program)
-        return function and equations_in_place_of(equation, partial(function, operation))
+        if (function := by(equation, program)) is None:
+            return None
+        operation = partial(bind, program.jaxpr.jaxpr, equation)
+        return equations_in_place_of(equation, partial(function, operation))
     except PassError:  # of a pass that was asked about the gradients of the operation
         raise
     except Exception as error:

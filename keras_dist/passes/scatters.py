@@ -21,7 +21,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.sharding.per_device import on_devices
+from keras_dist.sharding.per_device import free_axes, on_devices
 from keras_dist.sharding.resharding import unsharded_along
 
 _INT32 = np.iinfo("int32")
@@ -51,15 +51,16 @@ def scatters(equation: Any, program: StepProgram) -> Callable | None:
 
 def _unequal_dims(equation: Any, program: StepProgram) -> list[tuple[int, int]]:
     """Returns the dims of indices, with those of updates, that are summed over and may have unequal shards."""
-    dims, placer, axes = _index_dims(equation), program.placer, program.axes_of(equation.invars[1])
+    dims, shape, sequence_axes = _index_dims(equation), equation.invars[1].aval.shape, program.placer.sequence_axes
+    if len(dims) == 1:  # it may have rows and positions in one, and XLA may split it over any axes
+        return [pair for pair in dims if shape[pair[0]] % program.mesh.size]
 
-    def shards(dim: int) -> int:
-        if len(dims) == 1:  # it may have rows and positions in one, and XLA may split it over any axes
-            return program.mesh.size
-        has_rows = bool(axes[dim]) and not {*axes[dim]}.intersection(placer.sequence_axes)
-        return 1 if has_rows else placer.num_sequence_shards
+    def has_rows(dim: int) -> bool:
+        axes = program.axes_of(equation.invars[1])[dim]
+        return bool(axes) and not {*axes}.intersection(sequence_axes)
 
-    return [(dim, other) for dim, other in dims if equation.invars[1].aval.shape[dim] % shards(dim)]
+    unequal = [pair for pair in dims if shape[pair[0]] % program.placer.num_sequence_shards]
+    return [pair for pair in unequal if not has_rows(pair[0])]
 
 
 def _index_dims(equation: Any) -> list[tuple[int, int]]:
@@ -71,8 +72,8 @@ def _index_dims(equation: Any) -> list[tuple[int, int]]:
 
 def _sum_per_device(equation: Any, program: StepProgram, mesh: Any) -> Callable | None:
     """Returns what sums on each device, for its positions and columns, where rows are shards already."""
-    free_axes = {name for name in mesh.axis_names if name not in mesh.manual_axes and mesh.shape[name] > 1}
-    if equation.primitive.name != "scatter-add" or len(free_axes) < 2:
+    free = {name for name in free_axes(mesh) if mesh.shape[name] > 1}
+    if equation.primitive.name != "scatter-add" or len(free) < 2:
         return None
     numbers, (operand, indices, updates) = equation.params["dimension_numbers"], (v.aval for v in equation.invars)
     axes_of_indices, axes_of_updates = map(program.axes_of, equation.invars[1:])
@@ -80,9 +81,9 @@ def _sum_per_device(equation: Any, program: StepProgram, mesh: Any) -> Callable 
     of_operand, of_indices, of_updates = specs
 
     def taken(axes: Sequence[str], size: int) -> tuple[str, ...]:
-        axes = tuple(name for name in axes if name in free_axes)
+        axes = tuple(name for name in axes if name in free)
         axes = () if size % math.prod(mesh.shape[name] for name in axes) else axes
-        free_axes.difference_update(axes)  # an axis shards one dim
+        free.difference_update(axes)  # an axis shards one dim
         return axes
 
     for dim, update_dim in _index_dims(equation):
@@ -99,8 +100,7 @@ def _sum_per_device(equation: Any, program: StepProgram, mesh: Any) -> Callable 
             return scatter(*shards)[None]
 
         sums = on_devices(on_device, mesh, in_specs, PartitionSpec(summed, *of_operand))
-        zero = jnp.zeros((), operand.dtype)
-        return operand + jax.lax.reduce(sums(jnp.zeros_like(operand), indices, updates), zero, jax.lax.add, (0,))
+        return operand + jax.lax.reduce_sum(sums(jnp.zeros_like(operand), indices, updates), (0,))
 
     return sum_of
 

@@ -14,7 +14,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.sharding.per_device import call_per_device, on_devices
+from keras_dist.sharding.per_device import call_per_device, free_axes, on_devices
 from keras_dist.sharding.resharding import unsharded_along
 
 
@@ -57,7 +57,7 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
     mesh = program.partitioned_mesh(equation) if equation.primitive.name == "conv_general_dilated" else None
     if mesh is None:
         return None
-    numbers, free_axes = equation.params["dimension_numbers"], {*mesh.axis_names} - {*mesh.manual_axes}
+    numbers, free = equation.params["dimension_numbers"], free_axes(mesh)
     if equation.params["feature_group_count"] > 1:
         count_name, summed = "feature_group_count", False
         row_dims, group_dims = (numbers.lhs_spec[0], None, numbers.out_spec[0]), (numbers.lhs_spec[1],)
@@ -68,8 +68,8 @@ def grouped_convolutions(equation: Any, program: StepProgram) -> Callable | None
         return None
     group_dims = (*group_dims, numbers.rhs_spec[0], numbers.out_spec[1])
     inputs, kernel = map(program.axes_of, equation.invars)
-    rows = tuple(name for name in inputs[row_dims[0]] if name in free_axes)
-    other_axes = free_axes.difference(rows)
+    rows = tuple(name for name in inputs[row_dims[0]] if name in free)
+    other_axes = free.difference(rows)
     if math.prod(mesh.shape[name] for name in other_axes) == 1:
         return None  # no device repeats rows of another
     channels = tuple(name for name in kernel[group_dims[1]] if name in other_axes)

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
+from keras_dist.sharding.per_device import on_devices
 from keras_dist.sharding.resharding import WeightLayouts, reduce_summands, to_compute_layout
 
 
@@ -99,10 +100,9 @@ class Lookup:
         def backward(indices, gradient):
             if self.reduces_later:
                 return sums(indices, gradient)
-            on_devices = self._on_devices(
-                lambda *shards: sums(*shards)[None], (PartitionSpec(axes), PartitionSpec(axes)), PartitionSpec(axes)
-            )
-            return reduce_summands(on_devices(indices, gradient), axes, layouts.compute, layouts.update)
+            rows = PartitionSpec(axes)
+            sums_on_devices = self._on_devices(lambda *shards: sums(*shards)[None], (rows, rows), rows)
+            return reduce_summands(sums_on_devices(indices, gradient), axes, layouts.compute, layouts.update)
 
         return forward, backward
 
@@ -132,10 +132,7 @@ class Lookup:
         return self._on_devices(forward, (columns, rows), rows), backward
 
     def _on_devices(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        mesh, names = self.placer.device_mesh.backend_mesh, set(self._row_axes)
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
-        )
+        return on_devices(function, self.placer.device_mesh.backend_mesh, in_specs, out_specs, self._row_axes)
 
 
 def _sums(indices: Any, gradient: Any, table_shape: Sequence[int]) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,19 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 
 
-def on_devices(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+def free_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """Returns the axes of a mesh; of the mesh that JAX has in a `jax.shard_map` over some of them, the others."""
+    return {*mesh.axis_names} - {*mesh.manual_axes}
+
+
+def on_devices(
+    function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
+) -> Callable:
     """Returns a function of global arrays that calls another one with the shards of each device.
 
-    In a `jax.shard_map` over some axes of a mesh, `mesh` is the one that JAX has there, and the shards are those over
-    the other axes.
+    They are shards over some axes, by default over all that are free; XLA partitions the function over the others.
     """
-    names = {*mesh.axis_names} - {*mesh.manual_axes}
+    names = free_axes(mesh) if axes is None else {*axes}
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import Mesh, PartitionSpec
 
+from keras_dist.sharding.per_device import on_devices
 from keras_dist.sharding.resharding import WeightLayouts, reduce_summands
 from keras_dist.tracing.dim_graph import DimGraph
 from keras_dist.tracing.jaxpr_dims import read_dims
@@ -215,8 +216,7 @@ def _sum_on_each_device(
         return equation.primitive.bind(*shards, **equation.params)[None]
 
     in_specs = tuple(PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, rows.axes) for dim in row_dims)
-    settings: Any = {"mesh": rows.mesh, "axis_names": set(rows.axes), "check_vma": False}
-    call = jax.shard_map(on_device, in_specs=in_specs, out_specs=PartitionSpec(rows.axes), **settings)
+    call = on_devices(on_device, rows.mesh, in_specs, PartitionSpec(rows.axes), rows.axes)
     return Summands(call(*operands), None)
 
 
@@ -275,8 +275,7 @@ def total(summands: Summands) -> Any:
     if summands.unreduced is None:
         return summands.reduced
     # Not `jnp.sum`, which adds in float32 what are bfloat16 numbers.
-    zero = jnp.zeros((), summands.unreduced.dtype)
-    reduced = jax.lax.reduce(summands.unreduced, zero, jax.lax.add, (0,))
+    reduced = jax.lax.reduce_sum(summands.unreduced, (0,))
     return reduced if summands.reduced is None else reduced + summands.reduced
 
 

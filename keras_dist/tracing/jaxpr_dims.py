@@ -157,7 +157,12 @@ class _Equation:
         self.graph.add_gather(node, (id(self.equation), number), size)
 
     def _is_call_of(self, jaxpr: Any) -> bool:
-        """Whether inputs and outputs are those of the inner jaxpr; those of a Pallas kernel are blocks of them."""
+        """Whether inputs and outputs are those of the inner jaxpr; those of a Pallas kernel are blocks of them.
+
+        Those of a `jax.shard_map` over some axes of a mesh are sharded over the others as the arrays are.
+        """
+        if "newly_manual_axes" in self.params and {*self.params["mesh"].axis_names} - self.params["newly_manual_axes"]:
+            return True
         shapes = [[getattr(each.aval, "shape", None) for each in side] for side in (jaxpr.invars, jaxpr.outvars)]
         return shapes == [self.shapes, self.out_shapes]
 
@@ -343,12 +348,6 @@ class _Equation:
             for variable, tensor in zip(self.equation.outvars[num_carried:], outputs[num_carried:], strict=True)
         ]
         return [*carried, *stacked]
-
-    def visit_shard_map(self) -> list[_Tensor]:
-        """Shards over some axes of a mesh are sharded over the others as the arrays are."""
-        if {*self.params["newly_manual_axes"]} == {*self.params["mesh"].axis_names}:
-            return self._tensors(self._elementwise(range(max(map(len, self.shapes), default=0))))
-        return _read_jaxpr(self.graph, self.params["jaxpr"], self.inputs, self.repeats)
 
     def visit_while(self) -> list[_Tensor]:
         inputs = self.inputs[self.params["cond_nconsts"] :]
