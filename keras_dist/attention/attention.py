@@ -61,7 +61,7 @@ def attention(
     sequence_axes: Sequence[str],
     sequence_exchange: str | None,
     axes_of_weight: Callable[[Any], Any],
-    calls: list[AttentionCall] | None = None,
+    calls: list[Any] | None = None,
 ) -> jax.Array:
     """Computes attention as Keras documents it, by the fused kernel of the mesh's devices where it gives these numbers.
 

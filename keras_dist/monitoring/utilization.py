@@ -17,7 +17,7 @@ from keras_dist.planning.costs.model_flops import count_step_flops, main_dtype
 from keras_dist.planning.hardware.registry import hardware
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.steps.options import StepOptions
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import recorded_calls
 from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
 
@@ -69,6 +69,6 @@ def trace_flops(model: keras.Model, state: Any, batch: Any) -> tuple[float | Non
     scope = contextlib.nullcontext()
     if isinstance(distribution, Distribution) and distribution.step_options != StepOptions():
         scope = distribution.with_step_options(distribution.step_options.placement_only).scope()
-    with scope, recorded_attention() as calls:
+    with scope, recorded_calls() as calls:
         jaxpr = jax.jit(stateless_step(model, "train")).trace(state, batch).jaxpr.jaxpr
     return count_step_flops(jaxpr, calls, "train"), main_dtype(jaxpr)

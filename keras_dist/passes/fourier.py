@@ -19,7 +19,7 @@ def fourier(equation: Any, program: StepProgram) -> Callable | None:
     """Computes Fourier transforms on each device for its rows, in row-major layout on CPUs."""
     if equation.primitive.name != "fft":
         return None
-    is_row_major = program.platform == "cpu"
+    is_row_major = program.device.platform == "cpu"
 
     def transform(fft: Callable, operand: Any) -> Any:
         return _row_major(fft(_row_major(operand))) if is_row_major else fft(operand)

@@ -1,17 +1,35 @@
-"""The passes, in the order in which they are asked about an operation.
+"""The passes, in the order in which they are asked.
 
 A pass over the whole step sees what XLA compiles: what the model computes, its gradients and the update of the weights.
-A forward pass sees forward computation, loss and metrics before they are differentiated, so what it replaces is
-differentiated as it has written it.
+It is asked about each operation. A forward pass sees forward computation, loss and metrics before they are
+differentiated, so what it replaces is differentiated as it has written it. It gets all of the program at once.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+from keras_dist.passes.experts import experts, may_have_experts
 from keras_dist.passes.fourier import fourier
 from keras_dist.passes.rewriting import Pass
 from keras_dist.passes.scatters import scatters
+from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.windows import grouped_convolutions, windows
 
 PASSES: dict[str, Pass] = {each.__name__: each for each in (grouped_convolutions, windows, scatters, fourier)}
 """The passes over whole steps, by the names that `StepOptions(without_passes=...)` takes."""
 
-FORWARD_PASSES: dict[str, Pass] = {}
+
+class ForwardPass(NamedTuple):
+    """A pass over programs that are differentiated later."""
+
+    may_find: Callable[[ClosedJaxpr], bool]
+    """Whether it may find something in a program, also in that of a step with gradients. If not, it costs nothing."""
+
+    improve: Callable[[StepProgram], ClosedJaxpr]
+    """Returns the program, changed or the same object. Mixtures that it finds are added to `program.mixtures`."""
+
+
+FORWARD_PASSES: dict[str, ForwardPass] = {"experts": ForwardPass(may_have_experts, experts)}
 """The forward passes, by name."""

@@ -13,7 +13,6 @@ computes sines in float32.
 functions that are called. If no pass replaces anything, the program stays the same object.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.tracing.jaxpr_evaluation import bind, equations_in_place_of, with_equations
+from keras_dist.tracing.jaxpr_evaluation import bind, equations_in_place_of, scope_of, with_equations
 
 Pass = Callable[[Any, StepProgram], Callable | None]
 
@@ -45,10 +44,8 @@ _WITH_GRADIENTS_OF_THEIR_OWN = ("gather", "sort", "reduce_window_max", "reduce_w
 """Operations whose gradients are computed by others, about which passes are to be asked."""
 
 
-def rewritten_before_gradients(
-    program: StepProgram, passes: Sequence[Pass], passes_with_gradients: Sequence[Pass]
-) -> ClosedJaxpr:
-    """Rewrites a program that is differentiated later, and asks some passes about gradients of operations, too."""
+def rewritten_before_gradients(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
+    """Rewrites a program that is differentiated later, and asks the passes about gradients of operations, too."""
 
     def gradients(equation: Any, program: StepProgram) -> Callable | None:
         if equation.primitive.name not in _WITH_GRADIENTS_OF_THEIR_OWN:
@@ -64,7 +61,7 @@ def rewritten_before_gradients(
         traced = jax.make_jaxpr(pull_back)(cotangents, *operands)
         unknown = [()] * len(traced.in_avals)
         unknown_program = StepProgram(traced, program.placer, program.row_axes, unknown)
-        changed = rewritten(unknown_program, passes_with_gradients)
+        changed = rewritten(unknown_program, passes)
         if changed is traced:
             return None
 
@@ -76,7 +73,7 @@ def rewritten_before_gradients(
         computed.defvjp(lambda *operands: (computed(*operands), operands), backward)
         return lambda _, *operands: computed(*operands)
 
-    return rewritten(program, [*passes, *passes_with_gradients, gradients])
+    return rewritten(program, [*passes, gradients]) if passes else program.jaxpr
 
 
 def _cotangent(output: Any) -> Any:
@@ -95,8 +92,7 @@ def _replaced(program: StepProgram, equation: Any, by: Pass) -> Sequence[Any] | 
         raise
     except Exception as error:
         name = by.__name__
-        # The scope of a gradient is "transpose(jvp(layer))".
-        layer = re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack)).strip("/") or "the step"
+        layer = scope_of(equation) or "the step"
         operands = ", ".join(str(variable.aval) for variable in equation.invars)
         raise PassError(
             f"The pass {name!r} cannot replace {equation.primitive.name} of {operands} in {layer}: "

@@ -1,7 +1,7 @@
 """The program of a step, and what passes want to know of it: which axes of the mesh shard the dims of its values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.experts.recognition import MixtureCall
 from keras_dist.tracing.jaxpr_dims import read_dims
 
 DimAxes = Sequence[tuple[str, ...]]
@@ -24,15 +25,16 @@ class StepProgram:
     placer: BatchPlacer  # places batches on the mesh
     row_axes: tuple[str, ...]  # over which the rows of the batch are split
     input_axes: Sequence[DimAxes]  # of each input
+    mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
 
     @property
     def mesh(self) -> Mesh:
         return self.placer.device_mesh.backend_mesh
 
     @property
-    def platform(self) -> str:
-        """The platform that the program is compiled for: "cpu", "gpu" or "tpu"."""
-        return self.mesh.devices.flat[0].platform
+    def device(self) -> Any:
+        """One of the devices that the program is compiled for, attached or not."""
+        return self.mesh.devices.flat[0]
 
     def axes_of(self, variable: Any) -> DimAxes:
         """Returns the axes of each dim of a value, as they follow from those of the inputs.

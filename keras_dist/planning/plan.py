@@ -276,6 +276,7 @@ def _plan(
         roofline=roofline,
         largest_values=compiled.largest_values,
         attention=compiled.attention,
+        mixtures=compiled.mixtures,
         notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
         depth=depth,

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import keras
 
-from keras_dist.passes.registry import FORWARD_PASSES, PASSES
+from keras_dist.passes.registry import PASSES
 
 Mode = Literal["full", "dots", "attention"]
 
@@ -16,12 +16,13 @@ AUTO = "auto"
 
 _OFTEN = Literal["update", "microbatch"]
 _REMATS = (*get_args(Mode), AUTO)
+_Experts = Literal["auto", "dense", "sparse"]
 _OFFLOADED = Literal["optimizer", "activations"]
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options that trade the memory, the traffic and the time of a training step against each other. All are off.
+    """Options that trade the memory, the traffic and the time of a training step against each other.
 
     Every distribution takes them as `step_options`. They change nothing in the model, its optimizer or its checkpoints,
     which can be resumed with other options.
@@ -53,6 +54,10 @@ class StepOptions:
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
             what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
+        experts: How mixtures of experts are computed. "auto": only the experts that each token chooses, where it can be
+            proven that the others have no part in the result; a warning names mixtures for which it cannot. "sparse":
+            the same, and it is an error if there is none. "dense": as the model is written, which for most models means
+            all experts for each token.
         without_passes: What is left as the model computes it, one name or a tuple of names: "windows",
             "grouped_convolutions", "scatters", "fourier". By default steps of training, evaluation and prediction
             change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would partition
@@ -76,6 +81,7 @@ class StepOptions:
     optimizer_state_dtype: str | None = None
     remat: Mode | Literal["auto"] | keras.RematScope | None = None
     offload: str | tuple[str, ...] = ()
+    experts: _Experts = "auto"
     without_passes: str | tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -84,9 +90,9 @@ class StepOptions:
                 f"microbatches={self.microbatches!r} must be a positive integer: the number of parts that each batch "
                 "is split into. 1 does not split batches."
             )
-        for name in ("reduce_gradients", "gather_weights"):
-            if getattr(self, name) not in get_args(_OFTEN):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(_OFTEN))}.")
+        for name, known in (("reduce_gradients", _OFTEN), ("gather_weights", _OFTEN), ("experts", _Experts)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(known))}.")
         if not isinstance(self.remat, keras.RematScope | None) and self.remat not in _REMATS:
             kind = ValueError if isinstance(self.remat, str) else TypeError
             raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
@@ -97,7 +103,7 @@ class StepOptions:
                 "offloaded are the products with weights that remat='dots' keeps for the backward pass."
             )
         object.__setattr__(self, "offload", offload)
-        without_passes = _names("without_passes", self.without_passes, [*PASSES, *FORWARD_PASSES])
+        without_passes = _names("without_passes", self.without_passes, PASSES)
         object.__setattr__(self, "without_passes", without_passes)
         for name in ("reduce_dtype", "optimizer_state_dtype"):
             if (dtype := getattr(self, name)) is not None and not _is_float(dtype):

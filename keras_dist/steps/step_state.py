@@ -7,21 +7,26 @@ It begins with the step, or with a call of a model outside of steps. Blocks of c
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.attention.attention import AttentionCall
+from keras_dist.experts.recognition import MixtureCall
+from keras_dist.passes.registry import ForwardPass
 from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.rematerialization import Rematerialization
 from keras_dist.tracing.traced_values import TracedWeights
+
+Call = AttentionCall | MixtureCall
 
 
 @dataclass(frozen=True)
 class StepState:
     is_in_step: bool = False  # whether the program of a step is traced
     is_improved: bool = False  # whether forward passes are asked about what is traced
+    forward_passes: Sequence[ForwardPass] = ()  # those that are to be asked about parts of the step
     splits_rows: bool = False  # into shards of unequal sizes
     weights: TracedWeights = field(default_factory=TracedWeights)  # the layouts of those that were read
     kept_gradients: Collection[int] = ()  # ids of the weights whose gradients are not reduced
@@ -30,7 +35,7 @@ class StepState:
     rematerialization: Rematerialization | None = None
     is_update_unconditional: bool = False  # whether the update of the weights is that of accumulated gradients
     with_options: list[bool] | None = None  # filled by train steps that are computed with the options
-    attention: list[AttentionCall] | None = None  # filled with the calls of attention, if somebody wants them
+    calls: list[Call] | None = None  # filled with how attention and mixtures are computed, if somebody wants to know
     call: Any = None  # the innermost call of a model or layer, a `ModelCall`
     compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program
 
@@ -50,11 +55,12 @@ def changed(**changes: Any) -> Iterator[StepState]:
 
 def nothing_alive() -> contextlib.AbstractContextManager:
     """Traces something else in the middle of a step, such as a plan of it."""
-    return _state.set_to(StepState(attention=_state.value.attention))
+    return _state.set_to(StepState(calls=_state.value.calls))
 
 
 @contextlib.contextmanager
-def recorded_attention() -> Iterator[list[AttentionCall]]:
-    calls: list[AttentionCall] = []
-    with changed(attention=calls):
+def recorded_calls() -> Iterator[list[Call]]:
+    """Records how attention and mixtures of experts are computed that are traced in a block."""
+    calls: list[Call] = []
+    with changed(calls=calls):
         yield calls

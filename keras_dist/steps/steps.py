@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.internals import attributes_replaced, get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
+from keras_dist.experts.recognition import DENSE, MixtureCall
 from keras_dist.layout.tensor_layout import axis_tuple
-from keras_dist.passes.registry import FORWARD_PASSES, PASSES
+from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
@@ -34,6 +36,9 @@ _SINGLE_CALLS = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
 }
+
+# Otherwise JAX 0.12 inlines the function when it is lowered, and programs that users trace have a call.
+_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 _choose_remat: Callable[[Any, Any, Any], Any] | None = None  # compiles steps, as a room above this one does
 
@@ -77,32 +82,24 @@ class Steps:
 
     def of_model(self, model: Any, step: str) -> Callable:
         """Returns a model's train or test step, computed as the distribution does."""
-        original = function = getattr(model, f"{step}_step")
-        if step == "train" and self._options != StepOptions():
-            function = functools.partial(self._compute_with_options, model, original)
+        original = getattr(model, f"{step}_step")
+        has_options = step == "train" and self._options != StepOptions()
 
         @functools.wraps(original)
         def computed(state: Any, batch: Any) -> Any:
+            function = original
+            if has_options:
+                function = functools.partial(_compute_with_options, self._chosen(model, batch), model, original)
             return self.compute(step, model, function, state, batch)
 
         return computed
 
-    def _compute_with_options(self, model: Any, step: Callable, state: Any, batch: Any) -> Any:
-        """Returns `step(state, batch)` of a train step. One that the user defines may not have all options."""
-        chosen = self._distribution
-        if self._options.remat == AUTO and _choose_remat is not None:
-            with nothing_alive():
-                chosen = _choose_remat(chosen, model, batch)
-        with chosen.train_steps.scope(model) as current:
-            outputs = step(state, batch)
-        if self._options.splits_gradients and not current.with_options:
-            raise OptionWithoutEffectError(
-                "microbatches",
-                f"{type(model).__name__}.train_step computes its gradients itself, so {self._options} would have "
-                "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
-                "out the options.",
-            )
-        return outputs
+    def _chosen(self, model: Any, batch: Any) -> Any:
+        """Returns the distribution, with `remat="auto"` resolved."""
+        if self._options.remat != AUTO or _choose_remat is None:
+            return self._distribution
+        with nothing_alive():
+            return _choose_remat(self._distribution, model, batch)
 
     def replaced(self, model: Any, step: str) -> contextlib.AbstractContextManager:
         """Replaces a model's train or test step by that of the distribution, for a block in which Keras compiles it.
@@ -133,75 +130,103 @@ class Steps:
         step that is not compiled has no program, so each device computes the whole batch.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
-        is_alone = self._placer.device_mesh.backend_mesh.size == 1
-        if step_state().is_in_step or is_alone or any(map(is_sparse, leaves)):
+        if step_state().is_in_step or any(map(is_sparse, leaves)):
             return function(state, batch)
         if not all(isinstance(leaf, Tracer) for leaf in leaves):
-            return function(state, self._placer.replicate(batch))
+            return function(state, batch if self._is_alone else self._placer.replicate(batch))
         rows = _num_rows(leaves)
-        splits = self._splits(step, rows)
-        is_improved = step != "train"  # nothing is differentiated
-        with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
-            jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
+        splits, is_improved = self._splits(step, rows), step != "train"  # nothing else is differentiated
+
+        def trace(passes: Sequence[ForwardPass] = ()) -> _Traced:
+            parts = {"is_in_step": True, "is_improved": is_improved, "splits_rows": splits, "forward_passes": passes}
+            with changed(**parts, weights=TracedWeights()):
+                return _Traced(function, state, batch)
+
+        traced = trace()
+        forward = self._forward_passes(traced.jaxpr)
+        if forward and not is_improved:
+            traced = trace(forward)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
-        program = self._program(jaxpr, model, state, leaves, self.axes_in_step(step, rows))
-        passes = [*(self._selected(FORWARD_PASSES) if is_improved else []), *self._selected(PASSES)]
-        outputs, state = _evaluated(rewritten(program, passes), shapes, state, batch)
+        program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
+        if is_improved:
+            program = self._improved(program, forward)
+        outputs, state = traced.evaluate(rewritten(program, self._passes), state, batch)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
-    def improve_of(self, model: Any, batch: Any) -> Improve:
+    def improve_of(self, model: Any) -> Improve:
         """Returns what forward passes make of functions of a train step's state and batch; None if there are none."""
-        passes, arrays = self._selected(FORWARD_PASSES), jax.tree.leaves(batch, is_leaf=is_sparse)
-        if not passes or not all(isinstance(array, Tracer) for array in arrays):
-            return None
+        passes = step_state().forward_passes
 
         def improve(function: Callable, state: Any, batch: Any) -> Any:
             with changed(is_improved=True):
-                jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(state, batch)
+                traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
-            program = self._program(jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
-            return _evaluated(rewritten(program, passes), shapes, state, batch)
+            program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
+            return traced.evaluate(self._improved(program, passes).jaxpr, state, batch)
 
-        return improve
+        return improve if passes else None
 
     def compute_call(self, model: Any, function: Callable, state: Any, inputs: Any) -> Any:
         """Returns `function(state, inputs)`, an outermost call of a model in a train step or function of a user.
 
         Forward passes are asked about it. In a function that users compile themselves, so are the passes over steps,
-        also about the gradients of single operations. If they change nothing, the function itself is called. `inputs`
-        are nested; what is no array stays as it is.
+        also about the gradients of single operations. `inputs` are nested; what is no array stays as it is.
         """
         current = step_state()
-        forward, others = self._selected(FORWARD_PASSES), [] if current.is_in_step else self._selected(PASSES)
+        forward, others = current.forward_passes, []
+        if not current.is_in_step:
+            forward, others = self._forward_passes(), self._passes
         leaves, structure = jax.tree.flatten(inputs)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         arrays = [leaves[index] for index in places]
         # Arguments that are differentiated without `jax.jit` are tracers of known arrays.
         is_compiled = arrays and all(isinstance(root_of(each), Tracer) for each in arrays)
-        is_alone = self._placer.device_mesh.backend_mesh.size == 1
-        if not is_compiled or current.is_improved or is_alone or not (forward or others):
+        if not is_compiled or current.is_improved or not (forward or others):
             return function(state, inputs)
-        attention: list = []
 
-        def traced(state: Any, arrays: list) -> Any:
+        def call(state: Any, arrays: list) -> Any:
             replaced = dict(zip(places, arrays, strict=True))
-            with changed(is_improved=True, attention=None if current.attention is None else attention):
+            with changed(is_improved=True):
                 outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
             return outputs, list(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers, or None
 
-        jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(state, arrays)
-        program = self._program(jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
-        better = rewritten_before_gradients(program, forward, others)
-        if better is jaxpr:
-            return function(state, inputs)
-        if current.attention is not None:
-            current.attention.extend(attention)
-        outputs, masks = _evaluated(better, shapes, state, arrays)
+        traced = _Traced(call, state, arrays)
+        program = self._program(traced.jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
+        program = self._improved(program, [each for each in forward if each.may_find(traced.jaxpr)])
+        outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
                 set_keras_mask(leaf, mask)
         return outputs
+
+    def _forward_passes(self, program: Any = None) -> list[ForwardPass]:
+        """Returns the forward passes that the options allow, and that may find something in a program."""
+        allowed = {} if self._options.experts == "dense" else FORWARD_PASSES
+        found = [each for each in allowed.values() if program is None or each.may_find(program)]
+        if program is not None and not found:
+            self._check_experts(())
+        return found
+
+    def _improved(self, program: StepProgram, passes: Sequence[ForwardPass]) -> StepProgram:
+        for each in passes:
+            program = replace(program, jaxpr=each.improve(program))
+        if (calls := step_state().calls) is not None:
+            calls.extend(program.mixtures)
+        if step_state().is_in_step:
+            self._check_experts(program.mixtures)
+        return program
+
+    def _check_experts(self, mixtures: Sequence[MixtureCall]) -> None:
+        if self._options.experts != "sparse" or any(mixture.form != DENSE for mixture in mixtures):
+            return
+        reasons = [f"{mixture.layer}: {mixture.reason}" for mixture in mixtures]
+        raise OptionWithoutEffectError(
+            "experts",
+            "experts='sparse' finds no mixture of experts whose other experts can be left out. "
+            + ("; ".join(reasons) if reasons else "The step has no top_k, by which routers choose experts")
+            + ". Leave the option out to compute all experts for each token, or use keras_dist.experts in the layer.",
+        )
 
     def _program(self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...]) -> StepProgram:
         rows = _num_rows(arrays)
@@ -218,8 +243,18 @@ class Steps:
             axes += known if len(known) == len(values) else [()] * len(values)
         return axes + [()] * (len(jax.tree.leaves(state)) - len(axes))
 
-    def _selected(self, passes: dict[str, Pass]) -> list[Pass]:
-        return [each for name, each in passes.items() if name not in self._options.without_passes]
+    @property
+    def _is_alone(self) -> bool:
+        return self._placer.device_mesh.backend_mesh.size == 1
+
+    @property
+    def _passes(self) -> list[Pass]:
+        """The passes over whole steps. One device needs none."""
+        return (
+            []
+            if self._is_alone
+            else [each for name, each in PASSES.items() if name not in self._options.without_passes]
+        )
 
     def _splits(self, step: str, rows: int) -> bool:
         is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows
@@ -240,6 +275,35 @@ def _num_rows(arrays: list) -> int:
     return next((array.shape[0] for array in arrays if array.ndim), 0)
 
 
-def _evaluated(program: Any, shapes: Any, *arguments: Any) -> Any:
-    """Returns what a closed jaxpr computes, in the structure of `shapes`."""
-    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+def _compute_with_options(distribution: Any, model: Any, step: Callable, state: Any, batch: Any) -> Any:
+    """Returns `step(state, batch)` of a train step. One that the user defines may not have all options."""
+    with distribution.train_steps.scope(model) as current:
+        outputs = step(state, batch)
+    options = distribution.step_options
+    if options.splits_gradients and not current.with_options:
+        raise OptionWithoutEffectError(
+            "microbatches",
+            f"{type(model).__name__}.train_step computes its gradients itself, so {options} would have "
+            "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
+            "out the options.",
+        )
+    return outputs
+
+
+class _Traced:
+    """A function that is traced once. What is recorded of its calls is kept if it is evaluated."""
+
+    def __init__(self, function: Callable, *arguments: Any):
+        self._calls: list | None = None if step_state().calls is None else []
+        self._function = jax.jit(lambda *arguments: function(*arguments), inline=_INLINE)  # JAX keeps its program
+        with changed(calls=self._calls):
+            traced = self._function.trace(*arguments)
+        self.jaxpr, self._structure = traced.jaxpr, jax.tree.structure(traced.out_info)
+
+    def evaluate(self, program: Any, *arguments: Any) -> Any:
+        """Returns what a program computes: the function's own, or one that was made of it."""
+        if (calls := step_state().calls) is not None:
+            calls.extend(self._calls or ())
+        if program is self.jaxpr:
+            return self._function(*arguments)
+        return jax.tree.unflatten(self._structure, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))

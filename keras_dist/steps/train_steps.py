@@ -84,7 +84,7 @@ class TrainSteps:
         state, accumulation, kept = TrainState(*state), self.accumulation(model), self._tied_tables(model, batch)
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
-        splits, improve = self._options.splits_gradients, self._distribution.steps.improve_of(model, batch)
+        splits, improve = self._options.splits_gradients, self._distribution.steps.improve_of(model)
         if not splits and accumulation is None and not kept:
             if improve is None:
                 return keras_train_step(model, state, batch)

@@ -346,7 +346,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
             sequence_axes=self._placer.sequence_axes,
             sequence_exchange=self._sequence_exchange,
             axes_of_weight=state.weights.axes_of,
-            calls=state.attention,
+            calls=state.calls,
         )
 
     def layout_rules(self) -> list[tuple[str, tuple]] | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-from keras_dist.tracing.primitives import CALLS, CALLS_WITH_GRADIENTS, REMATERIALIZATIONS
+from keras_dist.tracing.primitives import CALLS, CALLS_WITH_GRADIENTS, LOOPS_AND_BRANCHES, REMATERIALIZATIONS
 
 
 def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list[Any]]:
@@ -74,36 +75,77 @@ def with_equations(program: Any, replace: Callable[[Any], Sequence[Any] | None])
         jaxpr = with_equations(program.jaxpr, replace)
         return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
 
-    def in_parameter(value: Any) -> Any:
-        if isinstance(value, (Jaxpr, ClosedJaxpr)):
-            return with_equations(value, replace)
-        if isinstance(value, tuple) and all(isinstance(each, (Jaxpr, ClosedJaxpr)) for each in value):
-            return unless_same(value, tuple(map(in_parameter, value)))
-        return value
-
-    def unless_same(before: Any, after: Any) -> Any:
-        return before if len(before) == len(after) and all(map(operator.is_, before, after)) else after
-
     def replaced(equation: Any) -> Sequence[Any]:
-        if (others := replace(equation)) is not None:
-            return others
-        params = {name: in_parameter(value) for name, value in equation.params.items()}
-        is_same = all(params[name] is value for name, value in equation.params.items())
-        return [equation if is_same else equation.replace(params=params)]
+        others = replace(equation)
+        return [with_programs(equation, partial(with_equations, replace=replace))] if others is None else others
 
-    equations = unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
+    equations = _unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
     return program if equations is program.eqns else program.replace(eqns=equations)
 
 
-def equations_in_place_of(equation: Any, function: Callable) -> Sequence[Any]:
-    """Returns equations that compute the results of another one as a function of its operands does."""
-    shapes = [variable.aval for variable in equation.invars]
+def with_programs(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """Returns an equation with its inner programs changed; the same object if they stay the same objects."""
+
+    def in_parameter(value: Any) -> Any:
+        if isinstance(value, Jaxpr):
+            return change(value)
+        if isinstance(value, ClosedJaxpr):
+            return value if (jaxpr := change(value.jaxpr)) is value.jaxpr else value.replace(jaxpr=jaxpr)
+        if isinstance(value, tuple) and all(isinstance(each, (Jaxpr, ClosedJaxpr)) for each in value):
+            return _unless_same(value, tuple(map(in_parameter, value)))
+        return value
+
+    params = {name: in_parameter(value) for name, value in equation.params.items()}
+    is_same = all(params[name] is value for name, value in equation.params.items())
+    return equation if is_same else equation.replace(params=params)
+
+
+def _unless_same(before: Any, after: Any) -> Any:
+    return before if len(before) == len(after) and all(map(operator.is_, before, after)) else after
+
+
+def inlined(jaxpr: Any, constants: Sequence[Any]) -> ClosedJaxpr:
+    """Returns a program with the functions that it calls written inline, also in its loops and branches."""
+    values = [variable.aval for variable in jaxpr.invars]
+    program = jax.make_jaxpr(lambda *values: evaluate_inlined(jaxpr, constants, values))(*values)
+
+    def in_body(body: Any) -> Any:
+        changed = inlined(body, ())
+        return body if changed.consts else changed.jaxpr
+
+    names = (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES)
+    equations = [with_programs(e, in_body) if e.primitive.name in names else e for e in program.jaxpr.eqns]
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=equations))
+
+
+def scope_of(equation: Any) -> str:
+    """Returns the name of the layer that an equation is computed in, such as "model/dense"; "" if it is in none."""
+    # The scope of a gradient is "transpose(jvp(layer))".
+    return re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack)).strip("/")
+
+
+def has_primitive(program: Any, name: str) -> bool:
+    """Whether a jaxpr, open or closed, or one of its inner programs applies an operation."""
+    equations = getattr(program, "jaxpr", program).eqns
+    return any(
+        each.primitive.name == name or any(has_primitive(inner, name) for inner in inner_jaxprs(each.params))
+        for each in equations
+    )
+
+
+def equations_in_place_of(equation: Any, function: Callable, operands: Sequence[Any] | None = None) -> Sequence[Any]:
+    """Returns equations that compute the results of another one as a function of operands does, by default of its own.
+
+    Operands are variables that are computed before the equation, or literals.
+    """
+    operands = list(equation.invars if operands is None else operands)
+    shapes = [variable.aval for variable in operands]
     traced = jax.make_jaxpr(function)(*shapes)
     computed = {id(variable) for inner in traced.jaxpr.eqns for variable in inner.outvars}
     results = set(map(id, traced.jaxpr.outvars))
     if traced.consts or len(results) < len(traced.jaxpr.outvars) or not results <= computed:
         traced = jax.make_jaxpr(jax.jit(function))(*shapes)  # one equation, a call
-    names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, equation.invars, strict=True))
+    names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, operands, strict=True))
     outputs = zip(traced.jaxpr.outvars, equation.outvars, strict=True)
     names.update({inner: outer for inner, outer in outputs if type(outer).__name__ != "DropVar"})
 

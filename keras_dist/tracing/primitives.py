@@ -8,6 +8,8 @@ REMATERIALIZATIONS = ("remat2", "checkpoint")
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Calls of functions, with a program of their own and nothing else."""
 
+LOOPS_AND_BRANCHES = ("scan", "while", "cond")
+
 CALLS_WITH_GRADIENTS = ("custom_jvp_call", "custom_vjp_call")
 """Calls of functions that have gradients of their own."""
 
@@ -24,6 +26,18 @@ ELEMENTWISE = {
     *("convert_element_type", "div", "floor", "max", "min", "mul", "neg", "rem", "sub"),
 }
 """Elementwise operations of which masks and positions consist. There are others."""
+
+INDEXWISE = {
+    *(*ELEMENTWISE, "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
+    *("digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "is_finite", "lgamma", "log"),
+    *("log1p", "logistic", "pow", "reduce_precision", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square"),
+    *("stop_gradient", "tan", "tanh"),
+}
+"""All elementwise operations that layers use."""
+
+REDUCTIONS = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),
+)
 
 SUMS = ("add", "add_any", "sub")
 

@@ -15,7 +15,7 @@ from support.kernels_on_cpus import KERNEL, use_kernel_of
 from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import recorded_calls
 
 ROWS, HEADS, SIZE = 8, 2, 16
 
@@ -53,7 +53,7 @@ def output_and_gradients(distribution, query, key, value, make_mask=lambda: None
 def assert_equals_one_device(distribution, query, key, value, make_mask=lambda: None, tolerance=2e-5, **options):
     """Compares with one device, and returns how attention was computed."""
     expected = output_and_gradients(None, query, key, value, make_mask, **options)
-    with recorded_attention() as calls:
+    with recorded_calls() as calls:
         actual = output_and_gradients(distribution, query, key, value, make_mask, **options)
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
@@ -178,7 +178,7 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
         return keras.ops.dot_product_attention(query, key, value, bias=hidden * -1e9)
 
     expected = attend(*tensors)
-    with kd.DataParallel().scope(), recorded_attention() as calls:
+    with kd.DataParallel().scope(), recorded_calls() as calls:
         np.testing.assert_allclose(jax.jit(attend)(*tensors), expected, atol=1e-5)
     assert [call.implementation for call in calls] == [KERNEL[platform]]
 
@@ -274,7 +274,7 @@ def test_layers_of_packed_sequences(platform, axes):
     for each in (None, distribution):
         keras.utils.set_random_seed(0)
         scope = contextlib.nullcontext() if each is None else each.scope()
-        with scope, recorded_attention() as calls:
+        with scope, recorded_calls() as calls:
             model = packed_model(packed_and_padded)
             losses.append(model.fit([tokens, ids], labels, 8, epochs=2, verbose=0).history["loss"])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

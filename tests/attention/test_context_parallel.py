@@ -10,7 +10,7 @@ from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.attention.exchange import Exchange, choose_exchange
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import recorded_calls
 
 ROWS, SIZE = 4, 8
 ALL_TO_ALL, ALL_GATHER = "all-to-all over 'context'", "all-gather over 'context'"
@@ -60,7 +60,7 @@ def exchange_of(distribution, heads, key_heads, queries=256, keys=None, make_mas
     """Compares with one device, and returns how attention was computed and operands were exchanged."""
     operands = random_operands(heads, key_heads, queries, keys)
     expected = output_and_gradients(None, operands, make_mask, **options)
-    with recorded_attention() as calls:
+    with recorded_calls() as calls:
         actual = output_and_gradients(distribution, operands, make_mask, **options)
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())

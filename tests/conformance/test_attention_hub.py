@@ -20,7 +20,7 @@ from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
 from keras_dist.planning.targets.target_platform import platform_overridden
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import recorded_calls
 
 keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models
@@ -231,7 +231,7 @@ def assert_trains_as_on_one_device(platform, monkeypatch, name, strategy, policy
     start_anew()
     distribution = DISTRIBUTIONS[strategy](MODELS[name])
     use_kernel_of(platform, monkeypatch)
-    with distribution.scope(), recorded_attention() as calls:
+    with distribution.scope(), recorded_calls() as calls:
         loss, gradients = loss_and_gradients(MODELS[name], policy, platform)
     assert {(call.implementation, call.reason) for call in calls} == {(KERNEL[platform], None)}
     np.testing.assert_allclose(loss, expected_loss, rtol=tolerance)
@@ -340,7 +340,7 @@ def test_prompts_are_read_by_the_kernel(name, platform, monkeypatch):
     start_anew()
     distribution = model_parallel(rules_for(GENERATORS[name]))
     use_kernel_of(platform, monkeypatch)
-    with distribution.scope(), recorded_attention() as calls:
+    with distribution.scope(), recorded_calls() as calls:
         tokens, _ = generated(GENERATORS[name], LONG, platform)
     np.testing.assert_array_equal(tokens, expected)
     prompt, *steps = [call.implementation for call in calls]

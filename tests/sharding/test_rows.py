@@ -15,7 +15,7 @@ from support.slow_cases import slow
 from support.strategy_models import MODELS, assert_same_numbers, fsdp, model_parallel, scope
 
 import keras_dist as kd
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import recorded_calls
 
 DEVICES, WIDTH = 8, 64
 DISTRIBUTIONS = {
@@ -105,7 +105,7 @@ def test_attention_kernels_compute_unequal_shards(platform, monkeypatch):
 
     def trained(distribution):
         start_anew()
-        with scope(distribution), recorded_attention() as calls:
+        with scope(distribution), recorded_calls() as calls:
             inputs, mask = keras.Input((128, 8)), keras.Input((128,), dtype="bool")
             attended = layers.MultiHeadAttention(1, 64)(inputs, inputs, key_mask=mask, use_causal_mask=True)
             model = keras.Model([inputs, mask], layers.Dense(1)(attended))

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_dist._report.units import bytes_text, counted
 from keras_dist.attention.attention import AttentionCall
+from keras_dist.experts.recognition import MixtureCall
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
@@ -29,7 +30,7 @@ from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.steps.options import StepOptions
-from keras_dist.steps.step_state import recorded_attention
+from keras_dist.steps.step_state import Call, recorded_calls
 
 # Lets libtpu before 0.0.50 finish a program that does not fit into memory, so that its needs are known.
 _COMPILE_WITHOUT_FITTING = {"xla_tpu_no_crash_on_oom": True}
@@ -96,6 +97,31 @@ class Attention:
     exchange: str | None = None
 
 
+@dataclass(frozen=True)
+class Mixtures:
+    """The mixtures of experts that are computed in one way.
+
+    Attributes:
+        form: What multiplies rows with the weights of their experts: `"megablox"` (TPU), `"mosaic"` (GPU) or
+            `"blocks"` (XLA); `"chosen weights"` for a single token; `"dense"`: all experts for each token.
+        reason: Why the form is not the best one of the platform; None if it is.
+        num_experts: Number of experts.
+        num_chosen: Number of experts that a token chooses.
+        calls: Number of mixtures.
+        rows: Pairs of a token and an expert on one device, the most of a mixture; 0 if dense.
+        flops: FLOP of the products with weights of experts in the forward pass of one device, of all these mixtures; 0
+            if dense.
+    """
+
+    form: str
+    reason: str | None
+    num_experts: int
+    num_chosen: int
+    calls: float
+    rows: int
+    flops: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
     """Memory in bytes, traffic and costs of a compiled step on one device; `model_flops` are of all devices together.
@@ -117,6 +143,7 @@ class Compilation:
     roofline: Roofline
     largest_values: tuple[LargeValue, ...] = ()
     attention: tuple[Attention, ...] = ()
+    mixtures: tuple[Mixtures, ...] = ()
     refusal: str | None
     notes: tuple[str, ...]
     seconds: float
@@ -138,7 +165,7 @@ def compile_step(
     devices = mesh.backend_mesh.devices.ravel().tolist()
     is_here = is_attached(devices[0])
     show_progress(f"Tracing the {step.name} step of {step.model.name}")
-    with recorded_attention() as calls:
+    with recorded_calls() as calls:
         traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
     model_flops = _model_flops(step, traced, calls)
@@ -159,7 +186,8 @@ def compile_step(
         compiled, refusal, compiler_notes = _compile(lowered, options, estimates)
     seconds = time.perf_counter() - started
     if compiled is None:
-        compilation = replace(_refused(step, str(refusal), model_flops, seconds), attention=_attention(calls))
+        refused = _refused(step, str(refusal), model_flops, seconds)
+        compilation = replace(refused, attention=_attention(calls), mixtures=_mixtures(calls))
     else:
         show_progress("Reading the compiled program")
         networks = networks_of(devices)
@@ -179,6 +207,7 @@ def compile_step(
             roofline=bounds,
             largest_values=costs.largest_values,
             attention=_attention(calls),
+            mixtures=_mixtures(calls),
             refusal=refusal,
             notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_here)),
             seconds=seconds,
@@ -188,10 +217,10 @@ def compile_step(
     return compilation
 
 
-def _model_flops(step: Step, traced: Any, calls: Sequence[AttentionCall]) -> float | None:
+def _model_flops(step: Step, traced: Any, calls: Sequence[Call]) -> float | None:
     """Returns the FLOP of a traced step, without those that its options add."""
     if step.name == "train" and step.distribution.step_options != StepOptions():
-        with recorded_attention() as calls:
+        with recorded_calls() as calls:
             plain = step.distribution.with_step_options(step.distribution.step_options.placement_only)
             traced = replace(step, distribution=plain).trace()
     return count_step_flops(traced.jaxpr.jaxpr, calls, step.name)
@@ -331,11 +360,23 @@ def _sum_if_known(values: Iterable[float | None]) -> float | None:
     return None if None in values else sum(filter(None, values), 0.0)
 
 
-def _attention(calls: Iterable[AttentionCall]) -> tuple[Attention, ...]:
+def _attention(calls: Iterable[Call]) -> tuple[Attention, ...]:
     groups: dict[tuple, list[AttentionCall]] = defaultdict(list)
     for call in calls:
-        groups[call.implementation, call.reason, call.exchange].append(call)
+        if isinstance(call, AttentionCall):
+            groups[call.implementation, call.reason, call.exchange].append(call)
     return tuple(
         Attention(implementation, len(group), max(call.logits_bytes for call in group), reason, exchange)
         for (implementation, reason, exchange), group in groups.items()
+    )
+
+
+def _mixtures(calls: Iterable[Call]) -> tuple[Mixtures, ...]:
+    groups: dict[tuple, list[MixtureCall]] = defaultdict(list)
+    for call in calls:
+        if isinstance(call, MixtureCall):
+            groups[call.form, call.reason, call.num_experts, call.num_chosen].append(call)
+    return tuple(
+        Mixtures(*key, len(group), max(call.rows for call in group), sum(call.flops for call in group))  # pyright: ignore
+        for key, group in groups.items()
     )

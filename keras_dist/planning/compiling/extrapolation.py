@@ -17,6 +17,7 @@ _SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")
 _FORECAST_SECONDS = [field.name for field in fields(Forecast)]
 _KIND_OF_TRAFFIC = operator.attrgetter("kind", "axes", "crosses_network")
 _KIND_OF_ATTENTION = operator.attrgetter("implementation", "reason", "exchange")
+_KIND_OF_MIXTURES = operator.attrgetter("form", "num_experts", "num_chosen", "reason")
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> Compilation:
@@ -39,6 +40,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
 
     traffic = extrapolate_each(shallow.traffic, deep.traffic, _KIND_OF_TRAFFIC, _TRAFFIC)
     attention = extrapolate_each(shallow.attention, deep.attention, _KIND_OF_ATTENTION, ["calls"])
+    mixtures = extrapolate_each(shallow.mixtures, deep.mixtures, _KIND_OF_MIXTURES, ["calls", "flops"])
     roofline = extrapolate(shallow.roofline, deep.roofline, _SECONDS)
     forecast = None
     if shallow.roofline.forecast is not None and deep.roofline.forecast is not None:
@@ -59,6 +61,7 @@ def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> 
         extrapolate(shallow, deep, _FIGURES),
         traffic=tuple(sorted(traffic, key=lambda each: -each.wire_bytes)),
         attention=tuple(attention),
+        mixtures=tuple(mixtures),
         roofline=replace(roofline, forecast=forecast),
         refusal=deep.refusal or shallow.refusal,
         notes=(*notes, *deep.notes),

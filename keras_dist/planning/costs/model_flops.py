@@ -11,8 +11,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.attention.sharded import KERNEL_SCOPE
+from keras_dist.experts.grouped_products import grouped_product_flops
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
+from keras_dist.steps.step_state import Call
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
 from keras_dist.tracing.primitives import ALL_CALLS
 
@@ -33,16 +35,16 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
     return None if math.isnan(flops) else flops
 
 
-def count_step_flops(jaxpr: Jaxpr, calls: Iterable[AttentionCall], step: str) -> float | None:
+def count_step_flops(jaxpr: Jaxpr, calls: Iterable[Call], step: str) -> float | None:
     """Counts the FLOP of a traced step as `count_model_flops` does, and those of attention that kernels compute.
 
-    `calls` are the attention that was recorded while the step was traced.
+    `calls` are those that were recorded while the step was traced.
     """
     flops = count_model_flops(jaxpr)
     if flops is None:
         return None
     # The backward pass of a matrix multiplication is two of the same size.
-    return flops + sum(call.flops for call in calls) * (3 if step == "train" else 1)
+    return flops + sum(call.flops for call in calls if isinstance(call, AttentionCall)) * (3 if step == "train" else 1)
 
 
 def main_dtype(jaxpr: Jaxpr) -> str | None:
@@ -100,6 +102,10 @@ class _Counter:
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
+        if (flops := grouped_product_flops(equation)) is not None:
+            key = equation.params["name"], *operands
+            is_new = key not in self.known
+            return flops * is_new, self._known_results(key, len(equation.outvars))
         if name in ALL_CALLS and inner:
             return self.count(inner[0], operands)
         if name in ("rnn_fwd", "rnn_bwd"):  # cuDNN's LSTM

@@ -17,7 +17,7 @@ from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVa
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.topology import networks_of
-from keras_dist.planning.compiling.compilation import Attention, Traffic
+from keras_dist.planning.compiling.compilation import Attention, Mixtures, Traffic
 from keras_dist.planning.costs.roofline import Roofline, times_by_resource
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware.compiler_options import options_text
@@ -112,6 +112,7 @@ class Plan(Report):
             None if unknown.
         largest_values: The largest temporaries.
         attention: How the calls of `keras.ops.dot_product_attention` are computed.
+        mixtures: How mixtures of experts are computed.
         notes: Caveats about these figures.
         compile_seconds: Time that the compiler took.
         depth: Number of blocks extrapolated to; None if the full model was compiled.
@@ -140,6 +141,7 @@ class Plan(Report):
     model_flops_utilization: float | None
     largest_values: tuple[LargeValue, ...]
     attention: tuple[Attention, ...]
+    mixtures: tuple[Mixtures, ...]
     notes: tuple[str, ...]
     compile_seconds: float = dataclasses.field(compare=False)
     depth: int | None = None
@@ -220,6 +222,8 @@ class Plan(Report):
         yield from self._forecast()
         if self.attention:
             yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
+        if self.mixtures:
+            yield "Mixtures of experts", [Lines(tuple(map(_mixtures_text, self.mixtures)))]
         yield _collectives(self)
         yield _variables(self)
         if self.notes:
@@ -353,6 +357,14 @@ def _attention_text(attention: Attention) -> str:
         text += f", {bytes_text(attention.logits_bytes)} of logits each (queries x keys)"
     text += f", {attention.exchange}" if attention.exchange else ""
     return f"{text}: {attention.reason}." if attention.reason else f"{text}."
+
+
+def _mixtures_text(mixtures: Mixtures) -> str:
+    text = f"{mixtures.form}, {counted(count_text(mixtures.calls), 'mixture')}"
+    text += f", {mixtures.num_chosen} of {mixtures.num_experts} experts a token"
+    if mixtures.rows:
+        text += f", {mixtures.rows:,} rows and {flops_text(mixtures.flops)} on a device in the forward pass"
+    return f"{text}: {mixtures.reason}." if mixtures.reason else f"{text}."
 
 
 def _collectives(plan: Plan) -> Section:

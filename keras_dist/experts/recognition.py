@@ -1,0 +1,230 @@
+"""Finds mixtures of experts in a traced program by what is computed, not by the names of layers.
+
+A mixture is a sum over a dim of experts of values that are zero for each expert that a token has not chosen
+(`choices.py`). What leads to these values, as far as it is computed for one pair of a token and an expert alone, can be
+computed for the chosen pairs only (`rows.py`).
+
+    sum over e ( gates[t, e] * (relu(x[t] @ up[e]) @ down[e]) )
+
+Here `gates` and what leads to them are computed as before, as are `up` and `down`. The products, `relu` and the sum are
+those of the mixture; `x`, `gates`, `up` and `down` are its operands.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from keras_dist.experts.choices import Choice, Unchosen, read_choices
+from keras_dist.tracing.kept_dims import kept_dims, moved, moved_dim, reversed_groups
+
+
+class Place(NamedTuple):
+    """Which dims of a value are those of experts and tokens; those of tokens have no dims of size 1 among them."""
+
+    expert: int | None
+    tokens: tuple[int, ...] | None
+
+    def rest(self, variable: Any) -> list[int]:
+        """Returns the other dims of a variable at this place."""
+        return [dim for dim in range(variable.aval.ndim) if dim != self.expert and dim not in (self.tokens or ())]
+
+
+_NOWHERE = Place(None, None)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Equations of an open jaxpr that compute the same for each pair of a token and an expert, and their sum."""
+
+    choice: Choice
+    equations: Sequence[Any]  # in their order; the last one sums over the experts
+    places: dict[Any, Place]  # of the variables of the equations
+
+    @property
+    def num_tokens(self) -> int:
+        return self.choice.num_tokens
+
+    @cached_property
+    def operands(self) -> list[Any]:
+        """The variables that are computed before, those with gradients first."""
+        computed = {variable for equation in self.equations for variable in equation.outvars}
+        used = (variable for equation in self.equations for variable in equation.invars)
+        found = dict.fromkeys(v for v in used if not isinstance(v, Literal) and v not in computed)
+        return sorted(found, key=lambda variable: not jnp.issubdtype(variable.aval.dtype, jnp.inexact))
+
+    def weight_of(self, equation: Any) -> int | None:
+        """Returns the number of the operand with the weights of all experts, if an equation is a product with them."""
+        return _weight_of(equation, [_NOWHERE if isinstance(v, Literal) else self.places[v] for v in equation.invars])
+
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class MixtureCall:
+    """How one mixture of experts is computed.
+
+    Attributes:
+        layer: Path of the layer.
+        form: What multiplies rows with the weights of their experts, such as "megablox"; "dense": all experts for each
+            token, as the layer is written.
+        reason: Why the form is not the best one of the platform; None if it is.
+        num_experts: E.
+        num_chosen: The number of experts that a token chooses, k.
+        rows: The number of pairs of a token and an expert on one device; 0 if dense.
+        flops: FLOP of the products with weights of experts in the forward pass of one device; 0 if dense.
+    """
+
+    layer: str
+    form: str
+    reason: str | None
+    num_experts: int
+    num_chosen: int
+    rows: int
+    flops: float
+
+
+class NoMixture(Exception):
+    """A sum over chosen experts has to be computed for all of them. The text says why."""
+
+
+def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], list[tuple[Any, Choice, str]]]:
+    """Returns the mixtures of an open jaxpr, and the sums over experts that are none, with choice and reason."""
+    finder = _Finder(jaxpr, read_choices(jaxpr, constants))
+    found: list[Mixture] = []
+    refused: list[tuple[Any, Choice, str]] = []
+    for equation in jaxpr.eqns:
+        for number, variable in enumerate(equation.invars):
+            fact = None if isinstance(variable, Literal) else finder.facts.get(variable)
+            if fact is None or fact.number or fact.expert not in _summed_dims(equation, number):
+                continue
+            try:
+                mixture = finder.mixture(equation, number, fact)
+            except NoMixture as reason:
+                refused.append((equation, fact.choice, str(reason)))
+                continue
+            if mixture is not None:
+                found.append(mixture)
+                break
+    return found, refused
+
+
+def _summed_dims(equation: Any, number: int) -> Sequence[int]:
+    if equation.primitive.name == "reduce_sum":
+        return equation.params["axes"]
+    return equation.params["dimension_numbers"][0][number] if equation.primitive.name == "dot_general" else ()
+
+
+class _Finder:
+    def __init__(self, jaxpr: Any, facts: dict[Any, Unchosen]):
+        self.facts = facts
+        self._equations = jaxpr.eqns
+        self._producers = {v: number for number, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
+        self._users: dict[Any, set[int]] = {v: {-1} for v in jaxpr.outvars if not isinstance(v, Literal)}
+        for number, equation in enumerate(jaxpr.eqns):
+            for variable in equation.invars:
+                if not isinstance(variable, Literal):
+                    self._users.setdefault(variable, set()).add(number)
+
+    def mixture(self, equation: Any, number: int, fact: Unchosen) -> Mixture | None:
+        """Returns the mixture that an equation sums over experts; None if it has no product with their weights."""
+        tokens = moved(fact.tokens, kept_dims(equation, number))
+        if tokens is None:
+            return None
+        is_single = fact.choice.num_tokens == 1
+        last = self._producers[equation.outvars[0]]
+        numbers: set[int] = {last}
+        places, reasons = {equation.outvars[0]: Place(None, tokens)}, []
+        todo = _operands(equation, Place(None, tokens)) or []
+        for other, expert in _partners(equation, number, fact.expert):
+            todo[other] = todo[other][0], Place(expert, todo[other][1].tokens)
+        while todo:
+            variable, place = todo.pop()
+            if isinstance(variable, Literal):
+                continue
+            if places.setdefault(variable, place) != place:
+                reasons.append("a value has its experts and tokens along other dims where it is used again")
+                continue
+            if place.expert is None or place.tokens is None:
+                continue
+            if _size(variable, place.rest(variable)) == 1 and not self._has_weights(variable, place):
+                continue  # a number for each pair, such as its gate
+            producer = self._producers.get(variable, -1)
+            operands = None if producer < 0 else _operands(self._equations[producer], place)
+            if operands is None:
+                name = "an input" if producer < 0 else self._equations[producer].primitive.name
+                reasons += [] if is_single else [f"{name} may compute a value from several tokens or experts"]
+            elif producer not in numbers:
+                numbers.add(producer)
+                places.update(dict.fromkeys(self._equations[producer].outvars, place))
+                todo += operands
+        mixture = Mixture(fact.choice, [self._equations[each] for each in sorted(numbers)], places)
+        if all(mixture.weight_of(each) is None for each in mixture.equations):
+            return None
+        inner = {variable for each in mixture.equations[:-1] for variable in each.outvars}
+        if any(self._users.get(variable, set()) - numbers for variable in inner):
+            reasons.append("what each expert computes for each token is used elsewhere, too")
+        if reasons:
+            raise NoMixture(reasons[0])
+        return mixture
+
+    def _has_weights(self, variable: Any, place: Place) -> bool:
+        """Whether a value is computed from a product with weights of experts."""
+        producer = self._producers.get(variable)
+        operands = None if producer is None else _operands(self._equations[producer], place)
+        if operands is None:
+            return False
+        if _weight_of(self._equations[producer], [each for _, each in operands]) is not None:
+            return True
+        return any(None not in place and self._has_weights(each, place) for each, place in operands)
+
+
+def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:
+    if equation.primitive.name != "dot_general":
+        return None
+    contracted = equation.params["dimension_numbers"][0]
+    for number, (variable, place) in enumerate(zip(equation.invars, places, strict=True)):
+        is_weight = place.expert is not None and not place.tokens
+        rest = [dim for dim in place.rest(variable) if variable.aval.shape[dim] > 1]
+        if is_weight and len(rest) > 1 and not {*rest}.isdisjoint(contracted[number]):
+            return number
+    return None
+
+
+def _size(variable: Any, dims: Sequence[int]) -> int:
+    return math.prod(variable.aval.shape[dim] for dim in dims)
+
+
+def _partners(equation: Any, number: int, expert: int) -> list[tuple[int, int]]:
+    """Returns the operands that an equation sums over experts, each with its dim of experts."""
+    if equation.primitive.name == "reduce_sum":
+        return [(number, expert)]
+    contracted = equation.params["dimension_numbers"][0]
+    index = contracted[number].index(expert)
+    return [(other, dims[index]) for other, dims in enumerate(contracted)]
+
+
+def _operands(equation: Any, place: Place) -> list[tuple[Any, Place]] | None:
+    """Returns the operands of an equation and their places, given that of its result.
+
+    None if the result for a token and an expert may depend on what operands have for others.
+    """
+    groups = [kept_dims(equation, number) for number in range(len(equation.invars))]
+    tokens = place.tokens or ()
+    needed, kept = {*tokens, place.expert} - {None}, {dim for each in groups for _, after in each for dim in after}
+    if not needed <= kept and equation.primitive.name != "broadcast_in_dim":
+        return None
+    operands: list[tuple[Any, Place]] = []
+    for variable, group in zip(equation.invars, groups, strict=True):
+        back, has = reversed_groups(group), {dim for _, after in group for dim in after}
+        expert = None if place.expert is None else moved_dim(place.expert, back)
+        its_tokens = moved(tokens, back)
+        if (expert is None and place.expert in has) or (its_tokens is None and has.intersection(tokens)):
+            return None
+        operands.append((variable, Place(expert, its_tokens)))
+    return operands

@@ -1,0 +1,143 @@
+"""Mixtures of experts: computed for the experts that tokens choose only, on each device for its tokens."""
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import PartitionSpec
+
+from keras_dist.experts.choices import Choice
+from keras_dist.experts.grouped_products import ChosenForm, choose_form, grouped_product
+from keras_dist.experts.recognition import DENSE, Mixture, MixtureCall, find_mixtures
+from keras_dist.experts.rows import compute_mixture, tokens_first
+from keras_dist.passes.step_program import StepProgram
+from keras_dist.sharding.per_device import call_per_device
+from keras_dist.tracing.jaxpr_evaluation import (
+    equations_in_place_of,
+    has_primitive,
+    inlined,
+    scope_of,
+    with_programs,
+)
+from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS
+
+
+def may_have_experts(program: ClosedJaxpr) -> bool:
+    """Whether a program has the operation by which routers choose experts."""
+    return has_primitive(program, "top_k")
+
+
+def experts(program: StepProgram) -> ClosedJaxpr:
+    """Computes mixtures of experts for the pairs of a token and an expert that it chooses."""
+    whole = inlined(program.jaxpr.jaxpr, program.jaxpr.consts)
+    changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts)
+    return program.jaxpr if changed is None else whole.replace(jaxpr=changed)
+
+
+def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any]) -> Any:
+    """Returns a part of a program with its mixtures computed for chosen experts; None if it has none."""
+    jaxpr = _live(jaxpr)
+    mixtures, refused = find_mixtures(jaxpr, constants)
+    program.mixtures.extend(_call(equation, choice, DENSE, reason) for equation, choice, reason in refused)
+    by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
+
+    def in_body(body: Any) -> Any:
+        return body if (found := _changed(program, body, ())) is None else found
+
+    equations: list[Any] = []
+    for equation in jaxpr.eqns:
+        if (mixture := by_equation.get(id(equation))) is not None:
+            equations += _SparseMixture(program, mixture).equations()
+        elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
+            equations.append(with_programs(equation, in_body))
+        else:
+            equations.append(equation)
+    is_same = len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns))
+    return None if is_same else _live(jaxpr.replace(eqns=equations))
+
+
+def _live(jaxpr: Any) -> Any:
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _call(equation: Any, choice: Choice, form: str, reason: str | None, rows: int = 0, flops: float = 0) -> MixtureCall:
+    return MixtureCall(scope_of(equation), form, reason, choice.num_experts, choice.num_chosen, rows, flops)
+
+
+class _SparseMixture:
+    """Equations in place of the sum over experts of a mixture."""
+
+    def __init__(self, program: StepProgram, mixture: Mixture):
+        self._program, self._mixture = program, mixture
+        self._output = mixture.equations[-1].outvars[0]
+        self._forms: set[ChosenForm] = set()
+
+    def equations(self) -> Sequence[Any]:
+        mixture = self._mixture
+        operands = [*mixture.operands, mixture.choice.indices]
+        function = self._of_one_token if mixture.num_tokens == 1 else self._per_device
+        found = equations_in_place_of(mixture.equations[-1], function, operands)
+        # Of several forms, one that has a reason is reported.
+        forms = sorted(self._forms, key=lambda form: form.reason is None) or [ChosenForm("chosen weights", None)]
+        self._program.mixtures.append(
+            _call(mixture.equations[-1], mixture.choice, *forms[0], self._num_rows, self._flops)
+        )
+        return found
+
+    def _of_one_token(self, *values: Any) -> Any:
+        self._num_rows, self._flops = self._mixture.choice.num_chosen, 0.0
+        return compute_mixture(self._mixture, self._product, values[:-1], values[-1])
+
+    def _per_device(self, *values: Any) -> Any:
+        """Computes the mixture of each device's tokens, given operands and the indices of chosen experts."""
+        mixture, places = self._mixture, self._mixture.places
+        sizes, axes = self._tokens()
+        arguments, specs, summed = [], [], []
+        names = tuple(itertools.chain.from_iterable(axes))
+        for variable, value in zip(mixture.operands, values, strict=False):
+            tokens = places[variable].tokens
+            value = value.transpose(tokens_first(places[variable], variable))
+            arguments.append(value if tokens is None else value.reshape(*sizes, *value.shape[len(tokens) :]))
+            specs.append(PartitionSpec() if tokens is None else PartitionSpec(*axes))
+            if jnp.issubdtype(value.dtype, jnp.inexact):  # those come first
+                summed.append(names if tokens is None else ())
+        indices = values[-1].reshape(*sizes, mixture.choice.num_chosen)
+
+        def on_device(*shards: Any) -> Any:
+            self._num_rows, self._flops = shards[-1].size, 0.0
+            return compute_mixture(mixture, self._product, shards[:-1], shards[-1])
+
+        spec = PartitionSpec(*axes)
+        output = call_per_device(
+            on_device, self._program.mesh, (*arguments, indices), (*specs, spec), spec, summed_axes=summed
+        )
+        order = tokens_first(places[self._output], self._output)
+        output = output.reshape([self._output.aval.shape[dim] for dim in order])
+        return output.transpose(sorted(range(len(order)), key=order.__getitem__))
+
+    def _tokens(self) -> tuple[list[int], list[tuple[str, ...]]]:
+        """Returns the sizes of the dims of tokens, and the axes of the mesh over which they are sharded.
+
+        Operands may have several dims of tokens, such as batch and positions, or one.
+        """
+        indices, places = self._mixture.choice.indices, self._mixture.places
+        dims = [dim for dim, size in enumerate(indices.aval.shape[:-1]) if size > 1]
+        sizes = [indices.aval.shape[dim] for dim in dims]
+        axes = [self._program.axes_of(indices)[dim] for dim in dims]
+        variables = [each for each in (*self._mixture.operands, self._output) if places[each].tokens is not None]
+        if any([each.aval.shape[dim] for dim in places[each].tokens or ()] != sizes for each in variables):
+            return [math.prod(sizes)], axes[:1]
+        return sizes, axes
+
+    def _product(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        dtype = jnp.promote_types(rows.dtype, weights.dtype)
+        form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
+        self._forms.add(form)
+        self._flops += 2.0 * rows.shape[0] * math.prod(weights.shape[1:])
+        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name)
