@@ -1,12 +1,16 @@
-"""Closed forms for kernels of which the compiler knows only that they are called: fused attention, and cuDNN's LSTM."""
+"""Closed forms for kernels of which the compiler knows only that they are called.
+
+They are fused attention, cuDNN's LSTM, and grouped products in Mosaic.
+"""
 
 import math
 import re
 from collections.abc import Sequence
 
 from keras_dist.attention.sharded import KERNEL_SCOPE
+from keras_dist.experts.kernels import MOSAIC_SCOPE
 from keras_dist.planning.hlo.parser import Computation, Instruction
-from keras_dist.planning.hlo.shapes import Array, bits
+from keras_dist.planning.hlo.shapes import Array, bits, leaves
 
 _FRACTION = re.compile(re.escape(KERNEL_SCOPE) + r"(\d\.\d+)")
 # Matrix multiplications of all queries with all keys by what they add up or give: the head size of queries and keys,
@@ -24,7 +28,8 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
     """Returns element type and FLOP (2 per multiply-add) of a kernel; None for kernels that it does not know.
 
     Of attention, pairs that a causal mask or window hides do not count, although a kernel may compute some of them: its
-    blocks are square. Padding counts.
+    blocks are square. Padding counts. Of grouped products the rows count that are passed, not those that a kernel
+    computes twice because a block of rows has several experts.
     """
     if kernel := attention_kernel(instruction):
         query, key, value = _attention_operands(computation, instruction)
@@ -38,7 +43,19 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
         return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
+    if instruction.target.startswith("mosaic_gpu") and MOSAIC_SCOPE in instruction.op_name:
+        return _grouped_product_flops(computation, instruction)
     return None
+
+
+def _grouped_product_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
+    """Returns element type and FLOP of a grouped product, or of one of its derivatives.
+
+    Rows (R, K) are multiplied with weights (E, K, N) or (E, N, K), or with a gradient (R, N). All take 2 R K N.
+    """
+    rows = next(array for array in _arrays(computation, instruction) if "f" in array.dtype)
+    result = next(leaves(instruction.shape))
+    return rows.dtype, 2.0 * rows.elements * result.dims[-1]
 
 
 def lstm_flops(inputs: Sequence[int], state: Sequence[int], is_backward: bool) -> float:

@@ -1,0 +1,138 @@
+"""Grouped matrix products: each row times the weights of its expert, by what suits the device."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from keras_dist.experts.blocks import product_in_blocks, weight_gradient_in_blocks
+from keras_dist.experts.kernels import (
+    product_by_megablox,
+    product_by_mosaic,
+    weight_gradient_by_megablox,
+    weight_gradient_by_mosaic,
+    why_not_mosaic,
+)
+
+
+class _Form(NamedTuple):
+    """A way to compute grouped products and their derivatives."""
+
+    product: Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
+    weight_gradient: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+_FORMS = {
+    "megablox": _Form(product_by_megablox, weight_gradient_by_megablox),
+    "mosaic": _Form(product_by_mosaic, weight_gradient_by_mosaic),
+    "blocks": _Form(product_in_blocks, weight_gradient_in_blocks),
+}
+
+
+class ChosenForm(NamedTuple):
+    """Which form computes grouped products on a device."""
+
+    name: str  # "megablox", "mosaic" or "blocks"
+    reason: str | None  # why it is not the fastest one of this kind of device; None if it is
+
+
+def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form: str) -> jax.Array:
+    """Multiplies each row with the weights of its expert.
+
+    It is exact under any routing: experts may have no rows, or one all. The derivative by the weights is summed in
+    float32. Nothing is said of rows beyond the sum of `sizes`.
+
+    Args:
+        rows: Rows sorted by expert (R, K): the first `sizes[0]` are those of expert 0, and so on.
+        weights: Weights of all experts (E, K, N), of the dtype of the rows.
+        sizes: Number of rows of each expert (E,), int32. Their sum is R.
+        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"` or `"blocks"`.
+
+    Returns:
+        The products (R, N), of the dtype of the rows.
+
+    Raises:
+        ValueError: The shapes or dtypes do not suit each other, or the form is unknown.
+
+    Example:
+
+    >>> rows, weights = jax.numpy.ones((3, 4)), jax.numpy.stack([jax.numpy.eye(4), 2 * jax.numpy.eye(4)])
+    >>> grouped_product(rows, weights, jax.numpy.array([1, 2], "int32"), "blocks")[:, 0].tolist()
+    [1.0, 2.0, 2.0]
+    """
+    _require_operands(rows, weights, sizes, form)
+    return _grouped_product(rows, weights, sizes, form)
+
+
+def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
+    received = ", ".join(
+        f"{name} {each.dtype}{list(each.shape)}"
+        for name, each in (("rows", rows), ("weights", weights), ("sizes", sizes))
+    )
+    if form not in _FORMS:
+        raise ValueError(f"Unknown form {form!r} of a grouped product. Choose one of {', '.join(map(repr, _FORMS))}.")
+    if (rows.ndim, weights.ndim, sizes.shape) != (2, 3, weights.shape[:1]) or rows.shape[1] != weights.shape[1]:
+        raise ValueError(
+            f"A grouped product takes rows (R, K), weights (E, K, N) and sizes (E,). Received: {received}."
+        )
+    if rows.dtype != weights.dtype or sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"A grouped product takes rows and weights of one dtype, and int32 sizes. Received: {received}. Cast them."
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_product(rows, weights, sizes, form):
+    return _FORMS[form].product(rows, weights, sizes, False)
+
+
+def _forward(rows, weights, sizes, form):
+    return _grouped_product(rows, weights, sizes, form), (rows, weights, sizes)
+
+
+def _backward(form, saved, gradient):
+    rows, weights, sizes = saved
+    gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
+    return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
+
+
+_grouped_product.defvjp(_forward, _backward)
+
+
+def choose_form(device: Any, num_rows: int, weights_shape: tuple[int, int, int], dtype: Any) -> ChosenForm:
+    """Chooses how a device computes grouped products of rows with weights (E, K, N).
+
+    `device` is a device of the mesh, attached or not, or a mock one.
+
+    Example:
+
+    >>> choose_form(jax.devices("cpu")[0], 1024, (8, 512, 256), "float32")
+    ChosenForm(name='blocks', reason=None)
+    """
+    _, inputs, outputs = weights_shape
+    if device.platform == "tpu":
+        fastest, reason = "megablox", _why_not_megablox(device, dtype)
+    elif device.platform == "gpu":
+        fastest, reason = "mosaic", _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
+    else:
+        fastest, reason = "blocks", None
+    return ChosenForm(fastest if reason is None else "blocks", reason)
+
+
+def _why_not_megablox(device: Any, dtype: Any) -> str | None:
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"megablox has no {jnp.dtype(dtype).name}; use the dtype policy 'mixed_bfloat16'"
+    if re.match(r"TPU v[23]\b", device.device_kind):
+        return f"megablox needs a TPU v4 or later, and this is a {device.device_kind}"
+    return None
+
+
+def _why_not_hopper(device: Any) -> str | None:
+    capability = getattr(device, "compute_capability", None)  # mock devices have none
+    if str(capability) == "9.0":
+        return None
+    received = f"has {capability}" if capability else f"is a {device.device_kind!r}"
+    return f"the Mosaic kernels need a GPU of compute capability 9.0, such as an H100, and this one {received}"
