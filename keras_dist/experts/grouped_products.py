@@ -17,6 +17,10 @@ from keras_dist.experts.kernels import (
     why_not_mosaic,
 )
 
+_SCOPE = "grouped_product_of_rows_"
+GROUPED_PRODUCT = re.compile(rf"{_SCOPE}(\d+)")
+"""Matches the names of the operations of a grouped product; the group is its number of rows."""
+
 
 class _Form(NamedTuple):
     """A way to compute grouped products and their derivatives."""
@@ -86,7 +90,8 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_product(rows, weights, sizes, form):
-    return _FORMS[form].product(rows, weights, sizes, False)
+    with _named_by(rows):
+        return _FORMS[form].product(rows, weights, sizes, False)
 
 
 def _forward(rows, weights, sizes, form):
@@ -95,8 +100,14 @@ def _forward(rows, weights, sizes, form):
 
 def _backward(form, saved, gradient):
     rows, weights, sizes = saved
-    gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
-    return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
+    with _named_by(rows):
+        gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
+        return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
+
+
+def _named_by(rows: jax.Array) -> Any:
+    """Names the operations of a block such that a planner knows how many rows there are, without padding."""
+    return jax.named_scope(f"{_SCOPE}{rows.shape[0]}")
 
 
 _grouped_product.defvjp(_forward, _backward)

@@ -1,7 +1,6 @@
 """Grouped products: the numbers of each form and its derivatives, against a product with the weights of each row."""
 
 import functools
-import importlib
 import types
 
 import jax
@@ -11,8 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import keras_dist as kd
+from keras_dist.experts import kernels
 from keras_dist.experts.blocks import block_rows, num_blocks
 from keras_dist.experts.grouped_products import choose_form, grouped_product
+from keras_dist.planning.costs.model_flops import count_model_flops
 
 INPUTS, OUTPUTS = 24, 40
 ROUTINGS = {
@@ -71,9 +72,8 @@ def test_blocks_give_the_numbers_of_dense_products(routing, dtype):
 @pytest.fixture
 def megablox_on_cpus(monkeypatch):
     """The kernels of megablox run in Pallas's interpreter."""
-    module = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    for name in ("gmm", "tgmm"):
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
+    interpreted = [functools.partial(kernel, interpret=True) for kernel in kernels._megablox_kernels()]
+    monkeypatch.setattr(kernels, "_megablox_kernels", lambda: interpreted)
 
 
 @pytest.mark.usefixtures("megablox_on_cpus")
@@ -81,6 +81,23 @@ def megablox_on_cpus(monkeypatch):
 @pytest.mark.parametrize("sizes", [(60, 100, 0, 57), (0, 0, 300, 0), (0, 1, 0, 0), (7, 0, 29, 1)])
 def test_megablox_gives_the_numbers_of_dense_products(sizes, dtype):
     check("megablox", operands(sizes, dtype, 96, 200))
+
+
+@pytest.mark.parametrize("visits_empty", [False, True])
+@pytest.mark.parametrize("sizes", [(60, 100, 0, 96), (0, 0, 256, 0), (0, 0, 0, 256), (256, 0, 0, 0), (64, 64, 0, 128)])
+def test_visits_of_tiles_are_those_of_megablox(sizes, visits_empty):
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
+
+    arguments = {
+        "group_sizes": jnp.asarray(sizes, "int32"), "m": 256, "tm": 64, "start_group": jnp.int32(0),
+        "num_nonzero_groups": 4, "visit_empty_groups": visits_empty,
+    }  # fmt: skip
+    (offsets, groups, tiles), visits = kernels.visits_of_tiles(**arguments)
+    (right_offsets, right_groups, right_tiles), right_visits = make_group_metadata(**arguments)
+    assert visits == right_visits
+    np.testing.assert_array_equal(offsets, right_offsets)
+    np.testing.assert_array_equal(groups[:visits], right_groups[:visits])
+    np.testing.assert_array_equal(tiles[:visits], right_tiles[:visits])
 
 
 @pytest.fixture
@@ -196,3 +213,15 @@ def test_form_for_a_device(device, width, dtype, name, reason):
     chosen = choose_form(device, 8192, (8, 512, width), dtype)
     assert chosen.name == name
     assert chosen.reason is None if reason is None else reason in chosen.reason
+
+
+@pytest.mark.parametrize("form", ["blocks", "megablox", "mosaic"])
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.checkpoint])
+def test_model_flops_are_those_of_the_rows(form, wrap):
+    num_rows, shape = 4000, (8, 512, 192)
+    shapes = (num_rows, shape[1]), shape, shape[:1], (num_rows, shape[2])
+    dtypes = "bfloat16", "bfloat16", "int32", "bfloat16"
+    product = wrap(functools.partial(grouped_product, form=form))
+    step = functools.partial(output_and_gradients, product)
+    traced = jax.make_jaxpr(step)(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+    assert count_model_flops(traced.jaxpr) == 3 * 2 * num_rows * shape[1] * shape[2]

@@ -11,6 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.attention.sharded import KERNEL_SCOPE
+from keras_dist.experts.grouped_products import GROUPED_PRODUCT
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
@@ -23,8 +24,8 @@ def count_model_flops(jaxpr: Jaxpr) -> float | None:
     Operations whose results are not used count nothing. An operation that is repeated on the same values counts once,
     so that a model that recomputes activations in its backward pass (rematerialization) has the same FLOP as one that
     keeps them. The body of a scan counts once per iteration, that of a `jax.shard_map` once for each shard, and of
-    several branches the most expensive one. Fused attention kernels count nothing. None if a loop with an unknown trip
-    count has matrix multiplications.
+    several branches the most expensive one. Fused attention kernels count nothing, and of grouped products the rows
+    count that they are passed. None if a loop with an unknown trip count has matrix multiplications.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), appendix B.
     """
@@ -97,6 +98,10 @@ class _Counter:
 
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, inner_jaxprs(equation.params)
+        if inner and name not in ALL_CALLS and (flops := _grouped_product_flops(equation)):
+            key = "grouped product", tuple(operands), str(equation.outvars[0].aval)
+            is_new = key not in self.known
+            return flops if is_new else 0.0, self._known_results(key, len(equation.outvars))
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
@@ -124,6 +129,17 @@ class _Counter:
         is_new = key not in self.known
         results = self._known_results(key, len(equation.outvars))
         return (_FLOPS[name](equation) if is_new and name in _FLOPS else 0.0), results
+
+
+def _grouped_product_flops(equation: Any) -> float:
+    """Returns the FLOP of a grouped product, of the rows that it is passed; 0 for other operations.
+
+    It may be a kernel, or a loop over blocks that can hold more rows. Only weights (E, K, N) have three dims.
+    """
+    found = GROUPED_PRODUCT.search(str(equation.source_info.name_stack))
+    shapes = (each.aval.shape for each in (*equation.invars, *equation.outvars) if found)
+    weights = next((shape for shape in shapes if len(shape) == 3), None)
+    return 2.0 * int(found[1]) * math.prod(weights[1:]) if found and weights else 0.0
 
 
 def _dot_flops(equation: Any) -> float:
