@@ -16,6 +16,7 @@ from keras_dist.experts.kernels import (
     weight_gradient_by_mosaic,
     why_not_mosaic,
 )
+from keras_dist.experts.rounds import product_in_rounds, weight_gradient_in_rounds
 
 _SCOPE = "grouped_product_of_rows_"
 GROUPED_PRODUCT = re.compile(rf"{_SCOPE}(\d+)")
@@ -33,13 +34,14 @@ _FORMS = {
     "megablox": _Form(product_by_megablox, weight_gradient_by_megablox),
     "mosaic": _Form(product_by_mosaic, weight_gradient_by_mosaic),
     "blocks": _Form(product_in_blocks, weight_gradient_in_blocks),
+    "rounds": _Form(product_in_rounds, weight_gradient_in_rounds),
 }
 
 
 class ChosenForm(NamedTuple):
     """Which form computes grouped products on a device."""
 
-    name: str  # "megablox", "mosaic" or "blocks"
+    name: str  # "megablox", "mosaic", "blocks" or "rounds"
     reason: str | None  # why it is not the fastest one of this kind of device; None if it is
 
 
@@ -53,7 +55,8 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
         rows: Rows sorted by expert (R, K): the first `sizes[0]` are those of expert 0, and so on.
         weights: Weights of all experts (E, K, N), of the dtype of the rows.
         sizes: Number of rows of each expert (E,), int32. Their sum is R.
-        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"` or `"blocks"`.
+        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or
+            `"rounds"`.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -123,14 +126,16 @@ def choose_form(device: Any, num_rows: int, weights_shape: tuple[int, int, int],
     >>> choose_form(jax.devices("cpu")[0], 1024, (8, 512, 256), "float32")
     ChosenForm(name='blocks', reason=None)
     """
-    _, inputs, outputs = weights_shape
+    num_experts, inputs, outputs = weights_shape
     if device.platform == "tpu":
-        fastest, reason = "megablox", _why_not_megablox(device, dtype)
-    elif device.platform == "gpu":
-        fastest, reason = "mosaic", _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
-    else:
-        fastest, reason = "blocks", None
-    return ChosenForm(fastest if reason is None else "blocks", reason)
+        reason = _why_not_megablox(device, dtype)
+        return ChosenForm("megablox" if reason is None else "blocks", reason)
+    if device.platform == "gpu":
+        reason = _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
+        if reason is None and num_rows < num_experts:
+            reason = f"the Mosaic kernels read the weights of all {num_experts} experts, even for {num_rows} rows"
+        return ChosenForm("mosaic" if reason is None else "rounds", reason)
+    return ChosenForm("blocks", None)
 
 
 def _why_not_megablox(device: Any, dtype: Any) -> str | None:

@@ -65,8 +65,9 @@ def check(form, arguments, product=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_blocks_give_the_numbers_of_dense_products(routing, dtype):
-    check("blocks", operands(ROUTINGS[routing], dtype))
+@pytest.mark.parametrize("form", ["blocks", "rounds"])
+def test_forms_in_xla_give_the_numbers_of_dense_products(form, routing, dtype):
+    check(form, operands(ROUTINGS[routing], dtype))
 
 
 @pytest.fixture
@@ -130,45 +131,49 @@ def test_blocks_hold_the_rows_of_any_routing_with_few_to_spare(num_rows, num_exp
     assert (-(-worst // size)).sum() <= blocks
 
 
-def test_few_rows_read_the_weights_of_their_experts_only():
+@pytest.mark.parametrize("form", ["blocks", "rounds"])
+def test_few_rows_read_the_weights_of_their_experts_only(form):
     rows, weights, sizes, _ = operands((0, 1, 0, 0, 0, 1, 0, 0), "float32")
     weights = weights.at[jnp.asarray([0, 2, 3, 4, 6, 7])].set(jnp.nan)
-    assert np.isfinite(grouped_product(rows, weights, sizes, "blocks")).all()
+    assert np.isfinite(grouped_product(rows, weights, sizes, form)).all()
     assert num_blocks(2, 8) == 2
 
 
-def test_gradient_of_weights_is_summed_in_float32():
+@pytest.mark.parametrize("form", ["blocks", "rounds"])
+def test_gradient_of_weights_is_summed_in_float32(form):
     num_rows = 4096
     rows, gradient = jnp.full((num_rows, 1), 0.01, "bfloat16"), jnp.ones((num_rows, 1), "bfloat16")
     weights, sizes = jnp.ones((1, 1, 1), "bfloat16"), jnp.asarray([num_rows], "int32")
-    product = functools.partial(grouped_product, form="blocks")
+    product = functools.partial(grouped_product, form=form)
     _, _, of_weights = output_and_gradients(product, rows, weights, sizes, gradient)
     np.testing.assert_allclose(float(of_weights[0, 0, 0]), num_rows * float(rows[0, 0]), rtol=4e-3)
 
 
-def test_product_in_a_rematerialized_scan():
+@pytest.mark.parametrize("form", ["blocks", "rounds"])
+def test_product_in_a_rematerialized_scan(form):
     arguments = operands(ROUTINGS["skewed"], "float32")
 
     @jax.checkpoint
     def product(rows, weights, sizes):
         def layer(total, weight):
-            return total + grouped_product(rows, weight, sizes, "blocks"), None
+            return total + grouped_product(rows, weight, sizes, form), None
 
         initial = jnp.zeros((rows.shape[0], weights.shape[-1]), rows.dtype)
         return jax.lax.scan(layer, initial, 0.5 * jnp.stack([weights, weights]))[0]
 
-    check("blocks", arguments, product)
+    check(form, arguments, product)
 
 
-def test_product_of_the_rows_of_each_device(mesh):
+@pytest.mark.parametrize("form", ["blocks", "rounds"])
+def test_product_of_the_rows_of_each_device(form, mesh):
     sizes = ROUTINGS["skewed"]
     rows, weights, sizes, gradient = operands(sizes, "float32")
     specs = PartitionSpec(), PartitionSpec(None, None, "model"), PartitionSpec()
     product = jax.shard_map(
-        functools.partial(grouped_product, form="blocks"), mesh=mesh.backend_mesh, in_specs=specs,
+        functools.partial(grouped_product, form=form), mesh=mesh.backend_mesh, in_specs=specs,
         out_specs=PartitionSpec(None, "model"), check_vma=False,
     )  # fmt: skip
-    check("blocks", (rows, weights, sizes, gradient), product)
+    check(form, (rows, weights, sizes, gradient), product)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +206,11 @@ V5E, V3, H100 = kd.mock_tpus("v5e:2x4")[0], kd.mock_tpus("v3:2x2")[0], gpu("NVID
         (V5E, 256, "float16", "blocks", "float16"),
         (V3, 256, "bfloat16", "blocks", "TPU v3"),
         (H100, 256, "bfloat16", "mosaic", None),
-        (H100, 256, "float32", "blocks", "float32"),
-        (H100, 250, "bfloat16", "blocks", "250"),
-        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), 256, "bfloat16", "blocks", "8.0"),
-        (gpu("NVIDIA B200", "10.0"), 256, "bfloat16", "blocks", "10.0"),
-        (kd.mock_gpus(1)[0], 256, "bfloat16", "blocks", "mock GPU"),
+        (H100, 256, "float32", "rounds", "float32"),
+        (H100, 250, "bfloat16", "rounds", "250"),
+        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), 256, "bfloat16", "rounds", "8.0"),
+        (gpu("NVIDIA B200", "10.0"), 256, "bfloat16", "rounds", "10.0"),
+        (kd.mock_gpus(1)[0], 256, "bfloat16", "rounds", "mock GPU"),
         (jax.devices("cpu")[0], 256, "bfloat16", "blocks", None),
     ],
 )
@@ -215,7 +220,12 @@ def test_form_for_a_device(device, width, dtype, name, reason):
     assert chosen.reason is None if reason is None else reason in chosen.reason
 
 
-@pytest.mark.parametrize("form", ["blocks", "megablox", "mosaic"])
+def test_form_for_fewer_rows_than_experts():
+    assert choose_form(V5E, 4, (8, 512, 256), "bfloat16").name == "megablox"
+    assert choose_form(H100, 4, (8, 512, 256), "bfloat16").name == "rounds"
+
+
+@pytest.mark.parametrize("form", ["blocks", "rounds", "megablox", "mosaic"])
 @pytest.mark.parametrize("wrap", [lambda function: function, jax.checkpoint])
 def test_model_flops_are_those_of_the_rows(form, wrap):
     num_rows, shape = 4000, (8, 512, 192)
