@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from keras_dist.experts.batched import product_batched, weight_gradient_batched
 from keras_dist.experts.blocks import product_in_blocks, weight_gradient_in_blocks
 from keras_dist.experts.kernels import (
     product_by_megablox,
@@ -16,11 +17,10 @@ from keras_dist.experts.kernels import (
     weight_gradient_by_mosaic,
     why_not_mosaic,
 )
-from keras_dist.experts.rounds import product_in_rounds, weight_gradient_in_rounds
 
-_SCOPE = "grouped_product_of_rows_"
-GROUPED_PRODUCT = re.compile(rf"{_SCOPE}(\d+)")
-"""Matches the names of the operations of a grouped product; the group is its number of rows."""
+_SCOPE = "grouped_product_of"
+GROUPED_PRODUCT = re.compile(rf"{_SCOPE}_(\d+)_(\d+)_(\d+)")
+"""Matches the names of the operations of a grouped product; the groups are R, K and N."""
 
 
 class _Form(NamedTuple):
@@ -34,14 +34,14 @@ _FORMS = {
     "megablox": _Form(product_by_megablox, weight_gradient_by_megablox),
     "mosaic": _Form(product_by_mosaic, weight_gradient_by_mosaic),
     "blocks": _Form(product_in_blocks, weight_gradient_in_blocks),
-    "rounds": _Form(product_in_rounds, weight_gradient_in_rounds),
+    "batched": _Form(product_batched, weight_gradient_batched),
 }
 
 
 class ChosenForm(NamedTuple):
     """Which form computes grouped products on a device."""
 
-    name: str  # "megablox", "mosaic", "blocks" or "rounds"
+    name: str  # "megablox", "mosaic", "blocks" or "batched"
     reason: str | None  # why it is not the fastest one of this kind of device; None if it is
 
 
@@ -56,7 +56,7 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
         weights: Weights of all experts (E, K, N), of the dtype of the rows.
         sizes: Number of rows of each expert (E,), int32. Their sum is R.
         form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or
-            `"rounds"`.
+            `"batched"`.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -93,7 +93,7 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_product(rows, weights, sizes, form):
-    with _named_by(rows):
+    with _named(rows, weights):
         return _FORMS[form].product(rows, weights, sizes, False)
 
 
@@ -103,14 +103,14 @@ def _forward(rows, weights, sizes, form):
 
 def _backward(form, saved, gradient):
     rows, weights, sizes = saved
-    with _named_by(rows):
+    with _named(rows, weights):
         gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
         return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
 
 
-def _named_by(rows: jax.Array) -> Any:
-    """Names the operations of a block such that a planner knows how many rows there are, without padding."""
-    return jax.named_scope(f"{_SCOPE}{rows.shape[0]}")
+def _named(rows: jax.Array, weights: jax.Array) -> Any:
+    """Names the operations of a block such that a planner knows what is multiplied, without padding."""
+    return jax.named_scope("_".join(map(str, (_SCOPE, *rows.shape, weights.shape[2]))))
 
 
 _grouped_product.defvjp(_forward, _backward)
@@ -134,7 +134,7 @@ def choose_form(device: Any, num_rows: int, weights_shape: tuple[int, int, int],
         reason = _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
         if reason is None and num_rows < num_experts:
             reason = f"the Mosaic kernels read the weights of all {num_experts} experts, even for {num_rows} rows"
-        return ChosenForm("mosaic" if reason is None else "rounds", reason)
+        return ChosenForm("mosaic" if reason is None else "batched", reason)
     return ChosenForm("blocks", None)
 
 

@@ -65,7 +65,7 @@ def check(form, arguments, product=None):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("form", ["blocks", "rounds"])
+@pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_forms_in_xla_give_the_numbers_of_dense_products(form, routing, dtype):
     check(form, operands(ROUTINGS[routing], dtype))
 
@@ -131,7 +131,7 @@ def test_blocks_hold_the_rows_of_any_routing_with_few_to_spare(num_rows, num_exp
     assert (-(-worst // size)).sum() <= blocks
 
 
-@pytest.mark.parametrize("form", ["blocks", "rounds"])
+@pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_few_rows_read_the_weights_of_their_experts_only(form):
     rows, weights, sizes, _ = operands((0, 1, 0, 0, 0, 1, 0, 0), "float32")
     weights = weights.at[jnp.asarray([0, 2, 3, 4, 6, 7])].set(jnp.nan)
@@ -139,7 +139,7 @@ def test_few_rows_read_the_weights_of_their_experts_only(form):
     assert num_blocks(2, 8) == 2
 
 
-@pytest.mark.parametrize("form", ["blocks", "rounds"])
+@pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_gradient_of_weights_is_summed_in_float32(form):
     num_rows = 4096
     rows, gradient = jnp.full((num_rows, 1), 0.01, "bfloat16"), jnp.ones((num_rows, 1), "bfloat16")
@@ -149,7 +149,7 @@ def test_gradient_of_weights_is_summed_in_float32(form):
     np.testing.assert_allclose(float(of_weights[0, 0, 0]), num_rows * float(rows[0, 0]), rtol=4e-3)
 
 
-@pytest.mark.parametrize("form", ["blocks", "rounds"])
+@pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_product_in_a_rematerialized_scan(form):
     arguments = operands(ROUTINGS["skewed"], "float32")
 
@@ -164,7 +164,7 @@ def test_product_in_a_rematerialized_scan(form):
     check(form, arguments, product)
 
 
-@pytest.mark.parametrize("form", ["blocks", "rounds"])
+@pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_product_of_the_rows_of_each_device(form, mesh):
     sizes = ROUTINGS["skewed"]
     rows, weights, sizes, gradient = operands(sizes, "float32")
@@ -206,11 +206,11 @@ V5E, V3, H100 = kd.mock_tpus("v5e:2x4")[0], kd.mock_tpus("v3:2x2")[0], gpu("NVID
         (V5E, 256, "float16", "blocks", "float16"),
         (V3, 256, "bfloat16", "blocks", "TPU v3"),
         (H100, 256, "bfloat16", "mosaic", None),
-        (H100, 256, "float32", "rounds", "float32"),
-        (H100, 250, "bfloat16", "rounds", "250"),
-        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), 256, "bfloat16", "rounds", "8.0"),
-        (gpu("NVIDIA B200", "10.0"), 256, "bfloat16", "rounds", "10.0"),
-        (kd.mock_gpus(1)[0], 256, "bfloat16", "rounds", "mock GPU"),
+        (H100, 256, "float32", "batched", "float32"),
+        (H100, 250, "bfloat16", "batched", "250"),
+        (gpu("NVIDIA A100-SXM4-80GB", "8.0"), 256, "bfloat16", "batched", "8.0"),
+        (gpu("NVIDIA B200", "10.0"), 256, "bfloat16", "batched", "10.0"),
+        (kd.mock_gpus(1)[0], 256, "bfloat16", "batched", "mock GPU"),
         (jax.devices("cpu")[0], 256, "bfloat16", "blocks", None),
     ],
 )
@@ -222,10 +222,10 @@ def test_form_for_a_device(device, width, dtype, name, reason):
 
 def test_form_for_fewer_rows_than_experts():
     assert choose_form(V5E, 4, (8, 512, 256), "bfloat16").name == "megablox"
-    assert choose_form(H100, 4, (8, 512, 256), "bfloat16").name == "rounds"
+    assert choose_form(H100, 4, (8, 512, 256), "bfloat16").name == "batched"
 
 
-@pytest.mark.parametrize("form", ["blocks", "rounds", "megablox", "mosaic"])
+@pytest.mark.parametrize("form", ["blocks", "batched", "megablox", "mosaic"])
 @pytest.mark.parametrize("wrap", [lambda function: function, jax.checkpoint])
 def test_model_flops_are_those_of_the_rows(form, wrap):
     num_rows, shape = 4000, (8, 512, 192)

@@ -98,10 +98,11 @@ class _Counter:
 
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-        if inner and name not in ALL_CALLS and (flops := _grouped_product_flops(equation)):
+        if name in _PRODUCTS and (product := GROUPED_PRODUCT.search(str(equation.source_info.name_stack))):
             key = "grouped product", tuple(operands), str(equation.outvars[0].aval)
             is_new = key not in self.known
-            return flops if is_new else 0.0, self._known_results(key, len(equation.outvars))
+            flops = 2.0 * math.prod(map(int, product.groups())) if is_new and name != "while" else 0.0
+            return flops, self._known_results(key, len(equation.outvars))
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
@@ -131,17 +132,6 @@ class _Counter:
         return (_FLOPS[name](equation) if is_new and name in _FLOPS else 0.0), results
 
 
-def _grouped_product_flops(equation: Any) -> float:
-    """Returns the FLOP of a grouped product, of the rows that it is passed; 0 for other operations.
-
-    It may be a kernel, or a loop over blocks that can hold more rows. Only weights (E, K, N) have three dims.
-    """
-    found = GROUPED_PRODUCT.search(str(equation.source_info.name_stack))
-    shapes = (each.aval.shape for each in (*equation.invars, *equation.outvars) if found)
-    weights = next((shape for shape in shapes if len(shape) == 3), None)
-    return 2.0 * int(found[1]) * math.prod(weights[1:]) if found and weights else 0.0
-
-
 def _dot_flops(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval.shape
@@ -157,4 +147,6 @@ def _convolution_flops(equation: Any) -> float:
     return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
 
 
+# What computes a grouped product, one for each, and the loop over rows that such a product may leave.
+_PRODUCTS = ("custom_vmap_call", "dot_general", "pallas_call", "scan", "while")
 _FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
