@@ -1,6 +1,6 @@
-"""Grouped matrix products in plain XLA, for GPUs: one batched product of all experts, then the rest in blocks.
+"""Grouped matrix products in plain XLA, for GPUs and TPUs: one batched product of all experts, then the rest in blocks.
 
-A loop over blocks starts several kernels for each of hundreds of blocks, which take longer than the blocks do on a GPU.
+A loop over blocks starts several kernels for each of hundreds of blocks, which take longer than the blocks on a GPU.
 Here the first rows of every expert are multiplied at once, a quarter more than experts have on average. Blocks have
 only the rows that are left of experts with more, and the loop ends after these.
 """

@@ -49,14 +49,14 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
     """Multiplies each row with the weights of its expert.
 
     It is exact under any routing: experts may have no rows, or one all. The derivative by the weights is summed in
-    float32. Nothing is said of rows beyond the sum of `sizes`.
+    float32. If there are more rows than the sum of `sizes`, the last ones are undefined, also in the derivative by the
+    rows, and do not change the derivative by the weights.
 
     Args:
         rows: Rows sorted by expert (R, K): the first `sizes[0]` are those of expert 0, and so on.
         weights: Weights of all experts (E, K, N), of the dtype of the rows.
-        sizes: Number of rows of each expert (E,), int32. Their sum is R.
-        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or
-            `"batched"`.
+        sizes: Number of rows of each expert (E,), int32.
+        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or `"batched"`.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -129,7 +129,8 @@ def choose_form(device: Any, num_rows: int, weights_shape: tuple[int, int, int],
     num_experts, inputs, outputs = weights_shape
     if device.platform == "tpu":
         reason = _why_not_megablox(device, dtype)
-        return ChosenForm("megablox" if reason is None else "blocks", reason)
+        in_xla = "batched" if num_rows >= num_experts else "blocks"
+        return ChosenForm("megablox" if reason is None else in_xla, reason)
     if device.platform == "gpu":
         reason = _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
         if reason is None and num_rows < num_experts:

@@ -16,7 +16,7 @@ from keras_dist.sharding.per_device import pad_to_multiple
 _SUBLANES, _LANES = 16, 128  # sizes of tiles on TPUs are multiples of these, or the size of the dim
 _MAX_TILE = 4096  # of inputs or outputs
 _VMEM_BYTES = 12 * 2**20  # for tiles and sums, of the 16 MiB that XLA gives a kernel
-# For the choice of tiles: a v5p, and what a step of a kernel's grid costs beside its work.
+# For the choice of tiles: the peak rates of a v5p, and about what a step of a kernel's grid costs beside its work.
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND, _STEP_SECONDS = 459e12, 2765e9, 0.35e-6
 _NUM_SMS = 132  # of an H100 SXM and an H200
 _MOSAIC_MULTIPLE = 64  # of the widths that the Mosaic kernels multiply

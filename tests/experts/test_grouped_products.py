@@ -70,6 +70,19 @@ def test_forms_in_xla_give_the_numbers_of_dense_products(form, routing, dtype):
     check(form, operands(ROUTINGS[routing], dtype))
 
 
+@pytest.mark.parametrize("form", ["blocks", "batched", "megablox"])
+@pytest.mark.parametrize("sizes", [(16, 0, 5, 20), (0, 0, 0, 0), (50, 0, 0, 0)])
+@pytest.mark.usefixtures("megablox_on_cpus")
+def test_rows_of_no_expert_change_nothing(form, sizes):
+    rows, weights, _, gradient = operands((64, 0, 0, 0), "float32")
+    product, used = functools.partial(grouped_product, form=form), sum(sizes)
+    sizes = jnp.asarray(sizes, "int32")
+    found = output_and_gradients(product, rows, weights, sizes, gradient)
+    right = output_and_gradients(dense, rows[:used], weights, sizes, gradient[:used])
+    for each, expected in zip((found[0][:used], found[1][:used], found[2]), right, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=0, atol=1e-4)
+
+
 @pytest.fixture
 def megablox_on_cpus(monkeypatch):
     """The kernels of megablox run in Pallas's interpreter."""
@@ -203,8 +216,8 @@ V5E, V3, H100 = kd.mock_tpus("v5e:2x4")[0], kd.mock_tpus("v3:2x2")[0], gpu("NVID
     [
         (V5E, 256, "bfloat16", "megablox", None),
         (V5E, 250, "float32", "megablox", None),
-        (V5E, 256, "float16", "blocks", "float16"),
-        (V3, 256, "bfloat16", "blocks", "TPU v3"),
+        (V5E, 256, "float16", "batched", "float16"),
+        (V3, 256, "bfloat16", "batched", "TPU v3"),
         (H100, 256, "bfloat16", "mosaic", None),
         (H100, 256, "float32", "batched", "float32"),
         (H100, 250, "bfloat16", "batched", "250"),
@@ -222,6 +235,7 @@ def test_form_for_a_device(device, width, dtype, name, reason):
 
 def test_form_for_fewer_rows_than_experts():
     assert choose_form(V5E, 4, (8, 512, 256), "bfloat16").name == "megablox"
+    assert choose_form(V3, 4, (8, 512, 256), "bfloat16").name == "blocks"
     assert choose_form(H100, 4, (8, 512, 256), "bfloat16").name == "batched"
 
 
