@@ -1,7 +1,6 @@
 """Grouped matrix products: each row times the weights of its expert, by what suits the device."""
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from keras_dist.experts.batched import product_batched, weight_gradient_batched
 from keras_dist.experts.blocks import product_in_blocks, weight_gradient_in_blocks
 from keras_dist.experts.kernels import (
     product_by_megablox,
@@ -17,6 +17,10 @@ from keras_dist.experts.kernels import (
     weight_gradient_by_mosaic,
     why_not_mosaic,
 )
+
+_SCOPE = "grouped_product_of"
+GROUPED_PRODUCT = re.compile(rf"{_SCOPE}_(\d+)_(\d+)_(\d+)")
+"""Matches the names of the operations of a grouped product; the groups are R, K and N."""
 
 
 class _Form(NamedTuple):
@@ -30,13 +34,14 @@ _FORMS = {
     "megablox": _Form(product_by_megablox, weight_gradient_by_megablox),
     "mosaic": _Form(product_by_mosaic, weight_gradient_by_mosaic),
     "blocks": _Form(product_in_blocks, weight_gradient_in_blocks),
+    "batched": _Form(product_batched, weight_gradient_batched),
 }
 
 
 class ChosenForm(NamedTuple):
     """Which form computes grouped products on a device."""
 
-    name: str  # "megablox", "mosaic" or "blocks"
+    name: str  # "megablox", "mosaic", "blocks" or "batched"
     reason: str | None  # why it is not the fastest one of this kind of device; None if it is
 
 
@@ -44,13 +49,14 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
     """Multiplies each row with the weights of its expert.
 
     It is exact under any routing: experts may have no rows, or one all. The derivative by the weights is summed in
-    float32. Nothing is said of rows beyond the sum of `sizes`.
+    float32. If there are more rows than the sum of `sizes`, the last ones are undefined, also in the derivative by the
+    rows, and do not change the derivative by the weights.
 
     Args:
         rows: Rows sorted by expert (R, K): the first `sizes[0]` are those of expert 0, and so on.
         weights: Weights of all experts (E, K, N), of the dtype of the rows.
-        sizes: Number of rows of each expert (E,), int32. Their sum is R.
-        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"` or `"blocks"`.
+        sizes: Number of rows of each expert (E,), int32.
+        form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or `"batched"`.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -85,32 +91,10 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
         )
 
 
-# By their names, `grouped_product_flops` finds them in a traced program.
-@functools.partial(jax.jit, static_argnames=("form", "transposed"))
-def grouped_rows(rows, weights, sizes, form, transposed):
-    return _FORMS[form].product(rows, weights, sizes, transposed)
-
-
-@functools.partial(jax.jit, static_argnames=("form",))
-def grouped_weight_gradient(rows, gradient, sizes, form):
-    return _FORMS[form].weight_gradient(rows, gradient, sizes)
-
-
-def grouped_product_flops(equation: Any) -> float | None:
-    """Returns the FLOP, 2 per multiply-add, of an equation that calls a grouped product or its derivative; else None.
-
-    They are those of the rows that there are, although a form may compute more.
-    """
-    name = equation.params.get("name")
-    if name not in ("grouped_rows", "grouped_weight_gradient"):
-        return None
-    first, second = (variable.aval.shape for variable in equation.invars[:2])
-    return 2.0 * first[0] * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_product(rows, weights, sizes, form):
-    return grouped_rows(rows, weights, sizes, form, False)
+    with _named(rows, weights):
+        return _FORMS[form].product(rows, weights, sizes, False)
 
 
 def _forward(rows, weights, sizes, form):
@@ -119,8 +103,14 @@ def _forward(rows, weights, sizes, form):
 
 def _backward(form, saved, gradient):
     rows, weights, sizes = saved
-    gradient_of_rows = grouped_rows(gradient, weights, sizes, form, True)
-    return gradient_of_rows, grouped_weight_gradient(rows, gradient, sizes, form), None
+    with _named(rows, weights):
+        gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
+        return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
+
+
+def _named(rows: jax.Array, weights: jax.Array) -> Any:
+    """Names the operations of a block such that a planner knows what is multiplied, without padding."""
+    return jax.named_scope("_".join(map(str, (_SCOPE, *rows.shape, weights.shape[2]))))
 
 
 _grouped_product.defvjp(_forward, _backward)
@@ -136,14 +126,17 @@ def choose_form(device: Any, num_rows: int, weights_shape: tuple[int, int, int],
     >>> choose_form(jax.devices("cpu")[0], 1024, (8, 512, 256), "float32")
     ChosenForm(name='blocks', reason=None)
     """
-    _, inputs, outputs = weights_shape
+    num_experts, inputs, outputs = weights_shape
     if device.platform == "tpu":
-        fastest, reason = "megablox", _why_not_megablox(device, dtype)
-    elif device.platform == "gpu":
-        fastest, reason = "mosaic", _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
-    else:
-        fastest, reason = "blocks", None
-    return ChosenForm(fastest if reason is None else "blocks", reason)
+        reason = _why_not_megablox(device, dtype)
+        in_xla = "batched" if num_rows >= num_experts else "blocks"
+        return ChosenForm("megablox" if reason is None else in_xla, reason)
+    if device.platform == "gpu":
+        reason = _why_not_hopper(device) or why_not_mosaic(inputs, outputs, dtype)
+        if reason is None and num_rows < num_experts:
+            reason = f"the Mosaic kernels read the weights of all {num_experts} experts, even for {num_rows} rows"
+        return ChosenForm("mosaic" if reason is None else "batched", reason)
+    return ChosenForm("blocks", None)
 
 
 def _why_not_megablox(device: Any, dtype: Any) -> str | None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from keras_dist.attention.sharded import KERNEL_SCOPE
-from keras_dist.experts.kernels import MOSAIC_SCOPE
+from keras_dist.experts.grouped_products import GROUPED_PRODUCT
 from keras_dist.planning.hlo.parser import Computation, Instruction
 from keras_dist.planning.hlo.shapes import Array, bits, leaves
 
@@ -43,7 +43,7 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
         return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
-    if instruction.target.startswith("mosaic_gpu") and MOSAIC_SCOPE in instruction.op_name:
+    if instruction.target.startswith("mosaic_gpu") and GROUPED_PRODUCT.search(instruction.op_name):
         return _grouped_product_flops(computation, instruction)
     return None
 
