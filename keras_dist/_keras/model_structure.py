@@ -164,3 +164,9 @@ def inputs_and_outputs(model) -> tuple:
 def compute_dtypes(model) -> dict[int, str]:
     """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
     return {id(each): layer.compute_dtype for layer in model._flatten_layers() for each in direct_variables(layer)}
+
+
+def may_have_experts(layer: keras.Layer) -> bool:
+    """Whether a layer has a weight (E, inputs, outputs) and one (inputs, E) or (outputs, E), as a router's is."""
+    shapes = {tuple(variable.shape) for variable in layer.weights}
+    return any(len(shape) == 3 and any((size, shape[0]) in shapes for size in shape[1:]) for shape in shapes)

@@ -1,6 +1,7 @@
 """Grouped matrix products: each row times the weights of its expert, by what suits the device."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,9 +19,8 @@ from keras_dist.experts.kernels import (
     why_not_mosaic,
 )
 
-_SCOPE = "grouped_product_of"
-GROUPED_PRODUCT = re.compile(rf"{_SCOPE}_(\d+)_(\d+)_(\d+)")
-"""Matches the names of the operations of a grouped product; the groups are R, K and N."""
+GROUPED_PRODUCT = "grouped_product"
+"""The scope of the operations of grouped products and their derivatives."""
 
 
 class _Form(NamedTuple):
@@ -91,10 +91,33 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
         )
 
 
+# `grouped_product_flops` finds these two in a traced program, by their names.
+@functools.partial(jax.jit, static_argnames=("form", "transposed"))
+def grouped_rows(rows, weights, sizes, form, transposed):
+    with jax.named_scope(GROUPED_PRODUCT):
+        return _FORMS[form].product(rows, weights, sizes, transposed)
+
+
+@functools.partial(jax.jit, static_argnames=("form",))
+def grouped_weight_gradient(rows, gradient, sizes, form):
+    with jax.named_scope(GROUPED_PRODUCT):
+        return _FORMS[form].weight_gradient(rows, gradient, sizes)
+
+
+def grouped_product_flops(equation: Any) -> float | None:
+    """Returns the FLOP, 2 per multiply-add, of an equation that calls a grouped product or its derivative; else None.
+
+    They are those of the rows that there are, although a form may compute more.
+    """
+    if equation.params.get("name") not in ("grouped_rows", "grouped_weight_gradient"):
+        return None
+    first, second = (variable.aval.shape for variable in equation.invars[:2])
+    return 2.0 * first[0] * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_product(rows, weights, sizes, form):
-    with _named(rows, weights):
-        return _FORMS[form].product(rows, weights, sizes, False)
+    return grouped_rows(rows, weights, sizes, form, False)
 
 
 def _forward(rows, weights, sizes, form):
@@ -103,14 +126,8 @@ def _forward(rows, weights, sizes, form):
 
 def _backward(form, saved, gradient):
     rows, weights, sizes = saved
-    with _named(rows, weights):
-        gradient_of_rows = _FORMS[form].product(gradient, weights, sizes, True)
-        return gradient_of_rows, _FORMS[form].weight_gradient(rows, gradient, sizes), None
-
-
-def _named(rows: jax.Array, weights: jax.Array) -> Any:
-    """Names the operations of a block such that a planner knows what is multiplied, without padding."""
-    return jax.named_scope("_".join(map(str, (_SCOPE, *rows.shape, weights.shape[2]))))
+    gradient_of_rows = grouped_rows(gradient, weights, sizes, form, True)
+    return gradient_of_rows, grouped_weight_gradient(rows, gradient, sizes, form), None
 
 
 _grouped_product.defvjp(_forward, _backward)

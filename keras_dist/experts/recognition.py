@@ -11,7 +11,7 @@ those of the mixture; `x`, `gates`, `up` and `down` are its operands.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -93,11 +93,20 @@ class NoMixture(Exception):
     """A sum over chosen experts has to be computed for all of them. The text says why."""
 
 
-def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], list[tuple[Any, Choice, str]]]:
-    """Returns the mixtures of an open jaxpr, and the sums over experts that are none, with choice and reason."""
+class Refusal(NamedTuple):
+    """A part of a program that computes all experts, although tokens choose some of them."""
+
+    equation: Any
+    num_experts: int
+    num_chosen: int
+    reason: str
+
+
+def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], list[Refusal]]:
+    """Returns the mixtures of an open jaxpr, and what looks like one and has to be computed for all experts."""
     finder = _Finder(jaxpr, read_choices(jaxpr, constants))
     found: list[Mixture] = []
-    refused: list[tuple[Any, Choice, str]] = []
+    refused: list[Refusal] = []
     for equation in jaxpr.eqns:
         for number, variable in enumerate(equation.invars):
             fact = None if isinstance(variable, Literal) else finder.facts.get(variable)
@@ -106,12 +115,13 @@ def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], 
             try:
                 mixture = finder.mixture(equation, number, fact)
             except NoMixture as reason:
-                refused.append((equation, fact.choice, str(reason)))
+                refused.append(Refusal(equation, fact.choice.num_experts, fact.choice.num_chosen, str(reason)))
                 continue
             if mixture is not None:
                 found.append(mixture)
                 break
-    return found, refused
+    known = {id(equation) for mixture in found for equation in mixture.equations} | {id(each[0]) for each in refused}
+    return found, refused + list(finder.unproven(known))
 
 
 def _summed_dims(equation: Any, number: int) -> Sequence[int]:
@@ -172,6 +182,31 @@ class _Finder:
         if reasons:
             raise NoMixture(reasons[0])
         return mixture
+
+    def unproven(self, known: Collection[int]) -> Iterator[Refusal]:
+        """Finds sums over as many as there are experts, of products with their weights, and loops over experts."""
+        chosen: dict[int, int] = {}  # by number of experts
+        in_loops: set[Any] = set()
+        for equation in self._equations:
+            name = equation.primitive.name
+            if name == "top_k":
+                chosen[equation.invars[0].aval.shape[-1]] = equation.outvars[0].aval.shape[-1]
+            for number, variable in enumerate(() if id(equation) in known else equation.invars):
+                fact = None if isinstance(variable, Literal) else self.facts.get(variable)
+                if fact is None:
+                    for dim in set(_summed_dims(equation, number)):
+                        size = variable.aval.shape[dim]
+                        if size in chosen and self._has_weights(variable, Place(dim, ())):
+                            all_chosen = "each token chooses all of them"
+                            reason = all_chosen if chosen[size] == size else "nothing proves that the others are zero"
+                            yield Refusal(equation, size, chosen[size], reason)
+                    continue
+                is_slice = name in ("slice", "dynamic_slice", "split", "gather")
+                is_kept = moved_dim(fact.expert, kept_dims(equation, number)) is not None
+                if is_slice and not is_kept and fact.choice not in in_loops:
+                    in_loops.add(fact.choice)
+                    reason = "it takes the gates of single experts, as in a loop over them"
+                    yield Refusal(equation, fact.choice.num_experts, fact.choice.num_chosen, reason)
 
     def _has_weights(self, variable: Any, place: Place) -> bool:
         """Whether a value is computed from a product with weights of experts."""

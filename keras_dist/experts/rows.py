@@ -103,11 +103,10 @@ class _Rows:
         return sums.reshape(*self._tokens, *sums.shape[1:])
 
     def _shape(self, variable: Any) -> list[int]:
-        expert, tokens = self._places[variable]
-        sizes: dict[Any, int] = dict.fromkeys((expert, *(tokens or ())), 1)
-        if tokens:
-            sizes[tokens[0]] = self._routing.order.size
-        return [sizes.get(dim, size) for dim, size in enumerate(variable.aval.shape)]
+        (expert, tokens), shape = self._places[variable], list(variable.aval.shape)
+        for dim in (*(tokens or ()), *(() if expert is None else (expert,))):
+            shape[dim] = self._routing.order.size if tokens and dim == tokens[0] else 1
+        return shape
 
     def _operand(self, equation: Any, number: int) -> Any:
         variable = equation.invars[number]

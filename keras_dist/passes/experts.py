@@ -12,15 +12,14 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
-from keras_dist.experts.choices import Choice
 from keras_dist.experts.grouped_products import ChosenForm, choose_form, grouped_product
 from keras_dist.experts.recognition import DENSE, Mixture, MixtureCall, find_mixtures
 from keras_dist.experts.rows import compute_mixture, tokens_first
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import (
+    all_equations,
     equations_in_place_of,
-    has_primitive,
     inlined,
     scope_of,
     with_programs,
@@ -29,8 +28,17 @@ from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS
 
 
 def may_have_experts(program: ClosedJaxpr) -> bool:
-    """Whether a program has the operation by which routers choose experts."""
-    return has_primitive(program, "top_k")
+    """Whether a program chooses among as many as there are experts in an operand of a product."""
+    sizes: set[int] = set()
+    for equation in all_equations(program):
+        if equation.primitive.name == "top_k":
+            sizes.add(equation.invars[0].aval.shape[-1])
+    return bool(sizes) and any(
+        operand.aval.ndim > 2 and not sizes.isdisjoint(operand.aval.shape)
+        for equation in all_equations(program)
+        if equation.primitive.name == "dot_general"
+        for operand in equation.invars
+    )
 
 
 def experts(program: StepProgram) -> ClosedJaxpr:
@@ -44,7 +52,8 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any]) -> Any:
     """Returns a part of a program with its mixtures computed for chosen experts; None if it has none."""
     jaxpr = _live(jaxpr)
     mixtures, refused = find_mixtures(jaxpr, constants)
-    program.mixtures.extend(_call(equation, choice, DENSE, reason) for equation, choice, reason in refused)
+    for equation, num_experts, num_chosen, reason in refused:
+        program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
     by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
 
     def in_body(body: Any) -> Any:
@@ -66,10 +75,6 @@ def _live(jaxpr: Any) -> Any:
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def _call(equation: Any, choice: Choice, form: str, reason: str | None, rows: int = 0, flops: float = 0) -> MixtureCall:
-    return MixtureCall(scope_of(equation), form, reason, choice.num_experts, choice.num_chosen, rows, flops)
-
-
 class _SparseMixture:
     """Equations in place of the sum over experts of a mixture."""
 
@@ -85,9 +90,9 @@ class _SparseMixture:
         found = equations_in_place_of(mixture.equations[-1], function, operands)
         # Of several forms, one that has a reason is reported.
         forms = sorted(self._forms, key=lambda form: form.reason is None) or [ChosenForm("chosen weights", None)]
-        self._program.mixtures.append(
-            _call(mixture.equations[-1], mixture.choice, *forms[0], self._num_rows, self._flops)
-        )
+        sizes = mixture.choice.num_experts, mixture.choice.num_chosen
+        layer = scope_of(mixture.equations[-1])
+        self._program.mixtures.append(MixtureCall(layer, *forms[0], *sizes, self._num_rows, self._flops))
         return found
 
     def _of_one_token(self, *values: Any) -> Any:

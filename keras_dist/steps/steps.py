@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.internals import attributes_replaced, get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
+from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.experts.recognition import DENSE, MixtureCall
 from keras_dist.layout.tensor_layout import axis_tuple
@@ -73,6 +74,7 @@ class Steps:
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
         self._distribution, self._options, self._placer = distribution, options, placer
+        self._warned: set[str | None] = set()
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -215,7 +217,20 @@ class Steps:
             calls.extend(program.mixtures)
         if step_state().is_in_step:
             self._check_experts(program.mixtures)
+        self._warn_of_dense(program.mixtures)
         return program
+
+    def _warn_of_dense(self, mixtures: Sequence[MixtureCall]) -> None:
+        """Warns, once for each reason, of layers that compute experts that tokens have not chosen."""
+        for mixture in mixtures:
+            if mixture.form == DENSE and mixture.reason not in self._warned:
+                self._warned.add(mixture.reason)
+                layer = f"Layer {mixture.layer!r}" if mixture.layer else "A layer"
+                warn(
+                    f"{layer} computes all {mixture.num_experts} experts for each token, which chooses "
+                    f"{mixture.num_chosen}: {mixture.reason}. Write its sum with keras_dist.experts, or accept it with "
+                    "StepOptions(experts='dense')."
+                )
 
     def _check_experts(self, mixtures: Sequence[MixtureCall]) -> None:
         if self._options.experts != "sparse" or any(mixture.form != DENSE for mixture in mixtures):

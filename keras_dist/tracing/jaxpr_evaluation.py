@@ -3,7 +3,7 @@
 import itertools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,13 +124,12 @@ def scope_of(equation: Any) -> str:
     return re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack)).strip("/")
 
 
-def has_primitive(program: Any, name: str) -> bool:
-    """Whether a jaxpr, open or closed, or one of its inner programs applies an operation."""
-    equations = getattr(program, "jaxpr", program).eqns
-    return any(
-        each.primitive.name == name or any(has_primitive(inner, name) for inner in inner_jaxprs(each.params))
-        for each in equations
-    )
+def all_equations(program: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, open or closed, and of its inner programs."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for inner in inner_jaxprs(equation.params):
+            yield from all_equations(inner)
 
 
 def equations_in_place_of(equation: Any, function: Callable, operands: Sequence[Any] | None = None) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.attention.sharded import KERNEL_SCOPE
-from keras_dist.experts.grouped_products import GROUPED_PRODUCT
+from keras_dist.experts.grouped_products import grouped_product_flops
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.steps.step_state import Call
@@ -99,11 +99,6 @@ class _Counter:
 
     def _count_equation(self, equation: Any, operands: list[int]) -> tuple[float, list[int]]:
         name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-        if name in _PRODUCTS and (product := GROUPED_PRODUCT.search(str(equation.source_info.name_stack))):
-            key = "grouped product", tuple(operands), str(equation.outvars[0].aval)
-            is_new = key not in self.known
-            flops = 2.0 * math.prod(map(int, product.groups())) if is_new and name != "while" else 0.0
-            return flops, self._known_results(key, len(equation.outvars))
         if name == "pallas_call" or KERNEL_SCOPE in str(equation.source_info.name_stack):
             estimate = equation.params.get("cost_estimate")
             return float(estimate.flops) if estimate else 0.0, [next(self.numbers) for _ in equation.outvars]
@@ -152,6 +147,4 @@ def _convolution_flops(equation: Any) -> float:
     return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
 
 
-# What computes a grouped product, one for each, and the loop over rows that such a product may leave.
-_PRODUCTS = ("custom_vmap_call", "dot_general", "pallas_call", "scan", "while")
 _FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}

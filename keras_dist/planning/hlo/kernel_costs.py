@@ -43,7 +43,7 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
         return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
-    if instruction.target.startswith("mosaic_gpu") and GROUPED_PRODUCT.search(instruction.op_name):
+    if instruction.target.startswith("mosaic_gpu") and GROUPED_PRODUCT in instruction.op_name:
         return _grouped_product_flops(computation, instruction)
     return None
 
