@@ -36,6 +36,7 @@ from keras_dist.mesh.devices import (
     simulate_devices,
 )
 from keras_dist.mesh.mock_devices import mock_gpus, mock_tpus
+from keras_dist.mixtures.experts import experts
 from keras_dist.monitoring.step_monitor import StepMonitor
 from keras_dist.multihost.initialize import initialize
 from keras_dist.planning.hardware.figures import GpuCompilerTarget, Hardware
@@ -90,6 +91,7 @@ __all__ = [
     "deferred",
     "distribute_tensor",
     "distribution",
+    "experts",
     "explain",
     "force_cpu",
     "get_device_count",

@@ -59,6 +59,7 @@ with missing_names_are_errors():
     from keras.src.backend.common.remat import get_current_remat_mode
     from keras.src.backend.common.stateless_scope import StatelessScope, get_stateless_scope
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+    from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
     from keras.src.backend.common.variables import AutocastScope as AutocastScope
     from keras.src.backend.jax import distribution_lib as backend_lib
     from keras.src.backend.jax import optimizer as jax_optimizer  # noqa: F401

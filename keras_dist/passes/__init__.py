@@ -6,4 +6,5 @@
 * `windows.py`: convolutions, and gradients of maxima over windows.
 * `scatters.py`: sums and assignments by index, such as the gradients of lookups.
 * `fourier.py`: Fourier transforms.
+* `experts.py`: mixtures of experts, in programs before they are differentiated.
 """

@@ -12,9 +12,10 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
-from keras_dist.experts.grouped_products import ChosenForm, choose_form, grouped_product
-from keras_dist.experts.recognition import DENSE, Mixture, MixtureCall, find_mixtures
-from keras_dist.experts.rows import compute_mixture, tokens_first
+from keras_dist.mixtures.choices import number_of_experts
+from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
+from keras_dist.mixtures.recognition import DENSE, Mixture, MixtureCall, find_mixtures
+from keras_dist.mixtures.rows import compute_mixture, tokens_first
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import (
@@ -28,17 +29,14 @@ from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS
 
 
 def may_have_experts(program: ClosedJaxpr) -> bool:
-    """Whether a program chooses among as many as there are experts in an operand of a product."""
-    sizes: set[int] = set()
-    for equation in all_equations(program):
-        if equation.primitive.name == "top_k":
-            sizes.add(equation.invars[0].aval.shape[-1])
-    return bool(sizes) and any(
-        operand.aval.ndim > 2 and not sizes.isdisjoint(operand.aval.shape)
-        for equation in all_equations(program)
-        if equation.primitive.name == "dot_general"
-        for operand in equation.invars
-    )
+    """Whether a program chooses among as many as there are experts in an input, or in an operand of a product."""
+    sizes = {number_of_experts(equation) for equation in all_equations(program)} - {None}
+    if not sizes:
+        return False
+    products = (equation for equation in all_equations(program) if equation.primitive.name == "dot_general")
+    operands = itertools.chain.from_iterable(equation.invars for equation in products)
+    shapes = (getattr(variable.aval, "shape", ()) for variable in (*program.jaxpr.invars, *operands))
+    return any(len(shape) > 2 and not sizes.isdisjoint(shape) for shape in shapes)
 
 
 def experts(program: StepProgram) -> ClosedJaxpr:

@@ -10,7 +10,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.experts.recognition import MixtureCall
+from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.tracing.jaxpr_dims import read_dims
 
 DimAxes = Sequence[tuple[str, ...]]

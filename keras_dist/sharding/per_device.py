@@ -74,13 +74,16 @@ def call_per_device(
     def backward(gradient, cotangent):
         def on_device(gradient, cotangent):
             gradients = jax.tree.map(lambda residual: residual[0], gradient)(cotangent)
-            return tuple(
-                jax.lax.psum(each, axes) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)
-            )
+            return tuple(each[None] if axes else each for each, axes in zip(gradients, summed_axes, strict=True))
 
-        differentiate = on_devices(on_device, mesh, (residual_spec, out_spec), tuple(specs[:differentiable]))
-        gradients = differentiate(gradient, cotangent)
-        return (*gradients, *[None] * (len(specs) - differentiable))
+        # A sum outside, over one more dim, can be postponed (`steps/unreduced_gradients.py`).
+        pairs = list(zip(specs, summed_axes, strict=False))
+        summand_specs = tuple(PartitionSpec(axes, *(spec or ())) if axes else spec for spec, axes in pairs)
+        gradients = on_devices(on_device, mesh, (residual_spec, out_spec), summand_specs)(gradient, cotangent)
+        sums = [
+            jax.lax.reduce_sum(each, (0,)) if axes else each for each, (_, axes) in zip(gradients, pairs, strict=True)
+        ]
+        return (*sums, *[None] * (len(specs) - differentiable))
 
     call.defvjp(forward, backward)
     outputs = call(*arguments)

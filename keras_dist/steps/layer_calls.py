@@ -149,7 +149,8 @@ class LayerCalls:
         args = self.shard_inputs(f"{internals.current_path()}/input", args)
         run = functools.partial(original, layer, *args, **kwargs)
         call, remat = step_state().call, step_state().rematerialization
-        if call is None and internals.in_stateless_scope() and model_structure.may_have_experts(layer):
+        is_generating = call is None and internals.in_stateless_scope() and not internals.in_symbolic_scope()
+        if is_generating and model_structure.may_have_experts(layer):
             return _called_stateless(layer, args, kwargs)
         if call is None or (remat is not None and remat.is_in_block):
             return run()
@@ -223,7 +224,8 @@ def _called_stateless(layer: keras.Layer, args: tuple, kwargs: dict) -> Any:
     """Calls a layer by `stateless_call`, where it is called itself in a `keras.StatelessScope`, as in `generate()`."""
     variables = layer.non_trainable_variables
     before = [variable.value for variable in variables]
-    outputs, after = layer.stateless_call([each.value for each in layer.trainable_variables], before, *args, **kwargs)
+    trained = [variable.value for variable in layer.trainable_variables]
+    outputs, after = layer.stateless_call(trained, before, *args, **kwargs)  # pyright: ignore
     for variable, value, old in zip(variables, after, before, strict=True):
         if value is not old:
             variable.assign(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.attention.attention import AttentionCall
-from keras_dist.experts.recognition import MixtureCall
+from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.passes.registry import ForwardPass
 from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.rematerialization import Rematerialization

@@ -20,8 +20,8 @@ from keras_dist._keras.internals import attributes_replaced, get_keras_mask, set
 from keras_dist._keras.train_step import Improve
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
-from keras_dist.experts.recognition import DENSE, MixtureCall
 from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.mixtures.recognition import DENSE, MixtureCall
 from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes

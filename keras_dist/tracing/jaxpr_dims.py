@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.tracing.primitives import GATHERED_DIMS
 
@@ -188,6 +189,20 @@ class _Equation:
                         self._all_reduce_gradient(output[dim], number)
             outputs.append(output)
         return outputs
+
+    def visit_shard_map(self) -> list[_Tensor]:
+        """Dims that are sharded over the same axes have the same shards."""
+        inner = self.params["jaxpr"]
+        if self._is_call_of(inner):
+            return _read_jaxpr(self.graph, inner, self.inputs, self.repeats)
+        outputs = [self.graph.new_dims(shape) for shape in self.out_shapes]
+        nodes: dict[tuple[str, ...], int | None] = {}
+        specs = (*self.params["in_specs"], *self.params["out_specs"])
+        for dims, spec in zip((*self.dims, *outputs), specs, strict=True):
+            for node, axes in zip(dims, spec, strict=False):
+                if axes:
+                    self.graph.unite(node, nodes.setdefault(axis_tuple(axes), node))
+        return self._tensors(outputs)
 
     def visit_reduce_window(self) -> list[_Tensor]:
         window = [dim for dim, size in enumerate(self.params["window_dimensions"]) if size > 1]

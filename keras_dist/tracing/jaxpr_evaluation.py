@@ -120,8 +120,9 @@ def inlined(jaxpr: Any, constants: Sequence[Any]) -> ClosedJaxpr:
 
 def scope_of(equation: Any) -> str:
     """Returns the name of the layer that an equation is computed in, such as "model/dense"; "" if it is in none."""
-    # The scope of a gradient is "transpose(jvp(layer))".
-    return re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack)).strip("/")
+    # The scope of a gradient is "transpose(jvp(layer))", that of an einsum ends in its subscripts.
+    scope = re.sub(r"\w+\(|\)", "", str(equation.source_info.name_stack))
+    return "/".join(part for part in scope.split("/") if part and "->" not in part)
 
 
 def all_equations(program: Any) -> Iterator[Any]:

@@ -4,13 +4,15 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
-from support.expert_layers import EXPERTS, SPARSE, WIDTH, hub_layers, inputs_and_layer
+from support.expert_layers import CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
 
 import keras_dist as kd
+from keras_dist.steps.options import OptionWithoutEffectError
 from keras_dist.steps.step_state import recorded_calls
 
 ROUTINGS = "uniform", "skewed", "same"
@@ -75,3 +77,134 @@ def test_few_tokens_and_unequal_rows(name, shape):
     found, calls = computed(LAYERS[name], (*shape, WIDTH), "auto", ["uniform"])
     assert [call.form for call in calls] == ["chosen weights" if shape == (1, 1) else "blocks"]
     assert_near(found, expected, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Threshold", "nothing proves that the others are zero"),
+        ("Loop", "gates of single experts, as in a loop"),
+        ("AllExperts", "each token chooses all of them"),
+    ],
+)
+def test_what_cannot_be_proven_stays_dense_with_a_warning(name, reason):
+    shape = (8, 9, WIDTH)
+    expected, _ = computed(DENSE[name], shape, "dense", ["uniform"])
+    with pytest.warns(UserWarning, match=f"computes all 6 experts.*{reason}"):
+        found, calls = computed(DENSE[name], shape, "auto", ["uniform"])
+    assert {(call.form, call.rows) for call in calls} == {("dense", 0)}
+    assert reason in calls[0].reason
+    assert_near(found, expected, 1e-7)
+
+
+class Scanned(SPARSE["MaskedProbabilities"]):
+    """Two mixtures, in a loop over layers and in a part that is computed again for the backward pass."""
+
+    def call(self, x):
+        y, _ = jax.lax.scan(lambda x, _: (super(Scanned, self).call(x), None), x, None, length=2)
+        return jax.checkpoint(super().call)(y)
+
+
+class Reported(Experts):
+    """What each expert computes is in its loss, too."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        gates = probabilities * jnp.sum(jax.nn.one_hot(chosen, EXPERTS), -2)
+        outputs = jnp.einsum("bsem,emd->bsed", self.hidden(x), jnp.asarray(self.down))
+        self.add_loss(jnp.mean(outputs**2))
+        return jnp.sum(outputs * gates[..., None], axis=2)
+
+
+class Written(Experts):
+    """By `keras_dist.experts`, with experts that are chosen by sorting scores that they are not weighed by."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        chosen = jnp.argsort(probabilities + 0.1 * jnp.arange(EXPERTS), axis=-1)[..., -CHOSEN:]
+        gates = jnp.take_along_axis(probabilities, chosen, axis=-1)
+
+        def expert(x, up, bias, down):
+            return jax.nn.gelu(x @ up + bias) @ down
+
+        return kd.experts(expert, x, chosen, gates, self.up, self.bias, self.down)
+
+
+class Ordered(Written):
+    """What `Written` computes, without `keras_dist.experts`."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        places = jnp.argsort(jnp.argsort(probabilities + 0.1 * jnp.arange(EXPERTS), axis=-1), axis=-1)
+        gates = jnp.where(places >= EXPERTS - CHOSEN, probabilities, 0)
+        hidden = jax.nn.gelu(jnp.einsum("bsd,edm->bsem", x, jnp.asarray(self.up)) + jnp.asarray(self.bias))
+        return jnp.einsum("bsem,emd,bse->bsd", hidden, jnp.asarray(self.down), gates)
+
+
+def test_mixtures_in_loops_and_in_rematerialized_parts():
+    expected, _ = computed(Scanned, (8, 9, WIDTH), "dense", ["uniform"])
+    found, calls = computed(Scanned, (8, 9, WIDTH), "auto", ["uniform"])
+    assert [call.rows for call in calls] == [8 * 9 * CHOSEN // 8] * 2
+    assert_near(found, expected, 5e-6)
+
+
+def test_experts_that_something_else_reads_stay_dense():
+    with pytest.warns(UserWarning, match="used elsewhere"):
+        _, calls = computed(Reported, (8, 9, WIDTH), "auto", ["uniform"])
+    assert [call.form for call in calls] == ["dense"]
+
+
+@pytest.mark.parametrize("shape", [(8, 9), (1, 1)], ids=str)
+def test_experts_of_authors_of_layers(shape):
+    expected, calls = computed(Ordered, (*shape, WIDTH), "auto")
+    assert calls == []  # nothing is known of what sorts chose
+    found, calls = computed(Written, (*shape, WIDTH), "auto")
+    assert [call.form for call in calls] == ["blocks" if shape == (8, 9) else "chosen weights"]
+    assert_near(found, expected, 5e-6)
+    start_anew()
+    x, layer = inputs_and_layer(Written, (*shape, WIDTH))
+    assert_near(np.asarray(layer(x)), expected[0][0], 5e-6)  # without a distribution
+
+
+ARGUMENTS = {"tokens": (4, 16), "chosen": (4, 2), "gates": (4, 2), "weights": (6, 16, 8)}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"chosen": jnp.ones((4, 2))}, "float32.*int32"),
+        ({"gates": jnp.ones((4, 3))}, r"gates \(4, 3\)"),
+        ({"weights": jnp.ones(())}, r"weights \[\(\)\]"),
+        ({"chosen": jnp.ones((4, 7), int), "gates": jnp.ones((4, 7))}, "choose 7 of 6"),
+    ],
+)
+def test_arguments_of_experts_that_do_not_suit_each_other(change, match):
+    given = {name: jnp.ones(shape, int if name == "chosen" else float) for name, shape in ARGUMENTS.items()} | change
+    with pytest.raises(ValueError, match=match):
+        kd.experts(lambda x, w: x @ w, *given.values())
+
+
+def model_of(layer):
+    inputs = keras.Input((9, WIDTH))
+    model = keras.Model(inputs, keras.layers.Dense(2)(layer(inputs)))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(("layer", "match"), [(DENSE["Loop"], "loop"), (keras.layers.ReLU, "no top_k")])
+def test_sparse_experts_that_are_not_found_are_an_error(layer, match):
+    start_anew()
+    with kd.DataParallel(step_options=kd.StepOptions(experts="sparse")).scope():
+        model = model_of(layer())
+        with pytest.raises(OptionWithoutEffectError, match=f"experts='sparse'.*{match}"):
+            model.fit(np.ones((8, 9, WIDTH)), np.ones((8, 9, 2)), verbose=0)
+
+
+def test_sparse_experts_that_are_found():
+    start_anew()
+    with kd.DataParallel(step_options=kd.StepOptions(experts="sparse")).scope(), recorded_calls() as calls:
+        model = model_of(SPARSE["OneExpert"]())
+        model.fit(np.ones((8, 9, WIDTH)), np.ones((8, 9, 2)), verbose=0)
+    assert [(call.layer, call.form) for call in calls] == [("one_expert", "blocks")]
+
+
+def test_an_unknown_value_of_the_option():
+    with pytest.raises(ValueError, match=r"experts='some'.*'auto', 'dense', 'sparse'"):
+        kd.StepOptions(experts="some")

@@ -4,7 +4,7 @@ import math
 
 import keras_dist as kd
 from keras_dist._report.variable_groups import PlacedVariable
-from keras_dist.planning.compiling.compilation import Attention, Traffic
+from keras_dist.planning.compiling.compilation import Attention, Mixtures, Traffic
 from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.costs.roofline import Roofline
 from keras_dist.planning.hlo.module_costs import LargeValue
@@ -62,6 +62,10 @@ def example_plan(**changed) -> Plan:
         "model_flops_utilization": 0.425,
         "forecast_model_flops_utilization": 0.255,
         "largest_values": (LargeValue(GIB, "f32[8,128]", "jit(train_step)/dot_general", "fusion.3"),),
+        "mixtures": (
+            Mixtures("megablox", None, 32, 4, 12.0, 8192, 1.5e11),
+            Mixtures("dense", "nothing proves that the others are zero", 8, 2, 1.0, 0, 0.0),
+        ),
         "attention": (
             Attention("splash attention", 12.0, 0, None),
             Attention("XLA", 1.0, 2 * GIB, "splash attention has no bias"),

@@ -14,10 +14,10 @@ import numpy as np
 
 from keras_dist._report.units import bytes_text, counted
 from keras_dist.attention.attention import AttentionCall
-from keras_dist.experts.recognition import MixtureCall
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
+from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.costs.forecast import TimeModel

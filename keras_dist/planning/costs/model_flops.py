@@ -11,8 +11,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.attention.sharded import KERNEL_SCOPE
-from keras_dist.experts.grouped_products import grouped_product_flops
 from keras_dist.layout.tensor_layout import axis_names
+from keras_dist.mixtures.grouped_products import grouped_product_flops
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.steps.step_state import Call
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from keras_dist.attention.sharded import KERNEL_SCOPE
-from keras_dist.experts.grouped_products import GROUPED_PRODUCT
+from keras_dist.mixtures.grouped_products import GROUPED_PRODUCT
 from keras_dist.planning.hlo.parser import Computation, Instruction
 from keras_dist.planning.hlo.shapes import Array, bits, leaves
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from keras_dist.experts.recognition import Mixture, Place
-from keras_dist.experts.routing import Routing
+from keras_dist.mixtures.recognition import Mixture, Place
+from keras_dist.mixtures.routing import Routing
 from keras_dist.tracing.kept_dims import activation, kept_dims, places_in_product
 from keras_dist.tracing.primitives import UNCHANGED
 

@@ -30,6 +30,10 @@ NEGLIGIBLE = -1e9
 """A score that is masked by this or less has a probability of zero. Models mask by -1e9, -1e30 or -inf."""
 
 
+CHOSEN_EXPERTS = "chosen_experts_of_"
+"""The name, with the number of experts, of indices that `keras_dist.experts` is passed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """The experts that a router chooses for each token."""
@@ -91,12 +95,13 @@ def read_choices(jaxpr: Any, constants: Sequence[Any]) -> dict[Any, Unchosen]:
         return facts.get(variable)
 
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "top_k":
-            shape, size = equation.outvars[1].aval.shape, equation.invars[0].aval.shape
-            if equation.params.get("axis", len(shape) - 1) == len(shape) - 1 and shape[-1] < size[-1]:
+        if (num_experts := number_of_experts(equation)) is not None:
+            indices = equation.outvars[-1]
+            shape = indices.aval.shape
+            if shape[-1] < num_experts:
                 tokens = tuple(dim for dim in range(len(shape) - 1) if shape[dim] > 1)
                 dims = tokens if shape[-1] == 1 else (*tokens, len(shape) - 1)
-                facts[equation.outvars[1]] = _Indices(Choice(equation.outvars[1], size[-1]), tokens, dims)
+                facts[indices] = _Indices(Choice(indices, num_experts), tokens, dims)
         elif equation.primitive.name == "iota":
             if equation.params["shape"][equation.params["dimension"]] > 1:
                 facts[equation.outvars[0]] = _Positions(equation.params["dimension"])
@@ -105,6 +110,16 @@ def read_choices(jaxpr: Any, constants: Sequence[Any]) -> dict[Any, Unchosen]:
             if any(each is not None for each in known) and (fact := _after(equation, known)) is not None:
                 facts[equation.outvars[0]] = fact
     return {variable: fact for variable, fact in facts.items() if isinstance(fact, Unchosen)}
+
+
+def number_of_experts(equation: Any) -> int | None:
+    """Returns how many experts there are, if the last result of an equation are indices of chosen ones; else None."""
+    if equation.primitive.name == "top_k":
+        axis, rank = equation.params.get("axis", -1), equation.invars[0].aval.ndim
+        return equation.invars[0].aval.shape[-1] if axis in (-1, rank - 1) else None
+    name = str(equation.params.get("name", ""))
+    is_marked = equation.primitive.name == "name" and name.startswith(CHOSEN_EXPERTS)
+    return int(name.removeprefix(CHOSEN_EXPERTS)) if is_marked else None
 
 
 def _of_constant(value: Any) -> Fact | None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from keras_dist.experts.batched import product_batched, weight_gradient_batched
-from keras_dist.experts.blocks import product_in_blocks, weight_gradient_in_blocks
-from keras_dist.experts.kernels import (
+from keras_dist.mixtures.batched import product_batched, weight_gradient_batched
+from keras_dist.mixtures.blocks import product_in_blocks, weight_gradient_in_blocks
+from keras_dist.mixtures.kernels import (
     product_by_megablox,
     product_by_mosaic,
     weight_gradient_by_megablox,

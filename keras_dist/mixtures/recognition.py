@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from keras_dist.experts.choices import Choice, Unchosen, read_choices
+from keras_dist.mixtures.choices import Choice, Unchosen, read_choices
 from keras_dist.tracing.kept_dims import kept_dims, moved, moved_dim, reversed_groups
 
 
@@ -184,22 +184,27 @@ class _Finder:
         return mixture
 
     def unproven(self, known: Collection[int]) -> Iterator[Refusal]:
-        """Finds sums over as many as there are experts, of products with their weights, and loops over experts."""
-        chosen: dict[int, int] = {}  # by number of experts
+        """Finds sums over experts of products with their weights, by scores among which tokens choose, and loops."""
+        chosen: dict[Any, int] = {}  # by scores
         in_loops: set[Any] = set()
         for equation in self._equations:
             name = equation.primitive.name
             if name == "top_k":
-                chosen[equation.invars[0].aval.shape[-1]] = equation.outvars[0].aval.shape[-1]
+                chosen[equation.invars[0]] = equation.outvars[0].aval.shape[-1]
             for number, variable in enumerate(() if id(equation) in known else equation.invars):
                 fact = None if isinstance(variable, Literal) else self.facts.get(variable)
                 if fact is None:
-                    for dim in set(_summed_dims(equation, number)):
-                        size = variable.aval.shape[dim]
-                        if size in chosen and self._has_weights(variable, Place(dim, ())):
-                            all_chosen = "each token chooses all of them"
-                            reason = all_chosen if chosen[size] == size else "nothing proves that the others are zero"
-                            yield Refusal(equation, size, chosen[size], reason)
+                    for dim in set(_summed_dims(equation, number)) if chosen else ():
+                        if not self._has_weights(variable, Place(dim, ())):
+                            continue
+                        for scores, place, _ in self._per_pair(variable, Place(dim, ())):
+                            size = scores.aval.shape[-1] if scores in chosen else 0
+                            if size and place.expert == scores.aval.ndim - 1:
+                                all_chosen = chosen[scores] == size
+                                others = "nothing proves that the others are zero"
+                                reason = "each token chooses all of them" if all_chosen else others
+                                yield Refusal(equation, size, chosen[scores], reason)
+                                break
                     continue
                 is_slice = name in ("slice", "dynamic_slice", "split", "gather")
                 is_kept = moved_dim(fact.expert, kept_dims(equation, number)) is not None
@@ -210,13 +215,25 @@ class _Finder:
 
     def _has_weights(self, variable: Any, place: Place) -> bool:
         """Whether a value is computed from a product with weights of experts."""
-        producer = self._producers.get(variable)
-        operands = None if producer is None else _operands(self._equations[producer], place)
-        if operands is None:
-            return False
-        if _weight_of(self._equations[producer], [each for _, each in operands]) is not None:
-            return True
-        return any(None not in place and self._has_weights(each, place) for each, place in operands)
+        return any(
+            producer is not None
+            and _weight_of(producer, [each for _, each in _operands(producer, at) or ()]) is not None
+            for _, at, producer in self._per_pair(variable, place)
+        )
+
+    def _per_pair(self, variable: Any, place: Place) -> Iterator[tuple[Any, Place, Any]]:
+        """Yields a value and all that it is computed from for each token and expert, with the producing equations."""
+        todo, seen = [(variable, place)], set()
+        while todo:
+            variable, place = todo.pop()
+            if isinstance(variable, Literal) or variable in seen or None in place:
+                continue
+            seen.add(variable)
+            number = self._producers.get(variable)
+            producer = None if number is None else self._equations[number]
+            operands = None if producer is None else _operands(producer, place)
+            yield variable, place, producer if operands else None
+            todo += operands or ()
 
 
 def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:

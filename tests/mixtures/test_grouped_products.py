@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import keras_dist as kd
-from keras_dist.experts import kernels
-from keras_dist.experts.blocks import block_rows, num_blocks
-from keras_dist.experts.grouped_products import choose_form, grouped_product
+from keras_dist.mixtures import kernels
+from keras_dist.mixtures.blocks import block_rows, num_blocks
+from keras_dist.mixtures.grouped_products import choose_form, grouped_product
 from keras_dist.planning.costs.model_flops import count_model_flops
 
 INPUTS, OUTPUTS = 24, 40

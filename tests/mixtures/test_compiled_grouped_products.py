@@ -10,9 +10,9 @@ from support.compilers import needs_cuda, needs_libtpu
 from support.hlo_text import read_module
 
 import keras_dist as kd
-from keras_dist.experts.batched import rows_at_once, rows_of_blocks
-from keras_dist.experts.blocks import block_rows, num_blocks
-from keras_dist.experts.grouped_products import choose_form, grouped_product
+from keras_dist.mixtures.batched import rows_at_once, rows_of_blocks
+from keras_dist.mixtures.blocks import block_rows, num_blocks
+from keras_dist.mixtures.grouped_products import choose_form, grouped_product
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
 

@@ -1,0 +1,12 @@
+"""Mixtures of experts: found in traced programs, and computed for the experts that tokens choose.
+
+* `experts.py`: `keras_dist.experts`, a mixture for authors of layers.
+* `choices.py`: which values are known to be zero for experts that a token has not chosen; start reading here.
+* `recognition.py`: finds sums over experts of such values, and what leads to them.
+* `rows.py`: computes them for the chosen pairs of a token and an expert.
+* `routing.py`: puts these pairs into rows, sorted by expert, and adds up the rows of each token.
+* `grouped_products.py`: multiplies rows with the weights of their experts, and chooses the form that suits a device.
+* `kernels.py`: forms that are kernels, megablox on TPUs and Mosaic on Hopper GPUs.
+* `blocks.py`: a form in plain XLA, a loop over blocks of rows.
+* `batched.py`: another one, for GPUs and TPUs, with one batched product of all experts.
+"""

@@ -1,0 +1,120 @@
+"""KerasHub's mixtures of experts under each strategy: computed for chosen experts only, with the numbers of Keras."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from support.keras_scenarios import start_anew
+from support.slow_cases import slow_unless
+from support.strategy_models import assert_same_numbers, scope
+
+import keras_dist as kd
+from keras_dist.steps.step_state import recorded_calls
+
+VOCABULARY, LENGTH = 32, 8
+HEADS = {"num_query_heads": 4, "num_key_value_heads": 2}
+SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
+
+
+def mixtral():
+    return keras_hub.models.MixtralBackbone(**SIZES, **HEADS, num_experts=8, top_k=2)
+
+
+def qwen_moe():
+    own = {"moe_intermediate_dim": 12, "shared_expert_intermediate_dim": 8, "num_experts": 8, "top_k": 2}
+    return keras_hub.models.QwenMoeBackbone(**SIZES, **HEADS, **own)
+
+
+def qwen3_moe():
+    own = {"moe_intermediate_dim": 12, "num_experts": 8, "top_k": 2, "head_dim": 4, "norm_top_k_prob": True}
+    return keras_hub.models.Qwen3MoeBackbone(**SIZES, **HEADS, **own)
+
+
+def gpt_oss():
+    return keras_hub.models.GptOssBackbone(**SIZES, **HEADS, head_dim=4, num_experts=8, top_k=2, sliding_window=4)
+
+
+BACKBONES = {"Mixtral": mixtral, "Qwen-MoE": qwen_moe, "Qwen3-MoE": qwen3_moe, "GPT-OSS": gpt_oss}
+LANGUAGE_MODELS = {
+    "Mixtral": keras_hub.models.MixtralCausalLM,
+    "Qwen-MoE": keras_hub.models.QwenMoeCausalLM,
+    "Qwen3-MoE": keras_hub.models.Qwen3MoeCausalLM,
+    "GPT-OSS": keras_hub.models.GptOssCausalLM,
+}
+
+
+def fsdp(axes="data:8", **options):
+    sequences = {"sequence_dim_name": "context"} if "context" in axes else {}
+    mesh, step_options = kd.create_device_mesh(axes), kd.StepOptions(**options)
+    return kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, step_options=step_options, **sequences)
+
+
+STRATEGIES = {
+    "one device": lambda: kd.DataParallel(kd.create_device_mesh("data:1", devices=1)),
+    "DP": kd.DataParallel,
+    "ZeRO-1": lambda: kd.DataParallel(shard_optimizer_state=True),
+    "FSDP": fsdp,
+    "HSDP": lambda: fsdp("replica:2,fsdp:4"),
+    "CP": lambda: fsdp("data:4,context:2"),
+    "unreduced": lambda: fsdp(reduce_dtype="float32"),
+    "microbatches": lambda **options: fsdp(microbatches=2, **options),
+    "remat full": lambda: fsdp(remat="full"),
+    "remat dots": lambda: fsdp(remat="dots"),
+    "accumulation": kd.DataParallel,
+}
+FAST = {("Qwen-MoE", "FSDP"), ("GPT-OSS", "one device"), ("Mixtral", "remat full"), ("Qwen3-MoE", "microbatches")}
+
+
+def outcome(name, distribution, accumulated):
+    """What a model computes in three steps and afterwards, and how its mixtures were computed."""
+    start_anew()
+    with scope(distribution), recorded_calls() as calls:
+        keras.utils.set_random_seed(0)
+        backbone = BACKBONES[name]()
+        inputs = backbone.input
+        logits = backbone.token_embedding(backbone(inputs), reverse=True)
+        model = keras.Model(inputs, logits)
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        random = np.random.default_rng(0)
+        tokens = random.integers(1, VOCABULARY, (48, LENGTH + 1))
+        x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((48, LENGTH), "int32")}
+        y = tokens[:, 1:]
+        history = model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0).history
+        evaluated, predicted = model.evaluate(x, y, 16, verbose=0), model.predict(x, 16, verbose=0)
+        return [history, evaluated, predicted, model.get_weights()], calls
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [slow_unless((name, strategy) in FAST, name, strategy) for name in BACKBONES for strategy in STRATEGIES],
+)
+def test_training_is_that_of_keras_alone(name, strategy):
+    accumulated = 3 if strategy == "accumulation" else None
+    found, calls = outcome(name, STRATEGIES[strategy](), accumulated)
+    assert {call.form for call in calls if hasattr(call, "form")} == {"blocks"}
+    # A loss that balances the load of experts is another one for each microbatch.
+    reference = STRATEGIES[strategy](experts="dense") if strategy == "microbatches" else None
+    expected, _ = outcome(name, reference, accumulated)
+    assert_same_numbers(found, expected, 5e-5)  # after three steps
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", [slow_unless(name == "Qwen3-MoE", name) for name in LANGUAGE_MODELS])
+def test_generate_reads_the_weights_of_chosen_experts(name, rows):
+    def generated(distribution):
+        start_anew()
+        with scope(distribution), recorded_calls() as calls:
+            keras.utils.set_random_seed(0)
+            model = LANGUAGE_MODELS[name](backbone=BACKBONES[name](), preprocessor=None)
+            model.compile(sampler="greedy")
+            prompts = np.random.default_rng(0).integers(1, VOCABULARY, (rows, LENGTH)) * (np.arange(LENGTH) < 4)
+            batch = {"token_ids": prompts.astype("int32"), "padding_mask": (prompts > 0).astype("int32")}
+            return np.asarray(model.generate(batch, stop_token_ids=None)["token_ids"]), calls
+
+    found, calls = generated(kd.DataParallel())
+    mixtures = [call for call in calls if hasattr(call, "form")]
+    assert len(mixtures) == 4  # of two layers, for the prompts and for the next token
+    assert {call.form for call in mixtures[2:]} == {"chosen weights" if rows == 1 else "blocks"}
+    assert mixtures[-1].rows == 2
+    np.testing.assert_array_equal(found, generated(None)[0])
