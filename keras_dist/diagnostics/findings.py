@@ -8,10 +8,12 @@ from keras_dist._keras.internals import is_random_state
 from keras_dist._report.units import bytes_text, counted, percent_text
 from keras_dist._report.variable_groups import group_variables, path_pattern
 from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVariable, Finding
+from keras_dist.diagnostics.experts import Experts, experts_by_path
 from keras_dist.diagnostics.suggestions import (
     Group,
     Unmatched,
     assignment,
+    axes_with,
     regex_for,
     suggest_for_unmatched_rules,
     variables_with_rules,
@@ -193,6 +195,9 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     replicating = {rule.pattern for rule in coverage.rules if not any(rule.layout.axes)}
     suggested = {v.path for _, group, _ in unmatched for v in group}
     candidates = [v for v in weights if v.fits and len(v.shape) > 1 and v.base is None]
+    experts = experts_by_path(coverage)
+    # All experts of a layer are reported together, and their router is best replicated.
+    suggested = suggested.difference(experts) | {each.router.path for each in experts.values()}
     candidates = [v for v in candidates if v.rule not in replicating and v.path not in suggested]
     total, sizes = _whole_bytes(weights), coverage.mesh.axis_sizes
     # Only axes that a rule for variables uses: the others are for the batch, or for a distribution to shard over.
@@ -214,7 +219,8 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
         "replicated",
         f"{percent_text(size / total)} of weight bytes ({bytes_text(size)}) are replicated over axis {named}, although "
         f"{others} over {'it' if len(axes) == 1 else 'them'}. The largest, with rules that fit:"
-        f"{_code(_rule_for_replica(coverage, group, axes) for group in groups)}\n  {_DERIVE_RULES} derives rules that "
+        f"{_code(_rule_for_replica(coverage, group, axes, experts) for group in groups)}"
+        f"{''.join(_sharded_routers(coverage, replicas, experts, axes))}\n  {_DERIVE_RULES} derives rules that "
         "also keep communication low. To replicate a weight intentionally, give it a rule of only None.",
         [v for group in groups for v in group],
         None,
@@ -240,32 +246,38 @@ def _idle_axes(coverage: Coverage) -> Iterator[Finding]:
         )
 
 
-def _rule_for_replica(coverage: Coverage, group: Group, wanted_axes: Sequence[str]) -> str:
+def _sharded_routers(
+    coverage: Coverage, replicas: Group, experts: Mapping[str, Experts], axes: Sequence[str]
+) -> Iterator[str]:
+    """Yields, for each rule that shards routers over an axis that replicates their experts, what to do."""
+    for axis in axes:
+        members = [v for v in replicas if v.path in experts and axis not in axis_names(v.axes)]
+        routers, size = defaultdict(dict), sum(v.bytes for v in members)
+        for router in (experts[v.path].router for v in members):
+            if router.rule is not None and axis in axis_tuple(router.axes[1]):
+                routers[router.rule][router.path] = router
+        for pattern, by_path in routers.items():
+            group = [*by_path.values()]
+            yield (
+                f"\n  Weights of experts are among them, although rule {pattern!r} shards their router {_named(group)} "
+                f"over {axis!r}: they take {bytes_text(size)} on each device, and sharded over {axis!r} "
+                f"{bytes_text(size // coverage.mesh.axis_sizes[axis])}. Replicate the router, whose sharding only adds "
+                f"communication. {_fix_for_group(coverage, pattern, group, (None, None))}"
+            )
+
+
+def _rule_for_replica(
+    coverage: Coverage, group: Group, wanted_axes: Sequence[str], experts: Mapping[str, Experts]
+) -> str:
     first = group[0]
     size = f"{f'{len(group)} x ' * (len(group) > 1)}{first.shape}, {bytes_text(_whole_bytes(group))}"
     by_rule = next((rule.layout.axes for rule in coverage.rules if rule.pattern == first.rule), ())
     axes = before = (*by_rule, *[None] * (len(first.shape) - len(by_rule)))
-    for axis in wanted_axes:
-        if axis not in axis_names(axes):
-            axes = _with_axis(axis, axes, first, coverage.mesh.axis_sizes)
+    axes = axes_with(wanted_axes, axes, first, coverage, experts)
     if axes == before:
         return f"# {_named(group)}: {size}, no dim is divisible"
     replaced = f", replaces {first.rule!r}" if first.rule is not None else ""
     return f"{assignment(regex_for(coverage, group), axes)}  # {size}{replaced}"
-
-
-def _with_axis(axis: str, axes: Axes, variable: CoveredVariable, sizes: Mapping[str, int]) -> Axes:
-    """Returns axes that also use `axis`: on the last dim of a matrix, else on the largest dim, where it divides."""
-    shape = variable.shape
-
-    def with_axis(dim: int) -> Axes:
-        entry = (*axis_tuple(axes[dim]), axis)
-        return (*axes[:dim], entry if len(entry) > 1 else axis, *axes[dim + 1 :])
-
-    dims = [dim for dim in range(len(shape)) if not layout_error(with_axis(dim), shape, sizes)]
-    is_matrix = len(shape) == 2 and variable.path.endswith("kernel")
-    best = max(dims, key=lambda dim: (not axes[dim], is_matrix and dim, shape[dim], dim), default=None)
-    return axes if best is None else with_axis(best)
 
 
 def _whole_bytes(group: Iterable[CoveredVariable]) -> int:

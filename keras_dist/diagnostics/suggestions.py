@@ -4,13 +4,14 @@ import contextlib
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
+from keras_dist.diagnostics.experts import Experts, experts_by_path
 from keras_dist.layout.rule_matching import Regexes, is_for_activations, strip_model_names
-from keras_dist.layout.tensor_layout import Axes, nearest_fitting_axes
+from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
 Unmatched = tuple[str, Group, str]  # a rule that matches no variable, the variables it was meant for, and the fix
@@ -38,12 +39,43 @@ def regex_for(coverage: Coverage, group: Group) -> str:
     return path_regex(short, others | short_others)
 
 
+def axes_with(
+    names: Iterable[str], axes: Axes, variable: CoveredVariable, coverage: Coverage, experts: Mapping[str, Experts]
+) -> Axes:
+    """Returns axes that also use the axes `names`, where they divide a dim; those of the batch take the dims left."""
+    group, sizes = experts.get(variable.path), coverage.mesh.axis_sizes
+    for name in sorted(names, key=lambda name: name in coverage.batch_axes):
+        if name not in axis_names(axes):
+            order = group.dims(variable, sizes[name], name in coverage.batch_axes) if group else ()
+            axes = _with_axis(name, axes, variable, sizes, order)
+    return axes
+
+
+def _with_axis(
+    axis: str, axes: Axes, variable: CoveredVariable, sizes: Mapping[str, int], order: Sequence[int]
+) -> Axes:
+    """Returns axes that also use `axis`: on the first dim in `order`, the last dim of a matrix, or the largest dim."""
+    shape = variable.shape
+
+    def with_axis(dim: int) -> Axes:
+        entry = (*axis_tuple(axes[dim]), axis)
+        return (*axes[:dim], entry if len(entry) > 1 else axis, *axes[dim + 1 :])
+
+    def preference(dim: int) -> tuple[int, ...]:
+        return not axes[dim], -order.index(dim) if order else 0, is_matrix and dim, shape[dim], dim
+
+    dims = [dim for dim in range(len(shape)) if not layout_error(with_axis(dim), shape, sizes)]
+    is_matrix = len(shape) == 2 and variable.path.endswith("kernel")
+    best = max(dims, key=preference, default=None)
+    return axes if best is None else with_axis(best)
+
+
 def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
     axes = {rule.pattern: rule.layout.axes for rule in coverage.rules}
     rules = [pattern for pattern, takers in coverage.unused.items() if not takers]
     if not rules:
         return
-    paths, regexes, sizes = _Paths(coverage), {}, coverage.mesh.axis_sizes
+    paths, regexes, sizes, experts = _Paths(coverage), {}, coverage.mesh.axis_sizes, experts_by_path(coverage)
     globs = {rule: re.sub(r"(?<![.\])])\*", ".*", rule) for rule in rules}  # `block_*/kernel`
     corrected = {rule: _WORD.sub(lambda match: paths.closest_word(match[0]), rule) for rule in rules}
     rewritten = [paths.with_match(each) for each in (paths.with_prefix(rules), globs, corrected)]
@@ -58,17 +90,21 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                 group = paths.variables(found)
                 regexes[found[0]] = regex_for(coverage, group) if group else path_regex(found)
             better = regexes[found[0]]
-        group, wanted = (), axes[pattern]
+        group, wanted, taken = (), axes[pattern], better if better in axes else None
+        if not taken and not coverage.first_match_wins and better not in found:  # a regex: several rules would match
+            taken = next((v.rule for v in paths.variables(found) if v.rule is not None and v.base is None), None)
         if better is None:
             fix = "No path resembles it: print(keras_dist.explain(model)) lists the paths."
-        elif better in axes and not is_activation:
+        elif taken and not is_activation:
             fix = (
-                f"The path that resembles it most has the rule {better!r} already: delete this rule, or correct its "
+                f"The path that resembles it most has the rule {taken!r} already: delete this rule, or correct its "
                 "path. Optimizer state has the layout of its weight, and needs no rule."
             )
         else:
             group = paths.variables(found)
-            if group and not is_activation and group[0].base is None:
+            if group and group[0].path in experts and len(wanted) != 3:
+                wanted = axes_with(axis_names(wanted), (None,) * 3, group[0], coverage, experts)
+            elif group and not is_activation and group[0].base is None:
                 wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
             fix = f"Did you mean:\n    {assignment(better, wanted)}"
             if _text_of_regex(pattern).replace("#", "") == _text_of_regex(better).replace("#", ""):

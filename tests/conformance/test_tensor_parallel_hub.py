@@ -112,6 +112,23 @@ def test_models_without_a_map_are_sharded(name):
     assert not kd.explain(model, kd.ModelParallel(layout_map=layout_map)).findings
 
 
+@pytest.mark.parametrize("kind", [models.QwenMoeBackbone, models.Qwen3MoeBackbone])
+def test_keras_hubs_map_replicates_experts_and_shards_their_router(kind):
+    experts = {"moe_intermediate_dim": 512, "num_experts": 8, "top_k": 2}
+    experts |= {"shared_expert_intermediate_dim": 64} if kind is models.QwenMoeBackbone else {"head_dim": 16}
+    layout_map = kind.get_layout_map(kd.create_device_mesh("data:2,model:4"), "model", "data")
+    distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    findings = kd.explain(lambda: kind(**SIZES | HEADS | experts), distribution).findings
+    [message] = [finding.message for finding in findings if finding.kind == "replicated"]
+    for rule in (
+        "expert_feedforward_gate_dense'] = ('model', 'data', None)",
+        "expert_feedforward_output_dense'] = ('model', None, 'data')",
+        "feedforward_gate_dense.kernel'] = (None, None)" if "Qwen3" in kind.__name__ else "kernel'] = (None, None)",
+    ):
+        assert rule in message
+    assert "6 MiB on each device, and sharded over 'model' 1.50 MiB" in message
+
+
 def gemma3_with_images():
     encoder = models.Gemma3VisionEncoder(
         image_size=16,

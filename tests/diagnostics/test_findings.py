@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import keras_dist as kd
+from keras_dist._report.units import bytes_text
 from keras_dist.diagnostics.coverage import Finding
 from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import layout_error
@@ -410,6 +411,75 @@ def test_experts_that_no_rule_matches():
     assert not findings_of(build, fixed(finding, rules))
 
 
+def routed_experts(experts, width, fused=2, tokens=64):
+    """Blocks of a dense layer, a router, and experts with gate and up as one fused weight (`fused=2`) or two (1)."""
+
+    class RoutedExperts(layers.Layer):
+        def build(self, shape):
+            self.router = layers.Dense(experts, use_bias=False, name="router_dense")
+            self.router.build(shape)
+            for name in ("gate_up",) if fused == 2 else ("gate", "up"):
+                self.add_weight(shape=(experts, shape[-1], fused * width), name=name)
+            self.add_weight(shape=(experts, width, shape[-1]), name="down")
+
+        def call(self, x):
+            return self.router(x) @ keras.ops.ones((experts, tokens))
+
+    x = y = keras.Input((tokens,))
+    for number in range(2):
+        y = layers.Dense(tokens, use_bias=False, name=f"block{number}_shared_dense")(y)
+        y = RoutedExperts(name=f"block{number}_mixture")(y)
+    return keras.Model(x, y)
+
+
+@pytest.mark.parametrize(
+    ("width", "fused", "tokens", "shards_width"),
+    [
+        (512, 1, 64, True),
+        (512, 1, 512, True),  # all weights have one shape
+        (508, 1, 64, False),  # shards of 127
+        (512, 2, 64, False),  # the halves of a fused weight are used together
+        (512, 2, 1024, False),
+    ],
+)
+def test_experts_that_no_rule_matches_beside_a_sharded_router(width, fused, tokens, shards_width):
+    build, rules = lambda: routed_experts(8, width, fused, tokens), {".*dense/kernel": (None, "model")}
+    finding = finding_of("replicated", build, rules)
+    size = 2 * 3 * 8 * tokens * width * 4
+    for value in ("'block{0,1}_mixture/router_dense/kernel'", "'model'", bytes_text(size), bytes_text(size // 4)):
+        assert value in finding.message
+    of_gate, of_down = ((None, None, "model"), (None, "model", None)) if shards_width else (("model", None, None),) * 2
+    expected = {f"block[0-9]+_mixture/{name}": of_gate for name in (("gate", "up"), ("gate_up",))[fused - 1]}
+    expected |= {"block[0-9]+_mixture/down": of_down, "block[0-9]+_mixture/router_dense/kernel": (None, None)}
+    assert suggested(finding) == expected | {"block[0-9]+_shared_dense/kernel": (None, "model")}
+    assert not findings_of(build, suggested(finding))
+
+
+def test_experts_that_the_axis_does_not_divide_are_sharded_along_their_width():
+    build, rules = lambda: routed_experts(6, 32), {".*shared_dense/kernel": (None, "model")}
+    finding = finding_of("replicated", build, rules)
+    assert suggested(finding) == {
+        "block[0-9]+_mixture/gate_up": (None, None, "model"),
+        "block[0-9]+_mixture/down": (None, "model", None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"), [((None, "model"), (None, "model", None)), (("model", None, None), ("model", None, None))]
+)
+def test_a_typo_in_a_rule_for_experts(axes, expected):
+    rules = {".*dense/kernel": (None, "model"), ".*mixture/dwn": axes}
+    finding = finding_of("no match", lambda: routed_experts(8, 512, 1), rules)
+    assert suggested(finding) == {".*mixture/down": expected}  # axes for three dims are kept
+
+
+def test_a_rule_without_a_match_whose_nearest_path_has_a_rule():
+    rules = {".*(shared|router)_dense/kernel": (None, "model"), ".*shraed.*kernel": (None, "model")}
+    finding = finding_of("no match", lambda: routed_experts(8, 32), rules)
+    assert "'.*(shared|router)_dense/kernel' already" in finding.message
+    assert not suggested(finding)  # two rules for one path are an error
+
+
 def test_weights_with_an_all_none_rule_are_replicated_intentionally():
     rules = {"dense_0/kernel": (None, "model")}
     build = lambda: dense_layers(16, 16)  # noqa: E731
@@ -436,7 +506,7 @@ def test_a_replica_over_two_axes_is_sharded_over_both_by_one_rule():
     rules = {"dense_0/kernel": ("data", "model")}
     finding = finding_of("replicated", lambda: dense_layers(16, 16), rules)
     assert "'data' (size 2) or 'model' (size 4)" in finding.message
-    assert suggested(finding) == {"dense_1/kernel": ("model", "data")}
+    assert suggested(finding) == {"dense_1/kernel": ("data", "model")}  # columns over the axis that is not the batch's
     assert not findings_of(lambda: dense_layers(16, 16), fixed(finding, rules))
 
 

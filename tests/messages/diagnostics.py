@@ -5,6 +5,7 @@ from unittest import mock
 
 import keras
 from keras import layers
+from support.strategy_models import mixture
 
 import keras_dist as kd
 
@@ -167,6 +168,7 @@ CASES = {
     ),
     "replicas": findings(decoder, {"embedding/embeddings": COLUMNS}),
     "replicas over two axes": findings(tower, {"up/kernel": ("data", "model")}),
+    "replicas of experts whose router is sharded": findings(mixture, {".*router": COLUMNS, "head/kernel": COLUMNS}),
     "a replica that no axis divides": findings(lambda: tower(up=7, down=7), {"up/kernel": ROWS}),
     "a rule that is only a name of a layer": findings(tower, {"up": (None, "model")}),
     "an idle axis": findings(tower, {"up/kernel": ("data", None), "down/kernel": (None, None)}),
