@@ -60,7 +60,8 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any]) -> Any:
     equations: list[Any] = []
     for equation in jaxpr.eqns:
         if (mixture := by_equation.get(id(equation))) is not None:
-            equations += _SparseMixture(program, mixture).equations()
+            sparse = _SparseMixture(program, mixture)
+            equations += [equation] if sparse.is_dense() else sparse.equations()
         elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
             equations.append(with_programs(equation, in_body))
         else:
@@ -81,6 +82,15 @@ class _SparseMixture:
         self._output = mixture.equations[-1].outvars[0]
         self._forms: set[ChosenForm] = set()
 
+    def is_dense(self) -> bool:
+        """Whether the layouts of operands do not allow to compute it for chosen experts; reports why."""
+        mixture, axes_of = self._mixture, self._program.axes_of
+        weights = [v for v in mixture.operands if mixture.places[v].tokens is None and mixture.num_tokens > 1]
+        sharded = dict.fromkeys(itertools.chain.from_iterable(itertools.chain.from_iterable(map(axes_of, weights))))
+        if sharded:
+            self._report(ChosenForm(DENSE, f"weights are sharded over {', '.join(map(repr, sharded))}"), 0, 0.0)
+        return bool(sharded)
+
     def equations(self) -> Sequence[Any]:
         mixture = self._mixture
         operands = [*mixture.operands, mixture.choice.indices]
@@ -88,10 +98,12 @@ class _SparseMixture:
         found = equations_in_place_of(mixture.equations[-1], function, operands)
         # Of several forms, one that has a reason is reported.
         forms = sorted(self._forms, key=lambda form: form.reason is None) or [ChosenForm("chosen weights", None)]
-        sizes = mixture.choice.num_experts, mixture.choice.num_chosen
-        layer = scope_of(mixture.equations[-1])
-        self._program.mixtures.append(MixtureCall(layer, *forms[0], *sizes, self._num_rows, self._flops))
+        self._report(forms[0], self._num_rows, self._flops)
         return found
+
+    def _report(self, form: ChosenForm, rows: int, flops: float) -> None:
+        choice, layer = self._mixture.choice, scope_of(self._mixture.equations[-1])
+        self._program.mixtures.append(MixtureCall(layer, *form, choice.num_experts, choice.num_chosen, rows, flops))
 
     def _of_one_token(self, *values: Any) -> Any:
         self._num_rows, self._flops = self._mixture.choice.num_chosen, 0.0

@@ -1,0 +1,63 @@
+"""FLOP, traffic and memory of a training step of Qwen3-MoE, its mixtures computed for all experts and for chosen ones.
+
+Two blocks of width 512 with 32 experts of width 256, of which tokens choose 4; 16 sequences of 1,024 tokens, AdamW,
+bfloat16 compute and float32 weights under FSDP, compiled for eight devices that need not be attached.
+
+Run: pip install ".[tpu,cuda12]" keras-hub && python benchmarks/experts.py [--targets v5e:2x4 h100:8]
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
+
+import keras_dist as kd  # isort: skip  # sets Keras's backend
+import jax
+import keras
+import keras_hub
+
+LENGTH, ROWS = 1024, 16
+
+
+def build():
+    backbone = keras_hub.models.Qwen3MoeBackbone(
+        vocabulary_size=1024,
+        num_layers=2,
+        num_query_heads=8,
+        num_key_value_heads=4,
+        hidden_dim=512,
+        intermediate_dim=2048,
+        moe_intermediate_dim=256,
+        num_experts=32,
+        head_dim=64,
+        top_k=4,
+        norm_top_k_prob=True,
+        dtype="mixed_bfloat16",
+    )
+    inputs = {name: keras.Input((LENGTH,), dtype="int32", name=name) for name in ("token_ids", "padding_mask")}
+    model = keras.Model(inputs, backbone.token_embedding(backbone(inputs), reverse=True))
+    model.compile(keras.optimizers.AdamW(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--targets", nargs="+", default=["v5e:2x4", "h100:8"])
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
+    batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
+    print("| | GFLOP a device | MiB sent | MiB of temporaries | forecast, ms |\n|---|---|---|---|---|")
+    for target in parser.parse_args().targets:
+        for experts in ("dense", "sparse"):
+            mesh, options = kd.create_device_mesh("data:8", devices=kd.target(target)), kd.StepOptions(experts=experts)
+            distribution = kd.FullyShardedDataParallel(mesh, step_options=options)
+            plan = kd.plan(build, distribution, batch=batch, progress=False)
+            figures = plan.flops / 1e9, plan.wire_bytes / 2**20, plan.memory.temporaries / 2**20
+            milliseconds = plan.roofline.forecast.seconds * 1e3
+            row = [target + " " + experts, *(f"{each:.1f}" for each in figures), f"{milliseconds:.2f}"]
+            print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
