@@ -74,15 +74,16 @@ def call_per_device(
     def backward(gradient, cotangent):
         def on_device(gradient, cotangent):
             gradients = jax.tree.map(lambda residual: residual[0], gradient)(cotangent)
-            return tuple(each[None] if axes else each for each, axes in zip(gradients, summed_axes, strict=True))
+            stack = functools.partial(jax.tree.map, lambda each: each[None])  # of an argument that may be None
+            return tuple(stack(each) if axes else each for each, axes in zip(gradients, summed_axes, strict=True))
 
         # A sum outside, over one more dim, can be postponed (`steps/unreduced_gradients.py`).
-        pairs = list(zip(specs, summed_axes, strict=False))
-        summand_specs = tuple(PartitionSpec(axes, *(spec or ())) if axes else spec for spec, axes in pairs)
-        gradients = on_devices(on_device, mesh, (residual_spec, out_spec), summand_specs)(gradient, cotangent)
-        sums = [
-            jax.lax.reduce_sum(each, (0,)) if axes else each for each, (_, axes) in zip(gradients, pairs, strict=True)
+        summand_specs = [
+            PartitionSpec(axes, *(spec or ())) if axes else spec for spec, axes in zip(specs, summed_axes, strict=False)
         ]
+        gradients = on_devices(on_device, mesh, (residual_spec, out_spec), tuple(summand_specs))(gradient, cotangent)
+        add_up = functools.partial(jax.tree.map, lambda each: jax.lax.reduce_sum(each, (0,)))
+        sums = [add_up(each) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)]
         return (*sums, *[None] * (len(specs) - differentiable))
 
     call.defvjp(forward, backward)
