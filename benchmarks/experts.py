@@ -42,21 +42,25 @@ def build():
     return model
 
 
+def planned(target: str, experts: str) -> kd.Plan:
+    """Plans the step under FSDP on all devices of a target."""
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
+    batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
+    mesh = kd.create_device_mesh("data:8", devices=kd.target(target))
+    distribution = kd.FullyShardedDataParallel(mesh, step_options=kd.StepOptions(experts=experts))
+    return kd.plan(build, distribution, batch=batch, progress=False)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", nargs="+", default=["v5e:2x4", "h100:8"])
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
-    batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
     print("| | GFLOP a device | MiB sent | MiB of temporaries | forecast, ms |\n|---|---|---|---|---|")
     for target in parser.parse_args().targets:
         for experts in ("dense", "sparse"):
-            mesh, options = kd.create_device_mesh("data:8", devices=kd.target(target)), kd.StepOptions(experts=experts)
-            distribution = kd.FullyShardedDataParallel(mesh, step_options=options)
-            plan = kd.plan(build, distribution, batch=batch, progress=False)
+            plan = planned(target, experts)
             figures = plan.flops / 1e9, plan.wire_bytes / 2**20, plan.memory.temporaries / 2**20
-            milliseconds = plan.roofline.forecast.seconds * 1e3
-            row = [target + " " + experts, *(f"{each:.1f}" for each in figures), f"{milliseconds:.2f}"]
-            print(f"| {' | '.join(row)} |", flush=True)
+            row = [f"{target}, {experts}", *(f"{each:.1f}" for each in figures)]
+            print(f"| {' | '.join(row)} | {plan.roofline.forecast.seconds * 1e3:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
