@@ -35,10 +35,8 @@ class Routing(NamedTuple):
 
     def of_pairs(self, values: jax.Array) -> jax.Array:
         """Returns of values for all pairs, (T, E, ...), those of the chosen ones, (R, ...)."""
-        is_chosen = self.indices[..., None] == jnp.arange(values.shape[1])  # (T, k, E)
-        is_chosen = is_chosen.reshape(*is_chosen.shape, *[1] * (values.ndim - 2))
-        chosen = jnp.where(is_chosen, values[:, None], 0).sum(2)  # one of them, so the sum is exact
-        return _pairs_to_rows(chosen.reshape(-1, *chosen.shape[2:]).astype(values.dtype), self.order, self.rows)
+        chosen = _chosen_of_all(values, self.indices, values.shape[1])
+        return _pairs_to_rows(chosen.reshape(-1, *chosen.shape[2:]), self.order, self.rows)
 
     def of_experts(self, values: jax.Array) -> jax.Array:
         """Returns for each row the value of its expert, of (E, ...): (R, ...)."""
@@ -70,6 +68,24 @@ for _function, _gradient in ((_tokens_to_rows, _rows_to_tokens), (_rows_to_token
         lambda values, *rest, function=_function: (function(values, *rest), rest[:2]),
         lambda num_chosen, saved, gradient, function=_gradient: (function(gradient, *saved, num_chosen), None, None),
     )
+
+
+def _where_chosen(values: jax.Array, indices: jax.Array, num_experts: int, summed: int) -> jax.Array:
+    """Returns the sum over a dim of values (T, k or 1, E or 1, ...) where expert e is choice j of token t."""
+    is_chosen = indices[..., None] == jnp.arange(num_experts, dtype=indices.dtype)  # (T, k, E)
+    is_chosen = is_chosen.reshape(*is_chosen.shape, *[1] * (values.ndim - 3))
+    return jnp.where(is_chosen, values, 0).sum(summed).astype(values.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _chosen_of_all(values, indices, num_experts):
+    return _where_chosen(values[:, None], indices, num_experts, 2)  # a sum of one number
+
+
+_chosen_of_all.defvjp(
+    lambda values, indices, num_experts: (_chosen_of_all(values, indices, num_experts), indices),
+    lambda num_experts, indices, gradient: (_where_chosen(gradient[:, :, None], indices, num_experts, 1), None),
+)
 
 
 @jax.custom_vjp

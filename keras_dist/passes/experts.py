@@ -3,10 +3,11 @@
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -20,12 +21,13 @@ from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import (
     all_equations,
+    as_function,
     equations_in_place_of,
     inlined,
     scope_of,
     with_programs,
 )
-from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS
+from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS, UNCHANGED
 
 
 def may_have_experts(program: ClosedJaxpr) -> bool:
@@ -41,12 +43,37 @@ def may_have_experts(program: ClosedJaxpr) -> bool:
 
 def experts(program: StepProgram) -> ClosedJaxpr:
     """Computes mixtures of experts for the pairs of a token and an expert that it chooses."""
-    whole = inlined(program.jaxpr.jaxpr, program.jaxpr.consts)
-    changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts)
-    return program.jaxpr if changed is None else whole.replace(jaxpr=changed)
+    traced = program.jaxpr
+    sizes = {number_of_experts(equation) for equation in all_equations(traced)}
+
+    def regathers(equation: Any) -> bool:
+        """Whether a part is computed again that has weights of experts, and not their router.
+
+        With `reshard_after_forward` each layer is such a part, for which its weights are gathered again.
+        """
+        if equation.primitive.name not in REMATERIALIZATIONS:
+            return False
+        has_weights = any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
+        return has_weights and all(number_of_experts(e) is None for e in all_equations(equation.params["jaxpr"]))
+
+    for is_call in (regathers, _never) if any(map(regathers, all_equations(traced))) else (_never,):
+        program.mixtures.clear()
+        whole = inlined(traced.jaxpr, traced.consts, is_call)
+        changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts, is_call is regathers)
+        if changed is not None:
+            return whole.replace(jaxpr=changed)
+    return traced
 
 
-def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any]) -> Any:
+def _never(equation: Any) -> bool:
+    return False
+
+
+def _shape(variable: Any) -> Sequence[int]:
+    return getattr(variable.aval, "shape", ())
+
+
+def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathers: bool) -> Any:
     """Returns a part of a program with its mixtures computed for chosen experts; None if it has none."""
     jaxpr = _live(jaxpr)
     mixtures, refused = find_mixtures(jaxpr, constants)
@@ -55,12 +82,12 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any]) -> Any:
     by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
 
     def in_body(body: Any) -> Any:
-        return body if (found := _changed(program, body, ())) is None else found
+        return body if (found := _changed(program, body, (), regathers)) is None else found
 
     equations: list[Any] = []
     for equation in jaxpr.eqns:
         if (mixture := by_equation.get(id(equation))) is not None:
-            sparse = _SparseMixture(program, mixture)
+            sparse = _SparseMixture(program, mixture, jaxpr if regathers else None)
             equations += [equation] if sparse.is_dense() else sparse.equations()
         elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
             equations.append(with_programs(equation, in_body))
@@ -77,8 +104,8 @@ def _live(jaxpr: Any) -> Any:
 class _SparseMixture:
     """Equations in place of the sum over experts of a mixture."""
 
-    def __init__(self, program: StepProgram, mixture: Mixture):
-        self._program, self._mixture = program, mixture
+    def __init__(self, program: StepProgram, mixture: Mixture, regathered_in: Any):
+        self._program, self._mixture, self._regathered_in = program, mixture, regathered_in
         self._output = mixture.equations[-1].outvars[0]
         self._forms: set[ChosenForm] = set()
 
@@ -95,6 +122,8 @@ class _SparseMixture:
         mixture = self._mixture
         operands = [*mixture.operands, mixture.choice.indices]
         function = self._of_one_token if mixture.num_tokens == 1 else self._per_device
+        if self._regathered_in is not None and mixture.num_tokens > 1:
+            function, operands = self._with_weights_gathered_again(operands)
         found = equations_in_place_of(mixture.equations[-1], function, operands)
         # Of several forms, one that has a reason is reported.
         forms = sorted(self._forms, key=lambda form: form.reason is None) or [ChosenForm("chosen weights", None)]
@@ -104,6 +133,36 @@ class _SparseMixture:
     def _report(self, form: ChosenForm, rows: int, flops: float) -> None:
         choice, layer = self._mixture.choice, scope_of(self._mixture.equations[-1])
         self._program.mixtures.append(MixtureCall(layer, *form, choice.num_experts, choice.num_chosen, rows, flops))
+
+    def _with_weights_gathered_again(self, operands: list[Any]) -> tuple[Callable, list[Any]]:
+        """Returns the function of operands as they are before their weights are gathered, and these operands."""
+        jaxpr = self._regathered_in
+        producers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+        chains: dict[int, Any] = {}
+        operands = list(operands)
+        for number, operand in enumerate(operands[: len(self._mixture.operands)]):
+            if self._mixture.places[operand].tokens is not None:
+                continue
+            source, chain = operand, []
+            while (producer := producers.get(source)) is not None and len(producer.invars) == 1:
+                if producer.primitive.name not in (*UNCHANGED, "custom_jvp_call", "convert_element_type"):
+                    break
+                chain.insert(0, producer)
+                (source,) = producer.invars
+            if chain:
+                chains[number] = as_function(
+                    jaxpr.replace(eqns=chain, invars=[source], outvars=[operand], constvars=[])
+                )
+                operands[number] = source
+
+        def computed(*values: Any) -> Any:
+            found = [chains[number](each)[0] if number in chains else each for number, each in enumerate(values)]
+            return self._per_device(*found)
+
+        def is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+            return primitive.name not in ("sharding_constraint", "custom_jvp_call")  # by which weights are gathered
+
+        return jax.checkpoint(computed, policy=is_kept), operands
 
     def _of_one_token(self, *values: Any) -> Any:
         self._num_rows, self._flops = self._mixture.choice.num_chosen, 0.0

@@ -62,18 +62,29 @@ def call_per_device(
     def call(*arguments):
         return on_devices(function, mesh, tuple(specs), out_spec)(*arguments)
 
+    kept: list[Any] = []  # of the gradient's residuals: their structure, and which of them are arguments
+
     def forward(*arguments):
         def on_device(*shards):
-            rest = shards[differentiable:]
-            output, gradient = jax.vjp(lambda *first: function(*first, *rest), *shards[:differentiable])
-            # What the backward pass needs stays on its device: one more dim, sharded over all axes in use.
-            return output, jax.tree.map(lambda residual: residual[None], gradient)
+            first, rest = shards[:differentiable], shards[differentiable:]
+            output, gradient = jax.vjp(lambda *first: function(*first, *rest), *first)
+            residuals, structure = jax.tree.flatten(gradient)
+            given = jax.tree.leaves(first)
+            places = [next((i for i, each in enumerate(given) if each is residual), None) for residual in residuals]
+            kept[:] = structure, places
+            # What the backward pass needs stays on its device: one more dim, sharded over all axes in use. Arguments
+            # are not kept twice, and `jax.checkpoint` may compute them again.
+            return output, [each[None] for each, place in zip(residuals, places, strict=True) if place is None]
 
-        return on_devices(on_device, mesh, tuple(specs), (out_spec, residual_spec))(*arguments)
+        outputs, residuals = on_devices(on_device, mesh, tuple(specs), (out_spec, residual_spec))(*arguments)
+        return outputs, (arguments[:differentiable], residuals)
 
-    def backward(gradient, cotangent):
-        def on_device(gradient, cotangent):
-            gradients = jax.tree.map(lambda residual: residual[0], gradient)(cotangent)
+    def backward(saved, cotangent):
+        def on_device(first, residuals, cotangent):
+            structure, places = kept
+            given, others = jax.tree.leaves(first), iter(residuals)
+            residuals = [next(others)[0] if place is None else given[place] for place in places]
+            gradients = jax.tree.unflatten(structure, residuals)(cotangent)
             stack = functools.partial(jax.tree.map, lambda each: each[None])  # of an argument that may be None
             return tuple(stack(each) if axes else each for each, axes in zip(gradients, summed_axes, strict=True))
 
@@ -81,7 +92,8 @@ def call_per_device(
         summand_specs = [
             PartitionSpec(axes, *(spec or ())) if axes else spec for spec, axes in zip(specs, summed_axes, strict=False)
         ]
-        gradients = on_devices(on_device, mesh, (residual_spec, out_spec), tuple(summand_specs))(gradient, cotangent)
+        in_specs = tuple(specs[:differentiable]), residual_spec, out_spec
+        gradients = on_devices(on_device, mesh, in_specs, tuple(summand_specs))(*saved, cotangent)
         add_up = functools.partial(jax.tree.map, lambda each: jax.lax.reduce_sum(each, (0,)))
         sums = [add_up(each) if axes else each for each, axes in zip(gradients, summed_axes, strict=True)]
         return (*sums, *[None] * (len(specs) - differentiable))

@@ -17,13 +17,19 @@ def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))
 
 
-def evaluate_inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Evaluates an open jaxpr, and the functions that it calls as if they were written inline."""
+def evaluate_inlined(
+    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], is_call: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """Evaluates an open jaxpr, and the functions that it calls as if they were written inline.
+
+    Equations of `jax.checkpoint` keep their bodies, except those that `is_call` says to be calls.
+    """
     values = Values(jaxpr, constants, arguments)
     pending: list[Any] = []
     for equation in jaxpr.eqns:
-        is_rematerialized = equation.primitive.name in REMATERIALIZATIONS
-        if not is_rematerialized and equation.primitive.name not in CALLS:
+        is_rematerialized = equation.primitive.name in REMATERIALIZATIONS and not is_call(equation)
+        is_called = equation.primitive.name in (*CALLS, *REMATERIALIZATIONS)
+        if not is_called:
             pending.append(equation)
             continue
         values.evaluate(pending)
@@ -32,9 +38,9 @@ def evaluate_inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[A
         consts, body = getattr(body, "consts", ()), getattr(body, "jaxpr", body)
         operands = [values.read(variable) for variable in equation.invars]
         if is_rematerialized:
-            outputs = with_body(equation, partial(evaluate_inlined, body, ()), operands)
+            outputs = with_body(equation, partial(evaluate_inlined, body, (), is_call=is_call), operands)
         else:
-            outputs = evaluate_inlined(body, consts, operands)
+            outputs = evaluate_inlined(body, consts, operands, is_call)
         values.known.update(zip(equation.outvars, outputs, strict=True))
     values.evaluate(pending)
     return [values.read(variable) for variable in jaxpr.outvars]
@@ -104,13 +110,13 @@ def _unless_same(before: Any, after: Any) -> Any:
     return before if len(before) == len(after) and all(map(operator.is_, before, after)) else after
 
 
-def inlined(jaxpr: Any, constants: Sequence[Any]) -> ClosedJaxpr:
+def inlined(jaxpr: Any, constants: Sequence[Any], is_call: Callable[[Any], bool] = lambda _: False) -> ClosedJaxpr:
     """Returns a program with the functions that it calls written inline, also in its loops and branches."""
     values = [variable.aval for variable in jaxpr.invars]
-    program = jax.make_jaxpr(lambda *values: evaluate_inlined(jaxpr, constants, values))(*values)
+    program = jax.make_jaxpr(lambda *values: evaluate_inlined(jaxpr, constants, values, is_call))(*values)
 
     def in_body(body: Any) -> Any:
-        changed = inlined(body, ())
+        changed = inlined(body, (), is_call)
         return body if changed.consts else changed.jaxpr
 
     names = (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES)

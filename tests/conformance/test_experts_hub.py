@@ -1,5 +1,6 @@
 """KerasHub's mixtures of experts under each strategy: computed for chosen experts only, with the numbers of Keras."""
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -54,6 +55,7 @@ STRATEGIES = {
     "DP": kd.DataParallel,
     "ZeRO-1": lambda: kd.DataParallel(shard_optimizer_state=True),
     "FSDP": fsdp,
+    "FSDP, gathered again": lambda: kd.FullyShardedDataParallel(min_shard_bytes=0, reshard_after_forward=True),
     "HSDP": lambda: fsdp("replica:2,fsdp:4"),
     "CP": lambda: fsdp("data:4,context:2"),
     "unreduced": lambda: fsdp(reduce_dtype="float32"),
@@ -65,17 +67,21 @@ STRATEGIES = {
 FAST = {("Qwen-MoE", "FSDP"), ("GPT-OSS", "one device"), ("Mixtral", "remat full"), ("Qwen3-MoE", "microbatches")}
 
 
+def language_model(name, accumulated=None):
+    backbone = BACKBONES[name]()
+    inputs = backbone.input
+    model = keras.Model(inputs, backbone.token_embedding(backbone(inputs), reverse=True))
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def outcome(name, distribution, accumulated):
     """What a model computes in three steps and afterwards, and how its mixtures were computed."""
     start_anew()
     with scope(distribution), recorded_calls() as calls:
         keras.utils.set_random_seed(0)
-        backbone = BACKBONES[name]()
-        inputs = backbone.input
-        logits = backbone.token_embedding(backbone(inputs), reverse=True)
-        model = keras.Model(inputs, logits)
-        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model = language_model(name, accumulated)
         random = np.random.default_rng(0)
         tokens = random.integers(1, VOCABULARY, (48, LENGTH + 1))
         x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((48, LENGTH), "int32")}
@@ -118,3 +124,19 @@ def test_generate_reads_the_weights_of_chosen_experts(name, rows):
     assert {call.form for call in mixtures[2:]} == {"chosen weights" if rows == 1 else "blocks"}
     assert mixtures[-1].rows == 2
     np.testing.assert_array_equal(found, generated(None)[0])
+
+
+def test_weights_of_experts_are_gathered_again():
+    """As those of all layers, with as many bytes as if all experts were computed."""
+
+    def planned(reshard_after_forward, experts):
+        options = {"min_shard_bytes": 0, "step_options": kd.StepOptions(experts=experts)}
+        distribution = kd.FullyShardedDataParallel(reshard_after_forward=reshard_after_forward, **options)
+        tokens = jax.ShapeDtypeStruct((16, LENGTH), "int32")
+        batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
+        return kd.plan(lambda: language_model("Qwen3-MoE"), distribution, batch, progress=False)
+
+    again = planned(True, "sparse")
+    assert again.wire_bytes <= 1.01 * planned(True, "dense").wire_bytes
+    experts = 2 * 4 * 8 * (16 * 24 + 12 * 16)  # bytes of two layers
+    assert again.wire_bytes - planned(False, "sparse").wire_bytes >= 0.9 * experts * 7 / 8
