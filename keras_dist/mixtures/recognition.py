@@ -10,6 +10,7 @@ Here `gates` and what leads to them are computed as before, as are `up` and `dow
 those of the mixture; `x`, `gates`, `up` and `down` are its operands.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,41 +189,39 @@ class _Finder:
         chosen: dict[Any, int] = {}  # by scores
         in_loops: set[Any] = set()
         for equation in self._equations:
-            name = equation.primitive.name
-            if name == "top_k":
+            if equation.primitive.name == "top_k":
                 chosen[equation.invars[0]] = equation.outvars[0].aval.shape[-1]
             for number, variable in enumerate(() if id(equation) in known else equation.invars):
                 fact = None if isinstance(variable, Literal) else self.facts.get(variable)
                 if fact is None:
-                    for dim in set(_summed_dims(equation, number)) if chosen else ():
-                        if not self._has_weights(variable, Place(dim, ())):
-                            continue
-                        for scores, place, _ in self._per_pair(variable, Place(dim, ())):
-                            size = scores.aval.shape[-1] if scores in chosen else 0
-                            if size and place.expert == scores.aval.ndim - 1:
-                                all_chosen = chosen[scores] == size
-                                others = "nothing proves that the others are zero"
-                                reason = "each token chooses all of them" if all_chosen else others
-                                yield Refusal(equation, size, chosen[scores], reason)
-                                break
-                    continue
-                is_slice = name in ("slice", "dynamic_slice", "split", "gather")
-                is_kept = moved_dim(fact.expert, kept_dims(equation, number)) is not None
-                if is_slice and not is_kept and fact.choice not in in_loops:
+                    yield from self._unproven_sums(equation, number, chosen)
+                elif _takes_one_expert(equation, number, fact) and fact.choice not in in_loops:
                     in_loops.add(fact.choice)
                     reason = "it takes the gates of single experts, as in a loop over them"
                     yield Refusal(equation, fact.choice.num_experts, fact.choice.num_chosen, reason)
 
+    def _unproven_sums(self, equation: Any, number: int, chosen: dict[Any, int]) -> Iterator[Refusal]:
+        for dim in {*_summed_dims(equation, number)} if chosen else ():
+            values = [*self._per_pair(equation.invars[number], Place(dim, ()))]
+            if not any(has_weights for _, _, has_weights in values):
+                continue
+            # Its scores have the same experts, in their last dim.
+            of_experts = (v for v, place, _ in values if v in chosen and place.expert == v.aval.ndim - 1)
+            for scores in itertools.islice(of_experts, 1):
+                size, count = scores.aval.shape[-1], chosen[scores]
+                is_all = count == size
+                reason = "each token chooses all of them" if is_all else "nothing proves that the others are zero"
+                yield Refusal(equation, size, count, reason)
+
     def _has_weights(self, variable: Any, place: Place) -> bool:
         """Whether a value is computed from a product with weights of experts."""
-        return any(
-            producer is not None
-            and _weight_of(producer, [each for _, each in _operands(producer, at) or ()]) is not None
-            for _, at, producer in self._per_pair(variable, place)
-        )
+        return any(has_weights for _, _, has_weights in self._per_pair(variable, place))
 
-    def _per_pair(self, variable: Any, place: Place) -> Iterator[tuple[Any, Place, Any]]:
-        """Yields a value and all that it is computed from for each token and expert, with the producing equations."""
+    def _per_pair(self, variable: Any, place: Place) -> Iterator[tuple[Any, Place, bool]]:
+        """Yields a value and all that it is computed from for each token and expert.
+
+        Each with its place, and whether it is a product with weights of experts.
+        """
         todo, seen = [(variable, place)], set()
         while todo:
             variable, place = todo.pop()
@@ -230,10 +229,16 @@ class _Finder:
                 continue
             seen.add(variable)
             number = self._producers.get(variable)
-            producer = None if number is None else self._equations[number]
-            operands = None if producer is None else _operands(producer, place)
-            yield variable, place, producer if operands else None
-            todo += operands or ()
+            equation = None if number is None else self._equations[number]
+            operands = [] if equation is None else _operands(equation, place) or []
+            places = [each for _, each in operands]
+            yield variable, place, bool(places) and _weight_of(equation, places) is not None
+            todo += operands
+
+
+def _takes_one_expert(equation: Any, number: int, fact: Unchosen) -> bool:
+    is_slice = equation.primitive.name in ("slice", "dynamic_slice", "split", "gather")
+    return is_slice and moved_dim(fact.expert, kept_dims(equation, number)) is None
 
 
 def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:

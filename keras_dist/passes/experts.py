@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,9 @@ from keras_dist.tracing.jaxpr_evaluation import (
     as_function,
     equations_in_place_of,
     inlined,
+    never,
     scope_of,
+    unless_same,
     with_programs,
 )
 from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS, UNCHANGED
@@ -56,17 +57,13 @@ def experts(program: StepProgram) -> ClosedJaxpr:
         has_weights = any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
         return has_weights and all(number_of_experts(e) is None for e in all_equations(equation.params["jaxpr"]))
 
-    for is_call in (regathers, _never) if any(map(regathers, all_equations(traced))) else (_never,):
+    for is_call in (regathers, never) if any(map(regathers, all_equations(traced))) else (never,):
         program.mixtures.clear()
         whole = inlined(traced.jaxpr, traced.consts, is_call)
         changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts, is_call is regathers)
         if changed is not None:
             return whole.replace(jaxpr=changed)
     return traced
-
-
-def _never(equation: Any) -> bool:
-    return False
 
 
 def _shape(variable: Any) -> Sequence[int]:
@@ -93,8 +90,8 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathe
             equations.append(with_programs(equation, in_body))
         else:
             equations.append(equation)
-    is_same = len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns))
-    return None if is_same else _live(jaxpr.replace(eqns=equations))
+    equations = unless_same(jaxpr.eqns, equations)
+    return None if equations is jaxpr.eqns else _live(jaxpr.replace(eqns=equations))
 
 
 def _live(jaxpr: Any) -> Any:

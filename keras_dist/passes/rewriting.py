@@ -34,6 +34,9 @@ class PassError(ValueError):
 def rewritten(program: StepProgram, passes: Sequence[Pass]) -> ClosedJaxpr:
     """Returns a program with the operations that passes replace; of several passes, the first one that does."""
 
+    if not passes:
+        return program.jaxpr
+
     def replaced(equation: Any) -> Sequence[Any] | None:
         return next((found for each in passes if (found := _replaced(program, equation, each)) is not None), None)
 

@@ -139,15 +139,14 @@ class Steps:
         rows = _num_rows(leaves)
         splits, is_improved = self._splits(step, rows), step != "train"  # nothing else is differentiated
 
-        def trace(passes: Sequence[ForwardPass] = ()) -> _Traced:
-            parts = {"is_in_step": True, "is_improved": is_improved, "splits_rows": splits, "forward_passes": passes}
-            with changed(**parts, weights=TracedWeights()):
-                return _Traced(function, state, batch)
-
-        traced = trace()
-        forward = self._forward_passes(traced.jaxpr)
-        if forward and not is_improved:
-            traced = trace(forward)
+        with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
+            traced = _Traced(function, state, batch)
+            forward = [each for each in self._forward_passes if each.may_find(traced.jaxpr)]
+            if not forward:
+                self._check_experts(())
+            elif not is_improved:
+                with changed(forward_passes=forward, weights=TracedWeights()):
+                    traced = _Traced(function, state, batch)
         if splits:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
         program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
@@ -178,7 +177,7 @@ class Steps:
         current = step_state()
         forward, others = current.forward_passes, []
         if not current.is_in_step:
-            forward, others = self._forward_passes(), self._passes
+            forward, others = self._forward_passes, self._passes
         leaves, structure = jax.tree.flatten(inputs)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         arrays = [leaves[index] for index in places]
@@ -202,13 +201,9 @@ class Steps:
                 set_keras_mask(leaf, mask)
         return outputs
 
-    def _forward_passes(self, program: Any = None) -> list[ForwardPass]:
-        """Returns the forward passes that the options allow, and that may find something in a program."""
-        allowed = {} if self._options.experts == "dense" else FORWARD_PASSES
-        found = [each for each in allowed.values() if program is None or each.may_find(program)]
-        if program is not None and not found:
-            self._check_experts(())
-        return found
+    @property
+    def _forward_passes(self) -> Sequence[ForwardPass]:
+        return [] if self._options.experts == "dense" else [*FORWARD_PASSES.values()]
 
     def _improved(self, program: StepProgram, passes: Sequence[ForwardPass]) -> StepProgram:
         for each in passes:
@@ -265,11 +260,8 @@ class Steps:
     @property
     def _passes(self) -> list[Pass]:
         """The passes over whole steps. One device needs none."""
-        return (
-            []
-            if self._is_alone
-            else [each for name, each in PASSES.items() if name not in self._options.without_passes]
-        )
+        left_out = PASSES if self._is_alone else self._options.without_passes
+        return [each for name, each in PASSES.items() if name not in left_out]
 
     def _splits(self, step: str, rows: int) -> bool:
         is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows

@@ -17,8 +17,12 @@ def as_function(jaxpr: Any, constants: Sequence[Any] = ()) -> Callable[..., list
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))
 
 
+def never(equation: Any) -> bool:
+    return False
+
+
 def evaluate_inlined(
-    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], is_call: Callable[[Any], bool] = lambda _: False
+    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], is_call: Callable[[Any], bool] = never
 ) -> list[Any]:
     """Evaluates an open jaxpr, and the functions that it calls as if they were written inline.
 
@@ -27,9 +31,8 @@ def evaluate_inlined(
     values = Values(jaxpr, constants, arguments)
     pending: list[Any] = []
     for equation in jaxpr.eqns:
-        is_rematerialized = equation.primitive.name in REMATERIALIZATIONS and not is_call(equation)
-        is_called = equation.primitive.name in (*CALLS, *REMATERIALIZATIONS)
-        if not is_called:
+        is_rematerialized = equation.primitive.name in REMATERIALIZATIONS
+        if not is_rematerialized and equation.primitive.name not in CALLS:
             pending.append(equation)
             continue
         values.evaluate(pending)
@@ -37,7 +40,7 @@ def evaluate_inlined(
         body = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
         consts, body = getattr(body, "consts", ()), getattr(body, "jaxpr", body)
         operands = [values.read(variable) for variable in equation.invars]
-        if is_rematerialized:
+        if is_rematerialized and not is_call(equation):
             outputs = with_body(equation, partial(evaluate_inlined, body, (), is_call=is_call), operands)
         else:
             outputs = evaluate_inlined(body, consts, operands, is_call)
@@ -85,7 +88,7 @@ def with_equations(program: Any, replace: Callable[[Any], Sequence[Any] | None])
         others = replace(equation)
         return [with_programs(equation, partial(with_equations, replace=replace))] if others is None else others
 
-    equations = _unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
+    equations = unless_same(program.eqns, list(itertools.chain.from_iterable(map(replaced, program.eqns))))
     return program if equations is program.eqns else program.replace(eqns=equations)
 
 
@@ -98,7 +101,7 @@ def with_programs(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
         if isinstance(value, ClosedJaxpr):
             return value if (jaxpr := change(value.jaxpr)) is value.jaxpr else value.replace(jaxpr=jaxpr)
         if isinstance(value, tuple) and all(isinstance(each, (Jaxpr, ClosedJaxpr)) for each in value):
-            return _unless_same(value, tuple(map(in_parameter, value)))
+            return unless_same(value, tuple(map(in_parameter, value)))
         return value
 
     params = {name: in_parameter(value) for name, value in equation.params.items()}
@@ -106,11 +109,12 @@ def with_programs(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
     return equation if is_same else equation.replace(params=params)
 
 
-def _unless_same(before: Any, after: Any) -> Any:
+def unless_same(before: Any, after: Any) -> Any:
+    """Returns a sequence, or the one before if that has the same objects."""
     return before if len(before) == len(after) and all(map(operator.is_, before, after)) else after
 
 
-def inlined(jaxpr: Any, constants: Sequence[Any], is_call: Callable[[Any], bool] = lambda _: False) -> ClosedJaxpr:
+def inlined(jaxpr: Any, constants: Sequence[Any], is_call: Callable[[Any], bool] = never) -> ClosedJaxpr:
     """Returns a program with the functions that it calls written inline, also in its loops and branches."""
     values = [variable.aval for variable in jaxpr.invars]
     program = jax.make_jaxpr(lambda *values: evaluate_inlined(jaxpr, constants, values, is_call))(*values)

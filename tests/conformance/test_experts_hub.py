@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
-from support.strategy_models import assert_same_numbers, scope
+from support.strategy_models import assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
 from keras_dist.steps.step_state import recorded_calls
@@ -44,10 +44,8 @@ LANGUAGE_MODELS = {
 }
 
 
-def fsdp(axes="data:8", **options):
-    sequences = {"sequence_dim_name": "context"} if "context" in axes else {}
-    mesh, step_options = kd.create_device_mesh(axes), kd.StepOptions(**options)
-    return kd.FullyShardedDataParallel(mesh, min_shard_bytes=0, step_options=step_options, **sequences)
+def with_options(**options):
+    return fsdp(step_options=kd.StepOptions(**options))
 
 
 STRATEGIES = {
@@ -55,13 +53,13 @@ STRATEGIES = {
     "DP": kd.DataParallel,
     "ZeRO-1": lambda: kd.DataParallel(shard_optimizer_state=True),
     "FSDP": fsdp,
-    "FSDP, gathered again": lambda: kd.FullyShardedDataParallel(min_shard_bytes=0, reshard_after_forward=True),
+    "FSDP, gathered again": lambda: fsdp(reshard_after_forward=True),
     "HSDP": lambda: fsdp("replica:2,fsdp:4"),
-    "CP": lambda: fsdp("data:4,context:2"),
-    "unreduced": lambda: fsdp(reduce_dtype="float32"),
-    "microbatches": lambda **options: fsdp(microbatches=2, **options),
-    "remat full": lambda: fsdp(remat="full"),
-    "remat dots": lambda: fsdp(remat="dots"),
+    "CP": lambda: fsdp("data:4,context:2", sequence_dim_name="context"),
+    "unreduced": lambda: with_options(reduce_dtype="float32"),
+    "microbatches": lambda **options: with_options(microbatches=2, **options),
+    "remat full": lambda: with_options(remat="full"),
+    "remat dots": lambda: with_options(remat="dots"),
     "accumulation": kd.DataParallel,
 }
 FAST = {("Qwen-MoE", "FSDP"), ("GPT-OSS", "one device"), ("Mixtral", "remat full"), ("Qwen3-MoE", "microbatches")}
@@ -130,8 +128,8 @@ def test_weights_of_experts_are_gathered_again():
     """As those of all layers, with as many bytes as if all experts were computed."""
 
     def planned(reshard_after_forward, experts):
-        options = {"min_shard_bytes": 0, "step_options": kd.StepOptions(experts=experts)}
-        distribution = kd.FullyShardedDataParallel(reshard_after_forward=reshard_after_forward, **options)
+        step_options = kd.StepOptions(experts=experts)
+        distribution = fsdp(reshard_after_forward=reshard_after_forward, step_options=step_options)
         tokens = jax.ShapeDtypeStruct((16, LENGTH), "int32")
         batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
         return kd.plan(lambda: language_model("Qwen3-MoE"), distribution, batch, progress=False)

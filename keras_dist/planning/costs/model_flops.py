@@ -15,7 +15,7 @@ from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.mixtures.grouped_products import grouped_product_flops
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.steps.step_state import Call
-from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
+from keras_dist.tracing.jaxpr_evaluation import all_equations, inner_jaxprs
 from keras_dist.tracing.primitives import ALL_CALLS
 
 
@@ -53,14 +53,10 @@ def main_dtype(jaxpr: Jaxpr) -> str | None:
     Bodies of loops count once.
     """
     flops: defaultdict[str, float] = defaultdict(float)
-    jaxprs = [jaxpr]
-    while jaxprs:
-        for equation in jaxprs.pop().eqns:
-            name, operands = equation.primitive.name, equation.invars
-            if name in _FLOPS:
-                operand: Any = operands[0].aval
-                flops[str(operand.dtype)] += _FLOPS[name](equation)
-            jaxprs += inner_jaxprs(equation.params)
+    for equation in all_equations(jaxpr):
+        if equation.primitive.name in _FLOPS:
+            operand: Any = equation.invars[0].aval
+            flops[str(operand.dtype)] += _FLOPS[equation.primitive.name](equation)
     return max(flops, key=lambda dtype: flops[dtype]) if flops else None
 
 
