@@ -18,9 +18,12 @@ from keras_dist.mixtures.kernels import (
     weight_gradient_by_mosaic,
     why_not_mosaic,
 )
+from keras_dist.tracing.jaxpr_evaluation import scope_of
 
 GROUPED_PRODUCT = "grouped_product"
-"""The scope of the operations of grouped products and their derivatives."""
+"""The scope of the operations of grouped products and their derivatives, with the fraction of the rows that count."""
+
+_FRACTION = re.compile(GROUPED_PRODUCT + r"(\d\.\d+)")
 
 
 class _Form(NamedTuple):
@@ -45,7 +48,7 @@ class ChosenForm(NamedTuple):
     reason: str | None  # why it is not the fastest one of this kind of device; None if it is
 
 
-def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form: str) -> jax.Array:
+def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form: str, filled: float = 1.0) -> jax.Array:
     """Multiplies each row with the weights of its expert.
 
     It is exact under any routing: experts may have no rows, or one all. The derivative by the weights is summed in
@@ -57,6 +60,7 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
         weights: Weights of all experts (E, K, N), of the dtype of the rows.
         sizes: Number of rows of each expert (E,), int32.
         form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or `"batched"`.
+        filled: The fraction of the rows that `sizes` has on average, by which FLOP are counted.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -71,7 +75,7 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
     [1.0, 2.0, 2.0]
     """
     _require_operands(rows, weights, sizes, form)
-    return _grouped_product(rows, weights, sizes, form)
+    return _grouped_product(rows, weights, sizes, form, filled)
 
 
 def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
@@ -92,42 +96,56 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
 
 
 # `grouped_product_flops` finds these two in a traced program, by their names.
-@functools.partial(jax.jit, static_argnames=("form", "transposed"))
-def grouped_rows(rows, weights, sizes, form, transposed):
-    with jax.named_scope(GROUPED_PRODUCT):
+@functools.partial(jax.jit, static_argnames=("form", "filled", "transposed"))
+def grouped_rows(rows, weights, sizes, form, filled, transposed):
+    with jax.named_scope(f"{GROUPED_PRODUCT}{filled:.4f}"):
         return _FORMS[form].product(rows, weights, sizes, transposed)
 
 
-@functools.partial(jax.jit, static_argnames=("form",))
-def grouped_weight_gradient(rows, gradient, sizes, form):
-    with jax.named_scope(GROUPED_PRODUCT):
+@functools.partial(jax.jit, static_argnames=("form", "filled"))
+def grouped_weight_gradient(rows, gradient, sizes, form, filled):
+    with jax.named_scope(f"{GROUPED_PRODUCT}{filled:.4f}"):
         return _FORMS[form].weight_gradient(rows, gradient, sizes)
+
+
+def filled_rows(scope: str) -> float | None:
+    """Returns the fraction of rows that count of an operation of a grouped product, by its scope; None for others.
+
+    Example:
+
+    >>> filled_rows("jit(step)/moe/grouped_product0.8000/pallas_call"), filled_rows("jit(step)/moe/add")
+    (0.8, None)
+    """
+    found = _FRACTION.search(scope)
+    return None if found is None else float(found[1])
 
 
 def grouped_product_flops(equation: Any) -> float | None:
     """Returns the FLOP, 2 per multiply-add, of an equation that calls a grouped product or its derivative; else None.
 
-    They are those of the rows that there are, although a form may compute more.
+    They are those of the rows that there are on average, although a form may compute more.
     """
     if equation.params.get("name") not in ("grouped_rows", "grouped_weight_gradient"):
         return None
     first, second = (variable.aval.shape for variable in equation.invars[:2])
-    return 2.0 * first[0] * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
+    inner = equation.params["jaxpr"].eqns
+    filled = next((filled for each in inner if (filled := filled_rows(scope_of(each))) is not None), 1.0)
+    return 2.0 * filled * first[0] * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_product(rows, weights, sizes, form):
-    return grouped_rows(rows, weights, sizes, form, False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_product(rows, weights, sizes, form, filled):
+    return grouped_rows(rows, weights, sizes, form, filled, False)
 
 
-def _forward(rows, weights, sizes, form):
-    return _grouped_product(rows, weights, sizes, form), (rows, weights, sizes)
+def _forward(rows, weights, sizes, form, filled):
+    return _grouped_product(rows, weights, sizes, form, filled), (rows, weights, sizes)
 
 
-def _backward(form, saved, gradient):
+def _backward(form, filled, saved, gradient):
     rows, weights, sizes = saved
-    gradient_of_rows = grouped_rows(gradient, weights, sizes, form, True)
-    return gradient_of_rows, grouped_weight_gradient(rows, gradient, sizes, form), None
+    gradient_of_rows = grouped_rows(gradient, weights, sizes, form, filled, True)
+    return gradient_of_rows, grouped_weight_gradient(rows, gradient, sizes, form, filled), None
 
 
 _grouped_product.defvjp(_forward, _backward)

@@ -50,6 +50,10 @@ class Mixture:
     def num_tokens(self) -> int:
         return self.choice.num_tokens
 
+    @property
+    def output(self) -> Any:
+        return self.equations[-1].outvars[0]
+
     @cached_property
     def operands(self) -> list[Any]:
         """The variables that are computed before, those with gradients first."""
@@ -111,7 +115,7 @@ def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], 
     for equation in jaxpr.eqns:
         for number, variable in enumerate(equation.invars):
             fact = None if isinstance(variable, Literal) else finder.facts.get(variable)
-            if fact is None or fact.number or fact.expert not in _summed_dims(equation, number):
+            if fact is None or fact.number or fact.expert not in summed_dims(equation, number):
                 continue
             try:
                 mixture = finder.mixture(equation, number, fact)
@@ -125,7 +129,8 @@ def find_mixtures(jaxpr: Any, constants: Sequence[Any]) -> tuple[list[Mixture], 
     return found, refused + list(finder.unproven(known))
 
 
-def _summed_dims(equation: Any, number: int) -> Sequence[int]:
+def summed_dims(equation: Any, number: int) -> Sequence[int]:
+    """Returns the dims of an operand that an equation sums over."""
     if equation.primitive.name == "reduce_sum":
         return equation.params["axes"]
     return equation.params["dimension_numbers"][0][number] if equation.primitive.name == "dot_general" else ()
@@ -201,7 +206,7 @@ class _Finder:
                     yield Refusal(equation, fact.choice.num_experts, fact.choice.num_chosen, reason)
 
     def _unproven_sums(self, equation: Any, number: int, chosen: dict[Any, int]) -> Iterator[Refusal]:
-        for dim in {*_summed_dims(equation, number)} if chosen else ():
+        for dim in {*summed_dims(equation, number)} if chosen else ():
             values = [*self._per_pair(equation.invars[number], Place(dim, ()))]
             if not any(has_weights for _, _, has_weights in values):
                 continue

@@ -5,68 +5,120 @@ scatters of rows are slow on all platforms.
 """
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+_ALL, _SOME = "promise_in_bounds", "fill"  # how rows are looked up: each has a pair, or there are some without
 
-class Routing(NamedTuple):
-    """Which row each pair of a token and a chosen expert has."""
 
-    indices: jax.Array  # (T, k), the experts that each token chooses
-    order: jax.Array  # (R,), of each row the number of its pair; pair t k + j is choice j of token t
-    rows: jax.Array  # (R,), of each pair the number of its row
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "experts"], meta_fields=["mode"])
+@dataclass(frozen=True)
+class Groups:
+    """Rows that are sorted by expert. The last ones may be of none: what these have is zero, also as a gradient."""
+
     sizes: jax.Array  # (E,), the number of rows of each expert
-    experts: jax.Array  # (R,), of each row the expert
+    experts: jax.Array  # (R,), of each row the expert, or E
+    mode: str = _ALL
 
     @classmethod
-    def of(cls, indices: jax.Array, num_experts: int) -> "Routing":
-        """Sorts the pairs by expert. `indices` (T, k) has the experts that each token chooses."""
+    def of(cls, sizes: jax.Array, num_rows: int) -> "Groups":
+        """Returns the groups of `num_rows` rows, of which the first ones are those of experts with these sizes."""
+        number = jnp.arange(num_rows, dtype=sizes.dtype)
+        return cls(sizes, (number[:, None] >= jnp.cumsum(sizes)).sum(1, dtype=sizes.dtype), _SOME)
+
+    def of_experts(self, values: jax.Array) -> jax.Array:
+        """Returns for each row the value of its expert, of (E, ...): (R, ...)."""
+        return _experts_to_rows(values, self.experts, values.shape[0], self.mode)
+
+    def only_rows(self, rows: jax.Array) -> jax.Array:
+        """Returns rows (R, ...), and zeros where they are of no expert."""
+        if self.mode == _ALL:
+            return rows
+        is_row = self.experts < self.sizes.size
+        return jnp.where(is_row.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["indices", "order", "rows", "groups"], meta_fields=[])
+@dataclass(frozen=True)
+class Routing:
+    """Which row each pair of a token and a chosen expert has, if it has one."""
+
+    indices: jax.Array  # (T, k), the experts that each token chooses
+    order: jax.Array  # (R,), of each row the number of its pair, or T k; pair t k + j is choice j of token t
+    rows: jax.Array  # (T k,), of each pair the number of its row, or R
+    groups: Groups
+
+    @classmethod
+    def of(cls, indices: jax.Array, num_experts: int, first_expert: jax.Array | None = None) -> "Routing":
+        """Sorts the pairs by expert.
+
+        Args:
+            indices: The experts that each token chooses, (T, k).
+            num_experts: The number of experts.
+            first_expert: The first one of them, if there are others. Pairs with others come last, and `window` returns
+                the routing without them.
+        """
         flat = indices.reshape(-1)
+        if first_expert is not None:
+            is_here = (flat >= first_expert) & (flat < first_expert + num_experts)
+            flat = jnp.where(is_here, flat - first_expert, num_experts)
         experts, order = jax.lax.sort_key_val(flat, jnp.arange(flat.size, dtype=flat.dtype))
         _, rows = jax.lax.sort_key_val(order, jnp.arange(flat.size, dtype=flat.dtype))
-        ends = jnp.searchsorted(experts, jnp.arange(num_experts, dtype=flat.dtype), side="right").astype("int32")
-        return cls(indices, order, rows, jnp.diff(ends, prepend=0), experts)
+        sizes = (flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)
+        return cls(indices, order, rows, Groups(sizes, experts))
+
+    def window(self, start: jax.Array | int, size: int) -> "Routing":
+        """Returns the routing of `size` rows from `start` on, as far as there are rows of experts."""
+        ends = jnp.cumsum(self.groups.sizes)
+        groups = Groups.of(jnp.diff(jnp.clip(ends - start, 0, size), prepend=0), size)
+        order = self.order.at[start + jnp.arange(size)].get(mode="fill", fill_value=self.order.size)
+        order = jnp.where(groups.experts < groups.sizes.size, order, self.order.size)
+        is_here = (self.rows >= start) & (self.rows < jnp.minimum(start + size, ends[-1]))
+        return replace(self, order=order, rows=jnp.where(is_here, self.rows - start, size), groups=groups)
 
     def of_tokens(self, values: jax.Array) -> jax.Array:
         """Returns the row of each token, (T, ...), for each of its experts: (R, ...)."""
-        return _tokens_to_rows(values, self.order, self.rows, self.indices.shape[1])
+        return _tokens_to_rows(values, self.order, self.rows, self.indices.shape[1], self.groups.mode)
 
     def of_pairs(self, values: jax.Array) -> jax.Array:
         """Returns of values for all pairs, (T, E, ...), those of the chosen ones, (R, ...)."""
         chosen = _chosen_of_all(values, self.indices, values.shape[1])
-        return _pairs_to_rows(chosen.reshape(-1, *chosen.shape[2:]), self.order, self.rows)
-
-    def of_experts(self, values: jax.Array) -> jax.Array:
-        """Returns for each row the value of its expert, of (E, ...): (R, ...)."""
-        return _experts_to_rows(values, self.experts, values.shape[0])
+        return _pairs_to_rows(chosen.reshape(-1, *chosen.shape[2:]), self.order, self.rows, self.groups.mode)
 
     def summed(self, rows: jax.Array) -> jax.Array:
         """Returns the sum of the rows of each token, (T, ...), of (R, ...)."""
-        return _rows_to_tokens(rows, self.order, self.rows, self.indices.shape[1])
+        return _rows_to_tokens(rows, self.order, self.rows, self.indices.shape[1], self.groups.mode)
 
 
-def _at(values: jax.Array, indices: jax.Array) -> jax.Array:
-    return values.at[indices].get(mode="promise_in_bounds")
+def _at(values: jax.Array, indices: jax.Array, mode: str) -> jax.Array:
+    return values.at[indices].get(mode=mode, fill_value=None if mode == _ALL else 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _tokens_to_rows(values, order, places, num_chosen):
-    return _at(values, order // num_chosen)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _tokens_to_rows(values, order, places, num_chosen, mode):
+    return _at(values, order // num_chosen, mode)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_to_tokens(rows, order, places, num_chosen):
-    pairs = _at(rows, places)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _rows_to_tokens(rows, order, places, num_chosen, mode):
+    pairs = _at(rows, places, mode)
     return pairs.reshape(-1, num_chosen, *rows.shape[1:]).sum(1).astype(rows.dtype)
 
 
 # The gradient of either is the other one.
 for _function, _gradient in ((_tokens_to_rows, _rows_to_tokens), (_rows_to_tokens, _tokens_to_rows)):
     _function.defvjp(
-        lambda values, *rest, function=_function: (function(values, *rest), rest[:2]),
-        lambda num_chosen, saved, gradient, function=_gradient: (function(gradient, *saved, num_chosen), None, None),
+        lambda values, order, places, *static, function=_function: (
+            function(values, order, places, *static),
+            (order, places),
+        ),
+        lambda num_chosen, mode, saved, gradient, function=_gradient: (
+            function(gradient, *saved, num_chosen, mode),
+            None,
+            None,
+        ),
     )
 
 
@@ -88,25 +140,25 @@ _chosen_of_all.defvjp(
 )
 
 
-@jax.custom_vjp
-def _pairs_to_rows(values, order, places):
-    return _at(values, order)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _pairs_to_rows(values, order, places, mode):
+    return _at(values, order, mode)
 
 
 _pairs_to_rows.defvjp(
-    lambda values, order, places: (_at(values, order), places),
-    lambda places, gradient: (_at(gradient, places), None, None),
+    lambda values, order, places, mode: (_at(values, order, mode), places),
+    lambda mode, places, gradient: (_at(gradient, places, mode), None, None),
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _experts_to_rows(values, experts, num_experts):
-    return _at(values, experts)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _experts_to_rows(values, experts, num_experts, mode):
+    return _at(values, experts, mode)
 
 
 _experts_to_rows.defvjp(
-    lambda values, experts, num_experts: (_at(values, experts), experts),
-    lambda num_experts, experts, gradient: (
+    lambda values, experts, num_experts, mode: (_at(values, experts, mode), experts),
+    lambda num_experts, mode, experts, gradient: (
         jax.ops.segment_sum(gradient, experts, num_experts, indices_are_sorted=True),
         None,
     ),

@@ -15,15 +15,16 @@ A single token needs no rows: the weights of its k experts are looked up, as if 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from keras_dist.mixtures.recognition import Mixture, Place
-from keras_dist.mixtures.routing import Routing
+from keras_dist.mixtures.routing import Groups
+from keras_dist.mixtures.shards import Shards
 from keras_dist.tracing.kept_dims import activation, kept_dims, places_in_product
 from keras_dist.tracing.primitives import UNCHANGED
 
@@ -31,21 +32,27 @@ GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Returns (R, N) of rows (R, K), sorted by expert, weights (E, K, N) and the number of rows of each expert, (E,)."""
 
 
-def compute_mixture(
-    mixture: Mixture, product: GroupedProduct, operands: Sequence[jax.Array], indices: jax.Array
+def compute_rows(
+    mixture: Mixture, product: GroupedProduct, shards: Shards, groups: Groups, given: Mapping[Any, jax.Array]
 ) -> jax.Array:
-    """Returns the sum over experts, for operands and with a result in their tokens-first form.
+    """Returns what the chosen experts compute for rows, (R, others...).
 
     Args:
         mixture: What to compute.
         product: Multiplies rows with the weights of their experts.
-        operands: Those of `mixture.operands`, each (tokens..., E, others...), as far as it has these dims.
-        indices: The experts that each token chooses, (tokens..., k).
+        shards: How weights are sharded.
+        groups: How many of the rows each expert has.
+        given: The rows of each operand with tokens, (R, others...), and other operands in their tokens-first form.
     """
-    rows = (_OneToken if mixture.num_tokens == 1 else _Rows)(mixture, product, indices, operands)
-    for equation in mixture.equations:
-        rows.values.update(zip(equation.outvars, rows.evaluate(equation), strict=True))
-    return rows.summed(rows.values[mixture.equations[-1].outvars[0]])
+    rows, output = _Rows(mixture, product, shards, groups, given).evaluated(), mixture.output
+    place: Any = mixture.places[output]
+    others = (shards.size(output, dim) for dim in place.rest(output))
+    return jnp.moveaxis(rows, place.tokens[0], 0).reshape(groups.experts.size, *others)
+
+
+def compute_one_token(mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
+    """Returns the sum over the experts that a single token chooses, as `compute_mixture` does."""
+    return _OneToken(mixture, operands, indices).evaluated()
 
 
 def tokens_first(place: Place, variable: Any) -> list[int]:
@@ -53,17 +60,34 @@ def tokens_first(place: Place, variable: Any) -> list[int]:
     return [*(place.tokens or ()), *([] if place.expert is None else [place.expert]), *place.rest(variable)]
 
 
-class _OneToken:
+class _Evaluation:
+    """Evaluates the equations of a mixture for operands of other shapes."""
+
+    def __init__(self, mixture: Mixture):
+        self.values: dict[Any, jax.Array] = {}
+        self._mixture, self._places = mixture, cast("dict[Any, Any]", mixture.places)
+
+    def _evaluate(self, equation: Any) -> Sequence[jax.Array]:
+        raise NotImplementedError
+
+    def evaluated(self) -> jax.Array:
+        for equation in self._mixture.equations:
+            self.values.update(zip(equation.outvars, self._evaluate(equation), strict=True))
+        return self.values[self._mixture.output]
+
+
+class _OneToken(_Evaluation):
     """Evaluates equations as if there were no experts but those that the token chooses."""
 
-    def __init__(self, mixture: Mixture, product: GroupedProduct, indices: jax.Array, operands: Sequence[jax.Array]):
+    def __init__(self, mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array):
+        super().__init__(mixture)
         self.values = dict(zip(mixture.operands, operands, strict=True))
-        self._places, self._indices = mixture.places, indices.reshape(-1)
+        self._indices = indices.reshape(-1)
         for variable, value in self.values.items():
             if (expert := mixture.places[variable].expert) is not None:
                 self.values[variable] = jnp.take(value, self._indices, axis=expert, mode="clip")
 
-    def evaluate(self, equation: Any) -> Sequence[jax.Array]:
+    def _evaluate(self, equation: Any) -> Sequence[jax.Array]:
         operands = [v.val if isinstance(v, Literal) else self.values[v] for v in equation.invars]
         return _evaluated(equation, operands, [self._shape(variable) for variable in equation.outvars])
 
@@ -71,41 +95,38 @@ class _OneToken:
         expert = self._places[variable].expert
         return [self._indices.size if dim == expert else size for dim, size in enumerate(variable.aval.shape)]
 
-    def summed(self, total: jax.Array) -> jax.Array:
-        return total
 
-
-class _Rows:
+class _Rows(_Evaluation):
     """Evaluates equations as if there was one expert, and a token for each chosen pair."""
 
-    def __init__(self, mixture: Mixture, product: GroupedProduct, indices: jax.Array, operands: Sequence[jax.Array]):
-        self.values: dict[Any, jax.Array] = {}
-        self._mixture, self._product, self._tokens = mixture, product, indices.shape[:-1]
-        self._places: dict[Any, Any] = mixture.places
-        self._routing = Routing.of(indices.reshape(-1, indices.shape[-1]), mixture.choice.num_experts)
-        self._given = dict(zip(mixture.operands, operands, strict=True))
+    def __init__(
+        self, mixture: Mixture, product: GroupedProduct, shards: Shards, groups: Groups, given: Mapping[Any, jax.Array]
+    ):
+        super().__init__(mixture)
+        self._product, self._groups, self._given, self._shards = product, groups, given, shards
 
-    def evaluate(self, equation: Any) -> Sequence[jax.Array]:
+    def _evaluate(self, equation: Any) -> Sequence[jax.Array]:
         """Returns what an equation computes for rows: the first dim of tokens has them, that of experts has size 1."""
         shapes = [self._shape(variable) for variable in equation.outvars]
         if (weight := self._mixture.weight_of(equation)) is not None:
             return [self._multiplied(equation, weight).reshape(shapes[0]).astype(equation.outvars[0].aval.dtype)]
         operands = [self._operand(equation, number) for number in range(len(equation.invars))]
+        for number, operand in enumerate(operands):
+            if axes := self._shards.first_device_only(equation, number):
+                operands[number] = jnp.where(jax.lax.axis_index(tuple(axes)) == 0, operand, jnp.zeros_like(operand))
         if equation.primitive.name == "broadcast_in_dim" and operands[0].ndim == len(shapes[0]):
             return [jnp.broadcast_to(operands[0], shapes[0])]
         return _evaluated(equation, operands, shapes)
 
-    def summed(self, rows: jax.Array) -> jax.Array:
-        variable = self._mixture.equations[-1].outvars[0]
-        place: Any = self._places[variable]
-        rows = jnp.moveaxis(rows, place.tokens[0], 0)
-        sums = self._routing.summed(rows.reshape(-1, *(variable.aval.shape[dim] for dim in place.rest(variable))))
-        return sums.reshape(*self._tokens, *sums.shape[1:])
+    @property
+    def _num_rows(self) -> int:
+        return self._groups.experts.size
 
     def _shape(self, variable: Any) -> list[int]:
-        (expert, tokens), shape = self._places[variable], list(variable.aval.shape)
+        expert, tokens = self._places[variable]
+        shape = [self._shards.size(variable, dim) for dim in range(variable.aval.ndim)]
         for dim in (*(tokens or ()), *(() if expert is None else (expert,))):
-            shape[dim] = self._routing.order.size if tokens and dim == tokens[0] else 1
+            shape[dim] = self._num_rows if tokens and dim == tokens[0] else 1
         return shape
 
     def _operand(self, equation: Any, number: int) -> Any:
@@ -117,10 +138,8 @@ class _Rows:
         place, value = self._places[variable], self._given[variable]
         if place.tokens is None:
             return value if place.expert is None else self._of_experts(equation, number, value)
-        flat = value.reshape(-1, *value.shape[len(self._tokens) :])
-        rows = self._routing.of_tokens(flat) if place.expert is None else self._routing.of_pairs(flat)
         before = sum(dim < place.tokens[0] for dim in place.rest(variable))
-        self.values[variable] = jnp.moveaxis(rows, 0, before).reshape(self._shape(variable))
+        self.values[variable] = jnp.moveaxis(value, 0, before).reshape(self._shape(variable))
         return self.values[variable]
 
     def _of_experts(self, equation: Any, number: int, value: jax.Array) -> jax.Array:
@@ -130,10 +149,10 @@ class _Rows:
         shape = [1] * result.aval.ndim
         for (dim,), (place,) in kept_dims(equation, number):
             if dim != expert:
-                shape[place] = result.aval.shape[place]
+                shape[place] = self._shards.size(result, place)
         before = sum(size > 1 for size in shape[:tokens])
-        shape[tokens] = self._routing.order.size
-        rows = self._routing.of_experts(value.reshape(value.shape[0], *(size for size in value.shape[1:] if size > 1)))
+        shape[tokens] = self._num_rows
+        rows = self._groups.of_experts(value.reshape(value.shape[0], *(size for size in value.shape[1:] if size > 1)))
         return jnp.moveaxis(rows, 0, before).reshape(shape)
 
     def _multiplied(self, equation: Any, weight: int) -> jax.Array:
@@ -151,14 +170,16 @@ class _Rows:
         left = jnp.moveaxis(left, (first, *free, *(dim for dim, _ in summed)), range(1 + len(free) + len(summed)))
         order = [1 + weight_dims.index(dim) for dim in (*(dim for _, dim in summed), *free_of_weights)]
         right = right.transpose(0, *order)
-        depth = math.prod(rows.aval.shape[dim] for dim, _ in summed)
-        sizes = [self._routing.order.size, *(rows.aval.shape[dim] for dim in free)]
+        depth = math.prod(right.shape[1 : 1 + len(summed)])
+        sizes = [self._num_rows, *(self._shards.size(rows, dim) for dim in free)]
         sizes_of_weights = right.shape[1 + len(summed) :]
-        groups = self._routing.sizes * math.prod(sizes[1:])
-        product = self._product(left.reshape(-1, depth), right.reshape(right.shape[0], depth, -1), groups)
+        left = self._groups.only_rows(left).reshape(-1, depth)
+        groups = self._groups.sizes * math.prod(sizes[1:])
+        product = self._product(left, right.reshape(right.shape[0], depth, -1), groups)
+        product = self._groups.only_rows(product.reshape(*sizes, *sizes_of_weights))
         places, places_of_weights = (dict(places_in_product(equation, number)) for number in (other, weight))
         target = [*(places[dim] for dim in (first, *free)), *(places_of_weights[dim] for dim in free_of_weights)]
-        return product.reshape(*sizes, *sizes_of_weights).transpose(sorted(range(len(target)), key=target.__getitem__))
+        return product.transpose(sorted(range(len(target)), key=target.__getitem__))
 
 
 def _evaluated(equation: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Sequence[jax.Array]:

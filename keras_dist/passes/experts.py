@@ -12,10 +12,13 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
+from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.mixtures.choices import number_of_experts
+from keras_dist.mixtures.computation import compute_mixture
 from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
 from keras_dist.mixtures.recognition import DENSE, Mixture, MixtureCall, find_mixtures
-from keras_dist.mixtures.rows import compute_mixture, tokens_first
+from keras_dist.mixtures.rows import tokens_first
+from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import (
@@ -84,8 +87,7 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathe
     equations: list[Any] = []
     for equation in jaxpr.eqns:
         if (mixture := by_equation.get(id(equation))) is not None:
-            sparse = _SparseMixture(program, mixture, jaxpr if regathers else None)
-            equations += [equation] if sparse.is_dense() else sparse.equations()
+            equations += _SparseMixture(program, mixture, jaxpr if regathers else None).equations()
         elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
             equations.append(with_programs(equation, in_body))
         else:
@@ -103,17 +105,8 @@ class _SparseMixture:
 
     def __init__(self, program: StepProgram, mixture: Mixture, regathered_in: Any):
         self._program, self._mixture, self._regathered_in = program, mixture, regathered_in
-        self._output = mixture.equations[-1].outvars[0]
         self._forms: set[ChosenForm] = set()
-
-    def is_dense(self) -> bool:
-        """Whether the layouts of operands do not allow to compute it for chosen experts; reports why."""
-        mixture, axes_of = self._mixture, self._program.axes_of
-        weights = [v for v in mixture.operands if mixture.places[v].tokens is None and mixture.num_tokens > 1]
-        sharded = dict.fromkeys(itertools.chain.from_iterable(itertools.chain.from_iterable(map(axes_of, weights))))
-        if sharded:
-            self._report(ChosenForm(DENSE, f"weights are sharded over {', '.join(map(repr, sharded))}"), 0, 0.0)
-        return bool(sharded)
+        self._num_rows, self._flops = mixture.choice.num_chosen, 0.0
 
     def equations(self) -> Sequence[Any]:
         mixture = self._mixture
@@ -162,37 +155,56 @@ class _SparseMixture:
         return jax.checkpoint(computed, policy=is_kept), operands
 
     def _of_one_token(self, *values: Any) -> Any:
-        self._num_rows, self._flops = self._mixture.choice.num_chosen, 0.0
-        return compute_mixture(self._mixture, self._product, values[:-1], values[-1])
+        return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
 
     def _per_device(self, *values: Any) -> Any:
         """Computes the mixture of each device's tokens, given operands and the indices of chosen experts."""
-        mixture, places = self._mixture, self._mixture.places
-        sizes, axes = self._tokens()
+        mixture, places, output = self._mixture, self._mixture.places, self._mixture.output
+        shards = self._shards()
+        sizes, axes = self._tokens(shards)
+        names = (*itertools.chain.from_iterable(axes), *shards.axes)
+
+        def spec_of(variable: Any) -> PartitionSpec:
+            tokens = () if places[variable].tokens is None else axes
+            return PartitionSpec(*tokens, *shards.axes_of(variable, places[variable]))
+
         arguments, specs, summed = [], [], []
-        names = tuple(itertools.chain.from_iterable(axes))
         for variable, value in zip(mixture.operands, values, strict=False):
             tokens = places[variable].tokens
             value = value.transpose(tokens_first(places[variable], variable))
             arguments.append(value if tokens is None else value.reshape(*sizes, *value.shape[len(tokens) :]))
-            specs.append(PartitionSpec() if tokens is None else PartitionSpec(*axes))
+            specs.append(spec_of(variable))
             if jnp.issubdtype(value.dtype, jnp.inexact):  # those come first
-                summed.append(names if tokens is None else ())
+                own = axis_names(specs[-1])
+                summed.append(tuple(name for name in names if name not in own))
         indices = values[-1].reshape(*sizes, mixture.choice.num_chosen)
+        summand_axes = shards.summand_axes(output)
 
-        def on_device(*shards: Any) -> Any:
-            self._num_rows, self._flops = shards[-1].size, 0.0
-            return compute_mixture(mixture, self._product, shards[:-1], shards[-1])
+        def on_device(*values: Any) -> Any:
+            self._num_rows = values[-1].size // shards.num_expert_shards
+            self._flops = self._num_rows * row_flops(mixture, shards)
+            result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards)
+            return result[None] if summand_axes else result
 
-        spec = PartitionSpec(*axes)
-        output = call_per_device(
-            on_device, self._program.mesh, (*arguments, indices), (*specs, spec), spec, summed_axes=summed
+        out_spec = PartitionSpec(*([summand_axes] if summand_axes else []), *spec_of(output))
+        result = call_per_device(
+            on_device, self._program.mesh, (*arguments, indices), (*specs, PartitionSpec(*axes)), out_spec, summed
         )
-        order = tokens_first(places[self._output], self._output)
-        output = output.reshape([self._output.aval.shape[dim] for dim in order])
-        return output.transpose(sorted(range(len(order)), key=order.__getitem__))
+        if summand_axes:
+            result = jax.lax.reduce_sum(result, (0,))
+        order = tokens_first(places[output], output)
+        result = result.reshape([output.aval.shape[dim] for dim in order])
+        return result.transpose(sorted(range(len(order)), key=order.__getitem__))
 
-    def _tokens(self) -> tuple[list[int], list[tuple[str, ...]]]:
+    def _shards(self) -> Shards:
+        mixture, mesh = self._mixture, self._program.mesh
+        if jax.sharding.get_abstract_mesh().manual_axes:  # all operands are shards already
+            return UNSHARDED
+        places = mixture.places
+        weights = [v for v in mixture.operands if places[v].tokens is None and places[v].expert is not None]
+        return read_shards(mixture, {v: self._program.axes_of(v) for v in weights}, mesh.shape)
+
+    def _tokens(self, shards: Shards) -> tuple[list[int], list[tuple[str, ...]]]:
         """Returns the sizes of the dims of tokens, and the axes of the mesh over which they are sharded.
 
         Operands may have several dims of tokens, such as batch and positions, or one.
@@ -200,15 +212,16 @@ class _SparseMixture:
         indices, places = self._mixture.choice.indices, self._mixture.places
         dims = [dim for dim, size in enumerate(indices.aval.shape[:-1]) if size > 1]
         sizes = [indices.aval.shape[dim] for dim in dims]
-        axes = [self._program.axes_of(indices)[dim] for dim in dims]
-        variables = [each for each in (*self._mixture.operands, self._output) if places[each].tokens is not None]
+        axes_of_indices = self._program.axes_of(indices)
+        axes = [tuple(name for name in axes_of_indices[dim] if name not in shards.axes) for dim in dims]
+        operands = (*self._mixture.operands, self._mixture.output)
+        variables = [each for each in operands if places[each].tokens is not None]
         if any([each.aval.shape[dim] for dim in places[each].tokens or ()] != sizes for each in variables):
             return [math.prod(sizes)], axes[:1]
         return sizes, axes
 
-    def _product(self, rows: Any, weights: Any, sizes: Any) -> Any:
+    def _product(self, rows: Any, weights: Any, sizes: Any, filled: float) -> Any:
         dtype = jnp.promote_types(rows.dtype, weights.dtype)
         form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
         self._forms.add(form)
-        self._flops += 2.0 * rows.shape[0] * math.prod(weights.shape[1:])
-        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name)
+        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled)

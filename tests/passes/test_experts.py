@@ -19,11 +19,12 @@ ROUTINGS = "uniform", "skewed", "same"
 LAYERS = {**hub_layers(), **SPARSE}
 
 
-def computed(build, shape, experts, routings=ROUTINGS, devices=8, dtype="float32"):
+def computed(build, shape, experts, routings=ROUTINGS, devices=8, dtype="float32", distribution=None):
     """Outputs and gradients of a layer for each routing, and how its mixtures were computed."""
     start_anew()
-    mesh = kd.create_device_mesh(f"data:{devices}", devices=jax.devices()[:devices])
-    distribution = kd.DataParallel(mesh, step_options=kd.StepOptions(experts=experts))
+    if distribution is None:
+        mesh = kd.create_device_mesh(f"data:{devices}", devices=jax.devices()[:devices])
+        distribution = kd.DataParallel(mesh, step_options=kd.StepOptions(experts=experts))
     found = []
     with distribution.scope(), recorded_calls() as calls:
         for routing in routings:

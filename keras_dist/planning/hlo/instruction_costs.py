@@ -3,6 +3,7 @@
 import math
 import re
 
+from keras_dist.mixtures.grouped_products import filled_rows
 from keras_dist.planning.hlo.kernel_costs import kernel_flops
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module
 from keras_dist.planning.hlo.shapes import Array, bits, leaves, numbers
@@ -39,9 +40,10 @@ def flops(computation: Computation, instruction: Instruction) -> tuple[str, floa
     operands = (next(leaves(shape), None) for shape in computation.operand_shapes(instruction))
     left, right = (*operands, None, None)[:2]
     if target == "tpu_custom_call":
-        # A Pallas kernel has a cost estimate if its author gave one.
+        # A Pallas kernel has a cost estimate if its author gave one. That of a grouped product is for all its rows.
         estimate = re.search(r'"cost_estimate":\{[^{}]*?"flops":"?(\d+)', instruction.backend_config)
-        return (left.dtype, float(estimate[1])) if estimate and left else None
+        fraction = filled_rows(instruction.op_name) or 1.0
+        return (left.dtype, fraction * float(estimate[1])) if estimate and left else None
     if not (is_dot or is_convolution) or left is None or right is None:
         return None
     result = next(leaves(instruction.shape))  # a library call returns its scratch space too

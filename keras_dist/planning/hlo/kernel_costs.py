@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from keras_dist.attention.sharded import KERNEL_SCOPE
-from keras_dist.mixtures.grouped_products import GROUPED_PRODUCT
+from keras_dist.mixtures.grouped_products import filled_rows
 from keras_dist.planning.hlo.parser import Computation, Instruction
 from keras_dist.planning.hlo.shapes import Array, bits, leaves
 
@@ -43,19 +43,19 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
         return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
-    if instruction.target.startswith("mosaic_gpu") and GROUPED_PRODUCT in instruction.op_name:
-        return _grouped_product_flops(computation, instruction)
+    if instruction.target.startswith("mosaic_gpu") and (filled := filled_rows(instruction.op_name)) is not None:
+        return _grouped_product_flops(computation, instruction, filled)
     return None
 
 
-def _grouped_product_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
+def _grouped_product_flops(computation: Computation, instruction: Instruction, filled: float) -> tuple[str, float]:
     """Returns element type and FLOP of a grouped product, or of one of its derivatives.
 
     Rows (R, K) are multiplied with weights (E, K, N) or (E, N, K), or with a gradient (R, N). All take 2 R K N.
     """
     rows = next(array for array in _arrays(computation, instruction) if "f" in array.dtype)
     result = next(leaves(instruction.shape))
-    return rows.dtype, 2.0 * rows.elements * result.dims[-1]
+    return rows.dtype, 2.0 * filled * rows.elements * result.dims[-1]
 
 
 def lstm_flops(inputs: Sequence[int], state: Sequence[int], is_backward: bool) -> float:

@@ -1,0 +1,93 @@
+"""Computes a mixture of experts on a device: for all experts, those that it has, or by an exchange of rows.
+
+Each device has its tokens, and the weights of all experts or of some. With some it computes the rows of their experts,
+if devices with the others have the same tokens; what they have for a token is summed afterwards. The number of these
+rows depends on the routing. There is memory for a quarter more than on average, and more take several rounds.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_dist.mixtures.recognition import Mixture
+from keras_dist.mixtures.rounds import summed_in_rounds
+from keras_dist.mixtures.routing import Routing
+from keras_dist.mixtures.rows import compute_one_token, compute_rows
+from keras_dist.mixtures.shards import Shards
+
+_SPARE_ROWS = 1.25  # times the rows that a device with some of the experts has on average
+
+
+def compute_mixture(
+    mixture: Mixture,
+    product: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    indices: jax.Array,
+    shards: Shards,
+) -> jax.Array:
+    """Returns the sum over experts, for operands and with a result in their tokens-first form.
+
+    With weights that are sharded, it is a summand or a shard of the result, as `shards` has it.
+
+    Args:
+        mixture: What to compute.
+        product: Multiplies rows with the weights of their experts, as a `GroupedProduct` does. It is passed the
+            fraction of the rows that routing fills on average, too.
+        operands: Those of `mixture.operands`, each (tokens..., E, others...), as far as it has these dims.
+        indices: The experts that each token chooses, (tokens..., k).
+        shards: How weights are sharded.
+    """
+    if mixture.num_tokens == 1:
+        return compute_one_token(mixture, operands, indices)
+    tokens = indices.shape[:-1]
+    indices = indices.reshape(-1, indices.shape[-1])
+    flat: list[Any] = []
+    for variable, value in zip(mixture.operands, operands, strict=True):
+        has_tokens = mixture.places[variable].tokens is not None
+        flat.append(value.reshape(-1, *value.shape[len(tokens) :]) if has_tokens else value)
+    compute = _of_some_experts if shards.expert_axes else _of_all_experts
+    sums = compute(mixture, product, flat, indices, shards)
+    return sums.reshape(*tokens, *sums.shape[1:])
+
+
+def _of_all_experts(mixture, product, operands, indices, shards):
+    routing = Routing.of(indices, mixture.choice.num_experts)
+    given = _with_rows(mixture, routing, operands)
+    rows = compute_rows(mixture, lambda *operands: product(*operands, 1.0), shards, routing.groups, given)
+    return routing.summed(rows)
+
+
+def _of_some_experts(mixture, product, operands, indices, shards):
+    count = mixture.choice.num_experts // shards.num_expert_shards
+    mean = indices.size / shards.num_expert_shards
+    num_rows = min(math.ceil(_SPARE_ROWS * mean), indices.size)
+    first = jax.lax.axis_index(shards.expert_axes) * count
+
+    def in_round(number, trained, others):
+        *others, routing = others
+        window = routing.window(number * num_rows, num_rows)
+        given = _with_rows(mixture, window, (*trained, *others))
+        filled = mean / num_rows
+        rows = compute_rows(mixture, lambda *operands: product(*operands, filled), shards, window.groups, given)
+        return window.summed(rows)
+
+    routing = Routing.of(indices, count, first)
+    trained = [value for value in operands if jnp.issubdtype(value.dtype, jnp.inexact)]  # those come first
+    others = [*operands[len(trained) :], routing]
+    if num_rows == indices.size:
+        return in_round(0, trained, others)
+    num_rounds = jnp.maximum(-(-routing.groups.sizes.sum() // num_rows), 1)
+    return summed_in_rounds(in_round, num_rounds, trained, others)
+
+
+def _with_rows(mixture: Mixture, routing: Routing, operands: Sequence[jax.Array]) -> Mapping[Any, jax.Array]:
+    """Returns the operands, by variable, those with tokens as rows."""
+    given = dict(zip(mixture.operands, operands, strict=True))
+    for variable, value in given.items():
+        place = mixture.places[variable]
+        if place.tokens is not None:
+            given[variable] = routing.of_tokens(value) if place.expert is None else routing.of_pairs(value)
+    return given
