@@ -46,7 +46,7 @@ share a tensor with `hidden`:
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,9 +58,12 @@ from keras_dist.tracing.kept_dims import regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS
 
 
-def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
-    """Returns the graph of a closed jaxpr's dims. Its first `num_trained` inputs have gradients."""
-    graph = DimGraph(axis_size)
+def read_dims(jaxpr: Any, axis_size: int, num_trained: int, summed_later: Mapping[Any, Any] | None = None) -> DimGraph:
+    """Returns the graph of a closed jaxpr's dims. Its first `num_trained` inputs have gradients.
+
+    `summed_later` has the variables whose partial sums are not all-reduced, each with the one that is in its place.
+    """
+    graph = DimGraph(axis_size, summed_later)
     variables = jaxpr.jaxpr.invars
     graph.inputs = [graph.new_dims(variable.aval.shape) for variable in variables]
     graph.tensors.update(graph.inputs)
@@ -144,7 +147,8 @@ class _Equation:
 
     def _all_reduce_outputs(self, node: int | None) -> None:
         for variable in self.equation.outvars:
-            self.graph.add_all_reduce(node, variable, self._bytes(variable))
+            tensor = self.graph.summed_later.get(variable, variable)
+            self.graph.add_all_reduce(node, tensor, self._bytes(tensor))
 
     def _all_reduce_gradient(self, node: int | None, number: int) -> None:
         """Records the all-reduce of the gradient of input `number`; gradients of copies are added up before it."""
@@ -256,10 +260,7 @@ class _Equation:
     visit_squeeze = visit_reshape
 
     def visit_slice(self) -> list[_Tensor]:
-        """Every n-th element of a dim, as of interleaved ones, is every n-th of each shard, where n divides shards.
-
-        With an axis size of 1, as for a mesh that is not known, shards may have any size.
-        """
+        """Every n-th element of a dim is every n-th of each shard, if n divides shards; not for an unknown axis."""
         starts, strides = self.params["start_indices"], self.params["strides"] or (1,) * len(self.shapes[0])
         sizes, axis_size = list(self.shapes[0]), self.graph.axis_size
         for dim, (start, stride, kept) in enumerate(zip(starts, strides, self.out_shapes[0], strict=True)):

@@ -19,6 +19,7 @@ from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, best_dim
+from keras_dist.strategies.derived import expert_weights
 from keras_dist.strategies.derived.model_trace import trace_model
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.tracing.jaxpr_dims import read_dims
@@ -130,7 +131,11 @@ def tensor_parallel_layout_map(
 
 
 class _Weight(NamedTuple):
-    """A variable of the model; `is_head`: an embedding that may be called as the output head, too."""
+    """A variable of the model.
+
+    `is_head`: an embedding that may be called as the output head, too; `is_router`: of scores among which tokens choose
+    experts.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -139,6 +144,7 @@ class _Weight(NamedTuple):
     is_matmul_operand: bool
     is_head: bool
     base: BaseWeight | None
+    is_router: bool
 
 
 class Solution(NamedTuple):
@@ -152,6 +158,7 @@ class Solution(NamedTuple):
     lengths: set[tuple[int | None, int]]  # those of dim 1; see `_length`
     rows: int  # the number that was traced
     layers: Set[str]  # paths of the model's layers, without those that a call creates
+    experts: frozenset[int]  # those of the dims of experts
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
@@ -243,7 +250,7 @@ class Solution(NamedTuple):
             if is_passed_on or layer not in self.layers or layer in heads or len(shape) < 2:
                 return None
             (batch, length), axes = self.graph.find(dims[:2]), list(self.axes_of(dims))
-            if batch != self.batch:
+            if batch != self.batch or not self.experts.isdisjoint(self.graph.find(dims)):
                 return None
             is_replicated = not any(axes)
             axes[0] = _entry(self.batch_axes)
@@ -281,8 +288,10 @@ def _layer(path: str) -> str:
 def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Solution:
     """Traces a built model, and chooses which dims of its weights to shard over an axis of a mesh."""
     axis_size = mesh.axis_sizes[axis]
-    jaxpr, heads = trace_model(model, mesh, axis_size, batch), model_structure.reversible_embeddings(model)
-    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
+    jaxpr, mixtures = expert_weights.with_mixtures(trace_model(model, mesh, axis_size, batch))
+    heads, routers = model_structure.reversible_embeddings(model), expert_weights.routers(jaxpr, mixtures)
+    later = expert_weights.summed_later(mixtures)
+    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables), later)
     record_variables(model)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     weights = []
@@ -290,28 +299,32 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
-        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v)))
+        is_router = invar in routers
+        dims = (None,) * len(dims) if is_router else dims
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v), is_router))
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
     inputs = [pair for pair in zip(graph.inputs[len(variables) :], shapes, strict=True) if pair[1]]
     rows = graph.find(inputs[0][0])[0] if inputs else None
     lengths = {_length(graph, dims, shape) for dims, shape in inputs if len(shape) > 1}
     num_rows = max((shape[0] for _, shape in inputs), default=axis_size)
     layers = model_structure.layers_by_path(model).keys()
-    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows, layers)
+    sharded = _nodes_to_shard(graph, weights, expert_weights.preferred_nodes(mixtures, graph))
+    experts = frozenset(sharded & expert_weights.expert_nodes(mixtures, graph))
+    return Solution(graph, weights, sharded, axis, rows, lengths, num_rows, layers, experts)
 
 
-def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
-    """Returns the nodes to shard: every weight votes for its cheapest node with its bytes, and most votes win.
+def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight], preferred: Set[int]) -> set[int]:
+    """Returns the nodes to shard: every weight votes for a node with its bytes, and most votes win.
 
-    A node that is gathered on its way to a sum is no candidate, unless little is gathered. A node that shares a tensor
-    with a chosen one is passed over.
+    That is its preferred node, if it has one, otherwise its cheapest. A node that is gathered on its way to a sum is no
+    candidate, unless little is gathered. A node that shares a tensor with a chosen one is passed over.
     """
     all_reduced, gathered, conflicts = graph.all_reduce_bytes(), graph.gather_bytes(), graph.conflicts()
     votes: defaultdict[int, int] = defaultdict(int)
     for weight in weights:
         nodes = [node for node in graph.find(weight.dims) if node is not None and weight.is_matmul_operand]
-        nodes = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
-        if nodes:
+        cheap = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
+        if nodes := [node for node in nodes if node in preferred] or cheap:
             votes[min(nodes, key=lambda node: all_reduced.get(node, 0))] += weight.bytes
     chosen: set[int] = set()
     for node in sorted(votes, key=lambda node: (-votes[node], node)):
@@ -346,7 +359,7 @@ def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
 
 def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
     weights = [w for w in solution.weights if w.base is None or w.base.path == w.path]
-    replicas = [w for w in weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
+    replicas = [w for w in weights if not w.is_router and w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
         count = counted(len(replicas), "weight")
