@@ -103,15 +103,34 @@ def routers(program: Any, mixtures: Sequence[Mixture]) -> set[Any]:
 
     Tokens choose among the scores of all experts, so sharded ones would have to be gathered.
     """
-    producers = {variable: equation for equation in all_equations(program) for variable in equation.outvars}
-    todo = [(mixture.choice.indices, mixture.choice.indices.aval.ndim - 1) for mixture in mixtures]
+    return _inputs(program, [(each.choice.indices, each.choice.indices.aval.ndim - 1) for each in mixtures])
+
+
+def weights_of_experts(program: Any, mixtures: Sequence[Mixture]) -> set[Any]:
+    """Returns the inputs of a program that are weights of experts, also their biases and scales."""
+    places = ((variable, mixture.places[variable]) for mixture in mixtures for variable in mixture.operands)
+    return _inputs(program, [(v, place.expert) for v, place in places if place.tokens is None])
+
+
+def _inputs(program: Any, values: Sequence[tuple[Any, int | None]]) -> set[Any]:
+    """Returns the inputs of a program from which values have a dim."""
+    producers: dict[Any, Any] = {}
+    outside: dict[Any, Any] = {}  # what loops take, by the inputs of their bodies
+    for equation in all_equations(program):
+        producers.update(dict.fromkeys(equation.outvars, equation))
+        if equation.primitive.name == "scan":
+            outside.update(zip(inner_jaxprs(equation.params)[0].invars, equation.invars, strict=True))
+    todo = [(variable, dim) for variable, dim in values if dim is not None]
     seen = set(todo)
     while todo:
         variable, dim = todo.pop()
-        if (equation := producers.get(variable)) is not None:
-            found = {*_before(equation, dim)} - seen
-            todo += found
-            seen |= found
+        found: set[tuple[Any, int]] = set()
+        if variable in producers:
+            found = {*_before(producers[variable], dim)}
+        elif not isinstance(operand := outside.get(variable, variable), Literal):
+            found = {(operand, dim + operand.aval.ndim - variable.aval.ndim)}  # a step may take a slice of it
+        todo += found - seen
+        seen |= found
     return {variable for variable, _ in seen}.intersection(program.jaxpr.invars)
 
 
