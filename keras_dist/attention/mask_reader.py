@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from keras_dist.tracing.jaxpr_dims import regrouped
+from keras_dist.tracing.kept_dims import regrouped
 from keras_dist.tracing.primitives import ELEMENTWISE, REARRANGEMENTS, UNCHANGED
 from keras_dist.tracing.traced_values import Node
 

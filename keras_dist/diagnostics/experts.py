@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
-
-_MIN_SHARD_WIDTH = 128  # the tile of a TPU's matrix unit
+from keras_dist.strategies.derived.expert_weights import MIN_SHARD_WIDTH
 
 
 class Experts(NamedTuple):
@@ -31,7 +30,7 @@ class Experts(NamedTuple):
         widths, width_dim = {v.shape[width_dims[v.path]] for v in self.weights}, width_dims[variable.path]
         if is_batch_axis:
             return 3 - width_dim, 0, width_dim
-        is_wide = len(widths) == 1 and min(widths) // axis_size >= _MIN_SHARD_WIDTH
+        is_wide = len(widths) == 1 and min(widths) // axis_size >= MIN_SHARD_WIDTH
         return (width_dim, 0, 3 - width_dim) if is_wide else (0, width_dim, 3 - width_dim)
 
 

@@ -3,6 +3,7 @@
 * `experts.py`: `keras_dist.experts`, a mixture for authors of layers.
 * `choices.py`: which values are known to be zero for experts that a token has not chosen; start reading here.
 * `recognition.py`: finds sums over experts of such values, and what leads to them.
+* `partial_sums.py`: which products may be partial sums until the sum over experts, if their weights are sharded.
 * `rows.py`: computes them for the chosen pairs of a token and an expert.
 * `routing.py`: puts these pairs into rows, sorted by expert, and adds up the rows of each token.
 * `grouped_products.py`: multiplies rows with the weights of their experts, and chooses the form that suits a device.

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_names
@@ -26,6 +25,7 @@ from keras_dist.tracing.jaxpr_evaluation import (
     as_function,
     equations_in_place_of,
     inlined,
+    live,
     never,
     scope_of,
     unless_same,
@@ -75,7 +75,7 @@ def _shape(variable: Any) -> Sequence[int]:
 
 def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathers: bool) -> Any:
     """Returns a part of a program with its mixtures computed for chosen experts; None if it has none."""
-    jaxpr = _live(jaxpr)
+    jaxpr = live(jaxpr)
     mixtures, refused = find_mixtures(jaxpr, constants)
     for equation, num_experts, num_chosen, reason in refused:
         program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
@@ -93,11 +93,7 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathe
         else:
             equations.append(equation)
     equations = unless_same(jaxpr.eqns, equations)
-    return None if equations is jaxpr.eqns else _live(jaxpr.replace(eqns=equations))
-
-
-def _live(jaxpr: Any) -> Any:
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return None if equations is jaxpr.eqns else live(jaxpr.replace(eqns=equations))
 
 
 class _SparseMixture:

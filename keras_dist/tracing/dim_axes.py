@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.tracing.dim_graph import DimGraph
-from keras_dist.tracing.jaxpr_dims import read_equation, regrouped
+from keras_dist.tracing.jaxpr_dims import read_equation
 from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
+from keras_dist.tracing.kept_dims import regrouped
 from keras_dist.tracing.primitives import UNCHANGED
 from keras_dist.tracing.traced_values import Node, node_of
 

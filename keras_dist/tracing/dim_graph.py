@@ -1,7 +1,7 @@
 """Which dims of a program's tensors are sharded together, and what each choice communicates."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Dims = tuple[int | None, ...]  # the node of each dim of a tensor, None for a dim that the axis does not divide
@@ -24,8 +24,9 @@ class DimGraph:
     communicated if it is sharded. The module `jaxpr_dims` has a worked example.
     """
 
-    def __init__(self, axis_size: int):
+    def __init__(self, axis_size: int, summed_later: Mapping[Any, Any] | None = None):
         self.axis_size = axis_size
+        self.summed_later = summed_later or {}  # jaxpr variables, each with the one that is all-reduced in its place
         self.inputs: list[Dims] = []
         self.dims: dict[Any, Dims] = {}  # by jaxpr variable
         self.named_tensors: list[NamedTensor] = []

@@ -46,7 +46,7 @@ share a tensor with `hidden`:
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,12 +54,16 @@ from jax.extend.core import Literal
 
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
+from keras_dist.tracing.kept_dims import regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS
 
 
-def read_dims(jaxpr: Any, axis_size: int, num_trained: int) -> DimGraph:
-    """Returns the graph of a closed jaxpr's dims. Its first `num_trained` inputs have gradients."""
-    graph = DimGraph(axis_size)
+def read_dims(jaxpr: Any, axis_size: int, num_trained: int, summed_later: Mapping[Any, Any] | None = None) -> DimGraph:
+    """Returns the graph of a closed jaxpr's dims. Its first `num_trained` inputs have gradients.
+
+    `summed_later` has the variables whose partial sums are not all-reduced, each with the one that is in its place.
+    """
+    graph = DimGraph(axis_size, summed_later)
     variables = jaxpr.jaxpr.invars
     graph.inputs = [graph.new_dims(variable.aval.shape) for variable in variables]
     graph.tensors.update(graph.inputs)
@@ -143,7 +147,8 @@ class _Equation:
 
     def _all_reduce_outputs(self, node: int | None) -> None:
         for variable in self.equation.outvars:
-            self.graph.add_all_reduce(node, variable, self._bytes(variable))
+            tensor = self.graph.summed_later.get(variable, variable)
+            self.graph.add_all_reduce(node, tensor, self._bytes(tensor))
 
     def _all_reduce_gradient(self, node: int | None, number: int) -> None:
         """Records the all-reduce of the gradient of input `number`; gradients of copies are added up before it."""
@@ -255,11 +260,21 @@ class _Equation:
     visit_squeeze = visit_reshape
 
     def visit_slice(self) -> list[_Tensor]:
+        """Every n-th element of a dim is every n-th of each shard, if n divides shards; not for an unknown axis."""
+        starts, strides = self.params["start_indices"], self.params["strides"] or (1,) * len(self.shapes[0])
+        sizes, axis_size = list(self.shapes[0]), self.graph.axis_size
+        for dim, (start, stride, kept) in enumerate(zip(starts, strides, self.out_shapes[0], strict=True)):
+            if start < stride and sizes[dim] == stride * kept and kept % axis_size == 0 and axis_size > 1:
+                sizes[dim] = kept
+        self.shapes = [tuple(sizes)]
+        return self.visit_pad()
+
+    def visit_pad(self) -> list[_Tensor]:
         """A dim that keeps its size keeps its node; the others are gathered."""
         changed = [dim for dim, size in enumerate(self.shapes[0]) if any(size != out[dim] for out in self.out_shapes)]
         return self._tensors(self._elementwise(changed))
 
-    visit_dynamic_slice = visit_pad = visit_split = visit_top_k = visit_slice
+    visit_dynamic_slice = visit_split = visit_top_k = visit_pad
 
     def visit_dynamic_update_slice(self) -> list[_Tensor]:
         for dim, (node, updated) in enumerate(zip(self.dims[0], self.dims[1], strict=True)):
@@ -382,25 +397,3 @@ class _Equation:
         for tensor, other in zip(tensors, others, strict=True):
             for node, other_node in zip(tensor.dims, other.dims, strict=True):
                 self.graph.unite(node, other_node)
-
-
-def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Returns the smallest groups of dims that a reshape turns into each other, without dims of size 1.
-
-    Example:
-
-    >>> regrouped((8, 1, 64), (8, 4, 16))
-    [([0], [0]), ([2], [1, 2])]
-    """
-    groups, dims, out_dims = [], [], []
-    rest, out_rest = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (before, after))
-    while rest or out_rest:
-        size, out_size = math.prod(before[dim] for dim in dims), math.prod(after[dim] for dim in out_dims)
-        if dims and out_dims and size == out_size:
-            groups.append((dims, out_dims))
-            dims, out_dims = [], []
-        elif rest and (size <= out_size or not out_rest):
-            dims.append(rest.pop(0))
-        else:
-            out_dims.append(out_rest.pop(0))
-    return [*groups, (dims, out_dims)] if dims or out_dims else groups

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from keras_dist.tracing.primitives import CALLS, CALLS_WITH_GRADIENTS, LOOPS_AND_BRANCHES, REMATERIALIZATIONS
 
@@ -126,6 +127,11 @@ def inlined(jaxpr: Any, constants: Sequence[Any], is_call: Callable[[Any], bool]
     names = (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES)
     equations = [with_programs(e, in_body) if e.primitive.name in names else e for e in program.jaxpr.eqns]
     return program.replace(jaxpr=program.jaxpr.replace(eqns=equations))
+
+
+def live(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns an open jaxpr without what none of its results needs; its inputs stay."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def scope_of(equation: Any) -> str:

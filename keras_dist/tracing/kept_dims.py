@@ -1,5 +1,6 @@
 """Which dims of an operand an operation keeps: along them, each index of the result depends on that index alone."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_dist.tracing.jaxpr_dims import regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS, INDEXWISE, REDUCTIONS, UNCHANGED
 
 Groups = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -106,3 +106,25 @@ def places_in_product(equation: Any, number: int) -> Iterable[tuple[int, int]]:
     left, right = ([d for d in range(ranks[i]) if d not in (*contracted[i], *batch[i])] for i in (0, 1))
     free = enumerate(right, len(batch[1]) + len(left)) if number else enumerate(left, len(batch[0]))
     return [(dim, place) for place, dim in (*enumerate(batch[number]), *free)]
+
+
+def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Returns the smallest groups of dims that a reshape turns into each other, without dims of size 1.
+
+    Example:
+
+    >>> regrouped((8, 1, 64), (8, 4, 16))
+    [([0], [0]), ([2], [1, 2])]
+    """
+    groups, dims, out_dims = [], [], []
+    rest, out_rest = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (before, after))
+    while rest or out_rest:
+        size, out_size = math.prod(before[dim] for dim in dims), math.prod(after[dim] for dim in out_dims)
+        if dims and out_dims and size == out_size:
+            groups.append((dims, out_dims))
+            dims, out_dims = [], []
+        elif rest and (size <= out_size or not out_rest):
+            dims.append(rest.pop(0))
+        else:
+            out_dims.append(out_rest.pop(0))
+    return [*groups, (dims, out_dims)] if dims or out_dims else groups

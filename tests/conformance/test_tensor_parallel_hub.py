@@ -112,6 +112,27 @@ def test_models_without_a_map_are_sharded(name):
     assert not kd.explain(model, kd.ModelParallel(layout_map=layout_map)).findings
 
 
+def mixtral_of_width(width):
+    return models.MixtralBackbone(**SIZES | HEADS | {"intermediate_dim": width}, num_experts=8, top_k=2)
+
+
+def qwen3_moe_of_width(width):
+    experts = {"moe_intermediate_dim": width, "num_experts": 8, "top_k": 2, "head_dim": 16}
+    return models.Qwen3MoeBackbone(**SIZES | HEADS, **experts)
+
+
+@pytest.mark.parametrize("build", [mixtral_of_width, qwen3_moe_of_width])
+@pytest.mark.parametrize("width", [512, 256])
+def test_experts_are_sharded_by_their_width_if_it_is_wide_and_gate_and_up_are_apart(build, width):
+    layout_map = rules_for(lambda: build(width), "batch:2,model:4")
+    found = {pattern.rpartition("/")[-1]: layout.axes for pattern, layout in layout_map.items() if "_moe_" in pattern}
+    assert not any(found.pop("kernel"))  # of the router
+    shards_width = build is mixtral_of_width and width == 512
+    down = (None, "model", None) if shards_width else ("model", None, None)
+    assert found.pop("expert_feedforward_output_dense") == down
+    assert {*found.values()} == {(None, None, "model") if shards_width else ("model", None, None)}
+
+
 @pytest.mark.parametrize("kind", [models.QwenMoeBackbone, models.Qwen3MoeBackbone])
 def test_keras_hubs_map_replicates_experts_and_shards_their_router(kind):
     experts = {"moe_intermediate_dim": 512, "num_experts": 8, "top_k": 2}

@@ -178,6 +178,20 @@ def test_concatenate_slice_and_split():
     assert program.gathered(program.inputs[0][1]) > 0
 
 
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_interleaved_elements_have_the_shards_of_all(start):
+    program = Program(lambda x: x[:, start::2], (6, 8))
+    kept, gathered = program.outputs[0][1], program.gathered(program.inputs[0][1])
+    assert (kept == program.inputs[0][1], gathered > 0) == ((True, False) if start < 2 else (False, True))
+
+
+@pytest.mark.parametrize(("size", "stride"), [(6, 2), (8, 3)])
+def test_interleaved_elements_that_shards_do_not_have_are_gathered(size, stride):
+    program = Program(lambda x: x[:, ::stride], (6, size))
+    assert program.outputs[0][1] is None
+    assert program.gathered(program.inputs[0][1]) > 0
+
+
 def test_softmax_all_reduces_little():
     program = Program(lambda x: jax.nn.softmax(x, axis=-1), (6, 8))
     [(batch, classes)] = program.inputs

@@ -12,7 +12,8 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.data_parallel import DataParallel
-from keras_dist.strategies.derived.tensor_parallel import Solution, merged_layout_map
+from keras_dist.strategies.derived.merged_rules import merged_layout_map
+from keras_dist.strategies.derived.tensor_parallel import Solution
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
 from keras_dist.strategies.model_parallel import ModelParallel
 

@@ -1,7 +1,6 @@
 """`tensor_parallel_layout_map`: rules that shard weights over one axis, derived from what a model computes."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -19,14 +18,14 @@ from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, best_dim
+from keras_dist.strategies.derived import expert_weights
+from keras_dist.strategies.derived.merged_rules import Rules, merged_layout_map
 from keras_dist.strategies.derived.model_trace import trace_model
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.tracing.jaxpr_dims import read_dims
 from keras_dist.variables.deferred import built
 
 _MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
-
-Rules = dict[str, Axes | None]  # axes by path; None for a path that no rule may match
 
 
 def tensor_parallel_layout_map(
@@ -45,6 +44,10 @@ def tensor_parallel_layout_map(
     other, the one that all-reduces the fewest bytes is taken. Names of layers do not matter. Some weights have no dim
     that can be sharded this way, such as a kernel with fewer key and value heads than the axis has devices. They stay
     replicated, and a warning names the large ones.
+
+    Of a mixture of experts, the width of all experts is sharded if each device gets at least 128 of it, since all
+    devices then compute the same number of rows, whatever the router chooses. Otherwise, and if gate and up projections
+    are fused, each device has some of the experts. Routers stay replicated.
 
     Args:
         model_or_builder: A built model, deferred or not, or a function without arguments that returns one. A model that
@@ -130,7 +133,11 @@ def tensor_parallel_layout_map(
 
 
 class _Weight(NamedTuple):
-    """A variable of the model; `is_head`: an embedding that may be called as the output head, too."""
+    """A variable of the model.
+
+    `is_head`: an embedding that may be called as the output head, too. `is_beside_experts`: a router, or a bias of
+    experts, which is replicated where it is not sharded with their weights.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -139,6 +146,7 @@ class _Weight(NamedTuple):
     is_matmul_operand: bool
     is_head: bool
     base: BaseWeight | None
+    is_beside_experts: bool
 
 
 class Solution(NamedTuple):
@@ -152,6 +160,7 @@ class Solution(NamedTuple):
     lengths: set[tuple[int | None, int]]  # those of dim 1; see `_length`
     rows: int  # the number that was traced
     layers: Set[str]  # paths of the model's layers, without those that a call creates
+    experts: frozenset[int]  # those of the dims of experts
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
@@ -209,7 +218,8 @@ class Solution(NamedTuple):
         lengths = {self.graph.find(t.dims)[1] for t in self.graph.named_tensors if len(t.dims) == 3}
         rules: dict[str, Axes] = {}
         for weight in self.weights:
-            if weight.is_matmul_operand or weight.bytes <= MIN_SHARD_BYTES or any(self.axes_of(weight.dims)):
+            is_product = weight.is_matmul_operand or weight.is_beside_experts
+            if is_product or weight.bytes <= MIN_SHARD_BYTES or any(self.axes_of(weight.dims)):
                 continue
             rank, nodes = len(weight.shape), self.graph.find(weight.dims)
             dims = [dim for dim, node in enumerate(nodes) if sequence_parallel and node in lengths - {None}]
@@ -243,7 +253,7 @@ class Solution(NamedTuple):
             if is_passed_on or layer not in self.layers or layer in heads or len(shape) < 2:
                 return None
             (batch, length), axes = self.graph.find(dims[:2]), list(self.axes_of(dims))
-            if batch != self.batch:
+            if batch != self.batch or not self.experts.isdisjoint(self.graph.find(dims)):
                 return None
             is_replicated = not any(axes)
             axes[0] = _entry(self.batch_axes)
@@ -281,8 +291,10 @@ def _layer(path: str) -> str:
 def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Solution:
     """Traces a built model, and chooses which dims of its weights to shard over an axis of a mesh."""
     axis_size = mesh.axis_sizes[axis]
-    jaxpr, heads = trace_model(model, mesh, axis_size, batch), model_structure.reversible_embeddings(model)
-    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables))
+    jaxpr, mixtures = expert_weights.with_mixtures(trace_model(model, mesh, axis_size, batch))
+    of_experts, routers = (f(jaxpr, mixtures) for f in (expert_weights.weights_of_experts, expert_weights.routers))
+    later, heads = expert_weights.summed_later(mixtures), model_structure.reversible_embeddings(model)
+    graph = read_dims(jaxpr, axis_size, len(model.trainable_variables), later)
     record_variables(model)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     weights = []
@@ -290,28 +302,32 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
-        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v)))
+        dims = (None,) * len(dims) if invar in routers else dims
+        is_beside = invar in routers or (invar in of_experts and not is_operand)
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v), is_beside))
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
     inputs = [pair for pair in zip(graph.inputs[len(variables) :], shapes, strict=True) if pair[1]]
     rows = graph.find(inputs[0][0])[0] if inputs else None
     lengths = {_length(graph, dims, shape) for dims, shape in inputs if len(shape) > 1}
     num_rows = max((shape[0] for _, shape in inputs), default=axis_size)
     layers = model_structure.layers_by_path(model).keys()
-    return Solution(graph, weights, _nodes_to_shard(graph, weights), axis, rows, lengths, num_rows, layers)
+    sharded = _nodes_to_shard(graph, weights, expert_weights.preferred_nodes(mixtures, graph))
+    experts = frozenset(sharded & expert_weights.expert_nodes(mixtures, graph))
+    return Solution(graph, weights, sharded, axis, rows, lengths, num_rows, layers, experts)
 
 
-def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
-    """Returns the nodes to shard: every weight votes for its cheapest node with its bytes, and most votes win.
+def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight], preferred: Set[int]) -> set[int]:
+    """Returns the nodes to shard: every weight votes for a node with its bytes, and most votes win.
 
-    A node that is gathered on its way to a sum is no candidate, unless little is gathered. A node that shares a tensor
-    with a chosen one is passed over.
+    That is its preferred node, if it has one, otherwise its cheapest. A node that is gathered on its way to a sum is no
+    candidate, unless little is gathered. A node that shares a tensor with a chosen one is passed over.
     """
     all_reduced, gathered, conflicts = graph.all_reduce_bytes(), graph.gather_bytes(), graph.conflicts()
     votes: defaultdict[int, int] = defaultdict(int)
     for weight in weights:
         nodes = [node for node in graph.find(weight.dims) if node is not None and weight.is_matmul_operand]
-        nodes = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
-        if nodes:
+        cheap = [node for node in nodes if gathered.get(node, 0) <= _MAX_GATHERED * all_reduced.get(node, 0)]
+        if nodes := [node for node in nodes if node in preferred] or cheap:
             votes[min(nodes, key=lambda node: all_reduced.get(node, 0))] += weight.bytes
     chosen: set[int] = set()
     for node in sorted(votes, key=lambda node: (-votes[node], node)):
@@ -320,33 +336,11 @@ def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight]) -> set[int]:
     return chosen
 
 
-def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
-    """Returns a layout map with few rules: one for paths that differ in numbers alone, if all have the same axes.
-
-    Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
-    """
-    axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
-    for path, axes in rules.items():
-        axes_by_name[strip_model_names(path)].add(axes)
-
-    def regex(path: str) -> str:
-        name = strip_model_names(path)
-        # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
-        is_one_rule = len(axes_by_name[name]) == 1
-        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
-
-    patterns = {regex(path): axes for path, axes in rules.items()}
-    patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
-    layout_map = LayoutMap(mesh)
-    for pattern, axes in _merge_alike(patterns, _without_numbers).items():
-        if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
-            layout_map[pattern] = axes
-    return layout_map
-
-
 def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
     weights = [w for w in solution.weights if w.base is None or w.base.path == w.path]
-    replicas = [w for w in weights if w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())]
+    replicas = [
+        w for w in weights if not w.is_beside_experts and w.bytes > MIN_SHARD_BYTES and not any(rules[w.path] or ())
+    ]
     if replicas:
         largest = sorted(replicas, key=lambda weight: -weight.bytes)[:5]
         count = counted(len(replicas), "weight")
@@ -356,29 +350,3 @@ def _warn_of_large_replicas(solution: Solution, rules: Rules) -> None:
             f"around it. Largest: {', '.join(f'{weight.path} {weight.shape}' for weight in largest)}. Add your own "
             "rules for them, or shard them over another axis with FullyShardedDataParallel.",
         )
-
-
-def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:
-    """Joins the patterns that have one form and the same axes."""
-    groups: defaultdict[str, Rules] = defaultdict(dict)
-    for pattern, axes in patterns.items():
-        groups[form(pattern)][pattern] = axes
-    merged: Rules = {}
-    for members in groups.values():
-        names = zip(*(pattern.split("/") for pattern in members), strict=True)
-        joined = {"/".join(map(_joined_names, names)): next(iter(members.values()))}
-        merged |= joined if len(set(members.values())) == 1 else members
-    return merged
-
-
-def _joined_names(names: Sequence[str]) -> str:
-    if len(set(names)) == 1:
-        return names[0]
-    stem = _without_numbers(names[0])
-    if all(_without_numbers(name) == stem for name in names):
-        return f"{stem}(_[0-9]+)?" if stem in names else f"{stem}_[0-9]+"
-    return re.sub(r"\d+", "[0-9]+", names[0])
-
-
-def _without_numbers(pattern: str) -> str:
-    return re.sub(r"_(\d+|\[0-9\]\+)(?=/|$)", "", pattern)
