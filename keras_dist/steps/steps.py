@@ -152,7 +152,8 @@ class Steps:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
         program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
         if is_improved:
-            program = self._improved(program, forward, model)
+            program = self._improved(program, forward)
+            self._check_experts(program.mixtures, model)
         outputs, state = traced.evaluate(rewritten(program, self._passes), state, batch)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
@@ -165,7 +166,9 @@ class Steps:
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
-            return traced.evaluate(self._improved(program, passes, model).jaxpr, state, batch)
+            program = self._improved(program, passes)
+            self._check_experts(program.mixtures, model)
+            return traced.evaluate(program.jaxpr, state, batch)
 
         return improve if passes else None
 
@@ -195,7 +198,9 @@ class Steps:
 
         traced = _Traced(call, state, arrays)
         program = self._program(traced.jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
-        program = self._improved(program, [each for each in forward if each.may_find(traced.jaxpr)], model)
+        program = self._improved(program, [each for each in forward if each.may_find(traced.jaxpr)])
+        if current.is_in_step:
+            self._check_experts(program.mixtures, model)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
@@ -206,13 +211,11 @@ class Steps:
     def _forward_passes(self) -> Sequence[ForwardPass]:
         return [] if self._options.experts == "dense" else [*FORWARD_PASSES.values()]
 
-    def _improved(self, program: StepProgram, passes: Sequence[ForwardPass], model: Any) -> StepProgram:
+    def _improved(self, program: StepProgram, passes: Sequence[ForwardPass]) -> StepProgram:
         for each in passes:
             program = replace(program, jaxpr=each.improve(program))
         if (calls := step_state().calls) is not None:
             calls.extend(program.mixtures)
-        if step_state().is_in_step:
-            self._check_experts(program.mixtures, model)
         self._warn_of_dense(program.mixtures)
         return program
 

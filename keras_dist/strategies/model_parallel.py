@@ -1,5 +1,7 @@
 """`ModelParallel`: variables are sharded by the rules of a layout map."""
 
+import itertools
+
 import keras
 
 from keras_dist.layout.layout_map import as_layout_map
@@ -25,10 +27,10 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         sequence_exchange: How devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
             bytes.
-        expert_dim_name: The mesh axis, or axes, that experts are sharded over (expert parallelism). The batch is sharded
-            over them, too, in addition to `batch_dim_name`, so that tokens and experts have to meet: tokens are sent to
-            the devices of their experts, or weights to the tokens, whichever sends fewer bytes. It may name axes of
-            the batch or of sequences. Rules shard dim 0 of experts' weights over it, and no other dim of a weight.
+        expert_dim_name: The mesh axis, or axes, that experts are sharded over (expert parallelism). They may be axes of
+            the batch or of sequences; over others, the batch is sharded in addition to `batch_dim_name`. Tokens are
+            sent to the devices of their experts, or weights to the tokens, whichever sends fewer bytes. Rules shard
+            dim 0 of the weights of experts over these axes; no other dim of a weight may use them.
         step_options: How training steps are computed, for example in microbatches. By default as Keras does.
         strict: Whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
@@ -95,13 +97,13 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                     f"over {shared.pop()!r}, which sequence_dim_name={sequence_dim_name!r} shards sequences over. Use "
                     "another axis for one of them. tensor_parallel_layout_map takes sequence_dim_name, too."
                 )
-            misplaced = [name for name in axis_names(layout.axes[1:]) if is_weight and name in expert_axes]
-            if misplaced:
-                raise ValueError(
-                    f"Layout map rule {pattern!r}, {layout.axes}, shards another dim than 0 of a weight over "
-                    f"{misplaced[0]!r}, which expert_dim_name={expert_dim_name!r} shards experts over: dim 0 of their "
-                    "weights. Use another axis for one of them."
-                )
+            for dim, name in itertools.product(range(1, len(layout.axes)), expert_axes):
+                if is_weight and name in axis_tuple(layout.axes[dim]):
+                    raise ValueError(
+                        f"Layout map rule {pattern!r}, {layout.axes}, shards dim {dim} of a weight over {name!r}, but "
+                        f"expert_dim_name={expert_dim_name!r} shards experts over it, dim 0 of their weights. Use "
+                        "another axis for one of them."
+                    )
         self._layout_map, self.strict = layout_map, strict
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:
