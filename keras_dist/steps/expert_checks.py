@@ -68,7 +68,7 @@ def _rules(mixtures: Sequence[MixtureCall], model: Any, axes: tuple[str, ...]) -
     rules = []
     for (_, rank), group in itertools.groupby(kinds, key=lambda pair: pair[0]):
         found = [path for _, path in group]
-        entries = (axes if len(axes) > 1 else axes[0], *[None] * (rank - 1))
+        entries = (axes[0] if len(axes) == 1 else axes, *[None] * (rank - 1))
         rules.append(f"\n    layout_map[{path_regex(found, paths.difference(found))!r}] = {entries}")
     return rules
 
