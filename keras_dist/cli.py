@@ -163,7 +163,10 @@ def _step_option(text: str) -> tuple[str, Any]:
         )
     if name == "offload":
         return name, tuple(value.split(","))
-    return name, int(value) if value.isdecimal() else value
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return name, number(value)
+    return name, value
 
 
 def _mesh(options: argparse.Namespace) -> tuple[str, int]:

@@ -120,6 +120,8 @@ def test_step_options_of_a_plan(functions, capsys):
     assert planned["step_options"] == "StepOptions(microbatches=2, reduce_dtype='bfloat16')"
     assert main([*arguments, "micro=2"]) == 2
     assert "'micro=2'" in capsys.readouterr().err
+    assert main([*arguments, "expert_capacity=0.5"]) == 2
+    assert "expert_capacity=0.5 must be" in capsys.readouterr().err
 
 
 def test_misspelled_options_commands_and_programs_are_named(functions, capsys):

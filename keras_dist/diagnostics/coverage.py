@@ -83,6 +83,7 @@ class Coverage(Report):
         idle_axes: Mesh axes that shard neither the batch, nor a variable, nor an activation.
         batch_axes: Mesh axes that shard dim 0 of the batch.
         sequence_axes: Mesh axes that shard dim 1 of the batch.
+        expert_axes: Mesh axes that shard dim 0 of experts' weights.
         gathered_sequences: With sequence axes, paths of Keras's layers for which sequences are gathered, and the
             reason. Other layers that call `keras.ops.conv` also gather them.
         notes: What the figures leave out.
@@ -101,6 +102,7 @@ class Coverage(Report):
     idle_axes: tuple[str, ...] = ()
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
     gathered_sequences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -163,6 +165,9 @@ class Coverage(Report):
         if self.sequence_axes:
             axes = spell_axes({name: self.mesh.axis_sizes[name] for name in self.sequence_axes})
             yield f"Sequences, dim 1 of the batch, are sharded over {axes}."
+        if self.expert_axes:
+            axes = spell_axes({name: self.mesh.axis_sizes[name] for name in self.expert_axes})
+            yield f"Experts, dim 0 of their weights, are sharded over {axes}."
         total = self.whole_bytes
         text = f"Each device holds {bytes_text(self.bytes)} of {bytes_text(total)}"
         text += f" (average replication factor {self.copies:.3g})."

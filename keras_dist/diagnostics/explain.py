@@ -162,6 +162,7 @@ def _coverage(model: keras.Layer, distribution: Distribution) -> Coverage:
         idle_axes=_idle_axes(distribution, layout_map, rows),
         batch_axes=distribution._placer.batch_axes,
         sequence_axes=sequence_axes,
+        expert_axes=axis_tuple(distribution.expert_dim_name),
         gathered_sequences={path: reason for path, reason in reasons.items() if reason is not None},
         notes=_notes(model, optimizer),
     )

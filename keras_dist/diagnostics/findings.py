@@ -14,6 +14,7 @@ from keras_dist.diagnostics.suggestions import (
     Unmatched,
     assignment,
     axes_with,
+    can_shard,
     regex_for,
     suggest_for_unmatched_rules,
     variables_with_rules,
@@ -204,11 +205,15 @@ def _replicas(coverage: Coverage, unmatched: Sequence[Unmatched]) -> Iterator[Fi
     for_variables = [rule for rule in coverage.rules if not is_for_activations(rule.pattern)]
     used = {name for rule in for_variables for name in axis_names(rule.layout.axes)}
     axes = [axis for axis, size in sizes.items() if size > 1 and axis in used]
-    replicated_bytes = {axis: _whole_bytes(v for v in candidates if axis not in axis_names(v.axes)) for axis in axes}
+
+    def is_replica(v: CoveredVariable, axis: str) -> bool:
+        return axis not in axis_names(v.axes) and can_shard(v, axis, coverage, experts)
+
+    replicated_bytes = {axis: _whole_bytes(v for v in candidates if is_replica(v, axis)) for axis in axes}
     axes = [axis for axis in axes if replicated_bytes[axis] > _LARGE_FRACTION * total]
     if not axes:
         return
-    replicas = [v for v in candidates if not set(axes) <= set(axis_names(v.axes))]
+    replicas = [v for v in candidates if any(is_replica(v, axis) for axis in axes)]
     size = _whole_bytes(replicas)
     groups = sorted(group_variables(replicas), key=_whole_bytes, reverse=True)[:_MAX_REPLICAS]
     groups = groups[:1] + [group for group in groups[1:] if _whole_bytes(group) > _SMALL_FRACTION * total]

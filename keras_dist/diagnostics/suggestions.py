@@ -42,13 +42,22 @@ def regex_for(coverage: Coverage, group: Group) -> str:
 def axes_with(
     names: Iterable[str], axes: Axes, variable: CoveredVariable, coverage: Coverage, experts: Mapping[str, Experts]
 ) -> Axes:
-    """Returns axes that also use the axes `names`, where they divide a dim; those of the batch take the dims left."""
+    """Returns axes that also use the axes `names`, where they divide a dim; those of the batch take the dims left.
+
+    Expert axes take dim 0 of experts' weights only.
+    """
     group, sizes = experts.get(variable.path), coverage.mesh.axis_sizes
     for name in sorted(names, key=lambda name: name in coverage.batch_axes):
-        if name not in axis_names(axes):
-            order = group.dims(variable, sizes[name], name in coverage.batch_axes) if group else ()
-            axes = _with_axis(name, axes, variable, sizes, order)
+        if name in axis_names(axes) or not can_shard(variable, name, coverage, experts):
+            continue
+        order = group.dims(variable, sizes[name], name in coverage.batch_axes) if group else ()
+        axes = _with_axis(name, axes, variable, sizes, (0, 1, 2) if name in coverage.expert_axes else order)
     return axes
+
+
+def can_shard(variable: CoveredVariable, axis: str, coverage: Coverage, experts: Mapping[str, Experts]) -> bool:
+    """Whether a rule for a variable may use an axis: expert axes are for the weights of experts."""
+    return axis not in coverage.expert_axes or variable.path in experts
 
 
 def _with_axis(

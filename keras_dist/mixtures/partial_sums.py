@@ -18,16 +18,16 @@ def partial_sums(mixture: Mixture) -> set[Any]:
     found = set()
     for equation in reversed(mixture.equations):
         result = equation.outvars[0]
-        is_linear = result in linear - others
-        if is_linear and mixture.weight_of(equation) is not None:
+        is_followed = result in linear - others
+        if is_followed and mixture.weight_of(equation) is not None:
             found.add(result)
         for number, variable in enumerate(equation.invars):
             if not isinstance(variable, Literal):
-                (linear if is_linear and _is_linear(equation, number) else others).add(variable)
+                (linear if is_followed and is_linear(equation, number) else others).add(variable)
     return found
 
 
-def _is_linear(equation: Any, number: int) -> bool:
+def is_linear(equation: Any, number: int) -> bool:
     """Whether the result of an equation depends linearly on an operand, given the others."""
     name = equation.primitive.name
     if name in ("mul", "dot_general"):

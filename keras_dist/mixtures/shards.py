@@ -19,9 +19,10 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from keras_dist.mixtures.partial_sums import is_linear
 from keras_dist.mixtures.recognition import Mixture, Place, summed_dims
-from keras_dist.tracing.kept_dims import kept_dims, moved_dim
-from keras_dist.tracing.primitives import LINEAR, SUMS
+from keras_dist.tracing.kept_dims import interleaved_dims, kept_dims
+from keras_dist.tracing.primitives import SUMS
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ class Shards:
         if equation.primitive.name not in SUMS:
             return []
         (result,), operand = equation.outvars, equation.invars[number]
-        known = not isinstance(operand, Literal)
-        return [axis for axis, each in self.summands.items() if result in each and not (known and operand in each)]
+        return [axis for axis, each in self.summands.items() if result in each and not _is_in(operand, each)]
 
 
 def row_flops(mixture: Mixture, shards: Shards) -> float:
@@ -162,10 +162,8 @@ def _links(equation: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
     for number, operand in enumerate(equation.invars):
         if isinstance(operand, Literal):
             continue
-        groups = kept_dims(equation, number)
-        for dim, size in enumerate(operand.aval.shape):
-            if size > 1 and (place := moved_dim(dim, groups)) is not None:
-                yield from (((operand, dim), (result, place)) for result in equation.outvars)
+        for dim, place in _kept(equation, number).items():
+            yield from (((operand, dim), (result, place)) for result in equation.outvars)
     if equation.primitive.name == "dot_general":
         left, right = equation.params["dimension_numbers"][0]
         yield from (
@@ -173,55 +171,50 @@ def _links(equation: Any) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
         )
 
 
+def _kept(equation: Any, number: int) -> dict[int, int]:
+    """Returns the dims of an operand whose shards are shards of the results, each with the dim of these."""
+    kept = {before[0]: after[0] for before, after in kept_dims(equation, number) if len(before) == len(after) == 1}
+    if equation.primitive.name == "slice":
+        shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        kept |= {dim: dim for dim in interleaved_dims(equation.params, *shapes)}
+    return kept
+
+
 def _summands(mixture: Mixture, sharded: Collection[tuple[Any, int]]) -> set[Any]:
     """Returns the variables of which devices have summands, given the dims that are sharded."""
     summands: set[Any] = set()
     for equation in mixture.equations:
         contracts = _contracts(equation, sharded)
-        is_sharded = any((result, dim) in sharded for result in equation.outvars for dim in range(result.aval.ndim))
-        has_summands = not summands.isdisjoint(_variables(equation))
-        if ((contracts or has_summands) and is_sharded) or (contracts and has_summands):
+        has = [number for number, each in enumerate(equation.invars) if _is_in(each, summands)]
+        if not (contracts or has):
+            continue
+        is_linear_in = len(has) == 1 and is_linear(equation, has[0])
+        if (contracts and has) or not (contracts or is_linear_in or equation.primitive.name in SUMS):
             raise _NotFollowed
-        if has_summands and not _is_linear(equation, summands):
+        if any((result, dim) in sharded for result in equation.outvars for dim in range(result.aval.ndim)):
             raise _NotFollowed
-        if contracts or has_summands:
-            summands.update(equation.outvars)
+        summands.update(equation.outvars)
     if mixture.output not in summands and not any(variable is mixture.output for variable, _ in sharded):
         raise _NotFollowed
     return summands
 
 
+def _is_in(variable: Any, variables: Collection[Any]) -> bool:
+    return not isinstance(variable, Literal) and variable in variables
+
+
 def _contracts(equation: Any, sharded: Collection[tuple[Any, int]]) -> bool:
     """Whether an equation sums over sharded dims. It may do nothing else along them but keep them."""
-    contracts, kept = False, set()
+    contracted, kept = False, set()
     for number, operand in enumerate(equation.invars):
-        if isinstance(operand, Literal):
-            continue
-        groups = kept_dims(equation, number)
-        kept |= {after[0] for before, after in groups if len(before) == len(after) == 1}
-        for dim in range(operand.aval.ndim):
-            if (operand, dim) in sharded and moved_dim(dim, groups) is None:
-                if dim not in summed_dims(equation, number):
-                    raise _NotFollowed
-                contracts = True
-    has_new = any(
-        (result, dim) in sharded for result in equation.outvars for dim in range(result.aval.ndim) if dim not in kept
-    )
-    if has_new and equation.primitive.name != "broadcast_in_dim":
+        if not isinstance(operand, Literal):
+            places = _kept(equation, number)
+            kept.update(places.values())
+            lost = [dim for dim in range(operand.aval.ndim) if (operand, dim) in sharded and dim not in places]
+            contracted |= bool(lost)
+            if not {*lost} <= {*summed_dims(equation, number)}:
+                raise _NotFollowed
+    sharded_results = {dim for each in equation.outvars for dim in range(each.aval.ndim) if (each, dim) in sharded}
+    if not sharded_results <= kept and equation.primitive.name != "broadcast_in_dim":
         raise _NotFollowed
-    return contracts
-
-
-def _is_linear(equation: Any, summands: Collection[Any]) -> bool:
-    """Whether the results of an equation are summands of the result for the sums of its operands."""
-    name = equation.primitive.name
-    are = [not isinstance(each, Literal) and each in summands for each in equation.invars]
-    if name in ("mul", "dot_general"):
-        return are.count(True) == 1
-    if name == "div":
-        return are == [True, False]
-    return name in SUMS or (name in LINEAR and len(are) == 1)
-
-
-def _variables(equation: Any) -> list[Any]:
-    return [variable for variable in equation.invars if not isinstance(variable, Literal)]
+    return contracted

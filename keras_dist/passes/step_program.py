@@ -25,6 +25,7 @@ class StepProgram:
     placer: BatchPlacer  # places batches on the mesh
     row_axes: tuple[str, ...]  # over which the rows of the batch are split
     input_axes: Sequence[DimAxes]  # of each input
+    expert_axes: tuple[str, ...] = ()  # over which experts are sharded, and tokens, too
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
 
     @property

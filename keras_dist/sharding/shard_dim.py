@@ -1,7 +1,7 @@
 """Which dim of a tensor to shard over an axis, if any dim would do."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ def shard_one_more_dim(
     device_mesh: DeviceMesh,
     min_shard_bytes: int = MIN_SHARD_BYTES,
     prefers_columns: bool = False,
+    dims: Collection[int] | None = None,
 ) -> TensorLayout:
     """Returns a layout that shards one more dim of a variable over `axes`, which the given layout does not use yet.
 
-    That is dim 1 if `prefers_columns`, and if each part of a matrix has whole tiles of columns.
+    That is dim 1 if `prefers_columns`, and if each part of a matrix has whole tiles of columns. With `dims`, it is one
+    of them.
 
     Returns the given layout if a device holds at most `min_shard_bytes` under it, or if the variable is the state of a
     random generator, is already sharded over one of the axes, or has no dim that they divide.
@@ -36,7 +38,7 @@ def shard_one_more_dim(
     held = math.prod(shape) * jnp.dtype(variable.dtype).itemsize // math.prod(sizes[name] for name in used)
     if parts == 1 or held <= min_shard_bytes or set(used) & set(axes) or internals.is_random_state(variable.path):
         return layout
-    is_sharded = [entry is not None for entry in entries]
+    is_sharded = [entry is not None or (dims is not None and dim not in dims) for dim, entry in enumerate(entries)]
     has_tiles = len(shape) == 2 and not is_sharded[1] and shape[1] % (parts * _LANES) == 0
     dim = 1 if prefers_columns and has_tiles else best_dim(shape, is_sharded, parts)
     if dim is None:

@@ -1,5 +1,6 @@
 """`StepOptions`: how a training step is computed, apart from where its tensors are placed."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -58,6 +59,9 @@ class StepOptions:
             proven that the others have no part in the result; a warning names mixtures for which it cannot. "sparse":
             the same, and it is an error if there is none. "dense": as the model is written, which for most models means
             all experts for each token.
+        expert_capacity: The largest number of rows that an expert computes, in multiples of the mean, such as 1.25. Of
+            a device's T tokens that choose k of E experts each, an expert takes at most this many times T k / E; what
+            it would add to the other tokens that choose it counts as zero. By default no expert drops tokens.
         without_passes: What is left as the model computes it, one name or a tuple of names: "windows",
             "grouped_convolutions", "scatters", "fourier". By default steps of training, evaluation and prediction
             change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would partition
@@ -82,6 +86,7 @@ class StepOptions:
     remat: Mode | Literal["auto"] | keras.RematScope | None = None
     offload: str | tuple[str, ...] = ()
     experts: _Experts = "auto"
+    expert_capacity: float | None = None
     without_passes: str | tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -93,6 +98,7 @@ class StepOptions:
         for name, known in (("reduce_gradients", _OFTEN), ("gather_weights", _OFTEN), ("experts", _Experts)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(known))}.")
+        self._check_expert_capacity()
         if not isinstance(self.remat, keras.RematScope | None) and self.remat not in _REMATS:
             kind = ValueError if isinstance(self.remat, str) else TypeError
             raise kind(f"remat={self.remat!r} must be one of {list(_REMATS)}, or a keras.RematScope.")
@@ -112,6 +118,22 @@ class StepOptions:
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
                 "each microbatch are sent in the dtype that they are computed in."
+            )
+
+    def _check_expert_capacity(self) -> None:
+        capacity = self.expert_capacity
+        if capacity is None:
+            return
+        is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
+        if not is_number or not 1 <= capacity < math.inf:
+            raise ValueError(
+                f"expert_capacity={capacity!r} must be a number of at least 1, in multiples of the mean number of rows "
+                "of an expert, such as 1.25. Leave it out to drop no tokens."
+            )
+        if self.experts == "dense":
+            raise ValueError(
+                f"expert_capacity={capacity!r} needs experts='auto' or 'sparse', but got experts='dense', with which "
+                "mixtures are computed as they are written."
             )
 
     @property
@@ -153,10 +175,10 @@ def _text(value: Any) -> str:
 
 
 class OptionWithoutEffectError(ValueError):
-    """An option of train steps would have no effect on a model.
+    """An option of steps, or an argument of a distribution, would have no effect on a model.
 
     Attributes:
-        option: The name of the option.
+        option: Its name.
     """
 
     def __init__(self, option: str, message: str):

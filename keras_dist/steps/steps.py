@@ -26,6 +26,7 @@ from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
+from keras_dist.steps.expert_checks import check_expert_axes, check_expert_options
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
@@ -143,7 +144,7 @@ class Steps:
             traced = _Traced(function, state, batch)
             forward = [each for each in self._forward_passes if each.may_find(traced.jaxpr)]
             if not forward:
-                self._check_experts(())
+                self._check_experts((), model)
             elif not is_improved:
                 with changed(forward_passes=forward, weights=TracedWeights()):
                     traced = _Traced(function, state, batch)
@@ -152,6 +153,7 @@ class Steps:
         program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
         if is_improved:
             program = self._improved(program, forward)
+            self._check_experts(program.mixtures, model)
         outputs, state = traced.evaluate(rewritten(program, self._passes), state, batch)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
@@ -164,7 +166,9 @@ class Steps:
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
-            return traced.evaluate(self._improved(program, passes).jaxpr, state, batch)
+            program = self._improved(program, passes)
+            self._check_experts(program.mixtures, model)
+            return traced.evaluate(program.jaxpr, state, batch)
 
         return improve if passes else None
 
@@ -195,6 +199,8 @@ class Steps:
         traced = _Traced(call, state, arrays)
         program = self._program(traced.jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
         program = self._improved(program, [each for each in forward if each.may_find(traced.jaxpr)])
+        if current.is_in_step:
+            self._check_experts(program.mixtures, model)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
@@ -210,8 +216,6 @@ class Steps:
             program = replace(program, jaxpr=each.improve(program))
         if (calls := step_state().calls) is not None:
             calls.extend(program.mixtures)
-        if step_state().is_in_step:
-            self._check_experts(program.mixtures)
         self._warn_of_dense(program.mixtures)
         return program
 
@@ -227,21 +231,17 @@ class Steps:
                     "StepOptions(experts='dense')."
                 )
 
-    def _check_experts(self, mixtures: Sequence[MixtureCall]) -> None:
-        if self._options.experts != "sparse" or any(mixture.form != DENSE for mixture in mixtures):
+    def _check_experts(self, mixtures: Sequence[MixtureCall], model: Any) -> None:
+        if self._options.experts == "dense":
             return
-        reasons = [f"{mixture.layer}: {mixture.reason}" for mixture in mixtures]
-        raise OptionWithoutEffectError(
-            "experts",
-            "experts='sparse' finds no mixture of experts whose other experts can be left out. "
-            + ("; ".join(reasons) if reasons else "The step has no top_k, by which routers choose experts")
-            + ". Leave the option out to compute all experts for each token, or use keras_dist.experts in the layer.",
-        )
+        check_expert_options(mixtures, self._options)
+        check_expert_axes(mixtures, model, self._distribution)
 
     def _program(self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...]) -> StepProgram:
         rows = _num_rows(arrays)
         axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
-        return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes])
+        expert_axes = axis_tuple(self._distribution.expert_dim_name)
+        return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes], expert_axes)
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
         """Returns the axes of the dims of each array of a step's state; only those of weights are known."""

@@ -18,7 +18,8 @@ from keras_dist.data.batches import Batches
 from keras_dist.data.consistency import BatchComparison, order_of_devices, require_same_model
 from keras_dist.layout.derived_weights import BaseWeight, base_weight_of, derived_axes
 from keras_dist.layout.layout_map import LayoutMap, Rule
-from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
+from keras_dist.layout.rule_matching import is_for_activations
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.mesh.devices import is_on_mesh, num_processes, process_id
 from keras_dist.multihost.initialize import warn_unless_joined
@@ -50,11 +51,12 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch is sharded over (context parallelism).
         sequence_exchange: As for `ModelParallel`.
         step_options: As for `ModelParallel`.
+        expert_dim_name: As for `ModelParallel`.
 
     Raises:
         TypeError: `step_options` is something else.
-        ValueError: No mesh, a mesh with axes that are not of type `Auto`, or a batch or sequence axis that the mesh
-            does not have or that is named twice, or an unknown exchange.
+        ValueError: No mesh, a mesh with axes that are not of type `Auto`, or a batch, sequence or expert axis that the
+            mesh does not have or that is named twice, or an unknown exchange.
     """
 
     def __init__(
@@ -65,10 +67,14 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
         step_options: StepOptions | None = None,
+        *,
+        expert_dim_name: BatchDimName = None,
     ):
         self._device_mesh = as_auto_mesh(device_mesh)
         batch_axes, sequence_axes = axis_tuple(batch_dim_name), axis_tuple(sequence_dim_name)
-        for argument, axes in (("batch_dim_name", batch_axes), ("sequence_dim_name", sequence_axes)):
+        arguments = {"batch_dim_name": batch_axes, "sequence_dim_name": sequence_axes}
+        arguments["expert_dim_name"] = expert_axes = axis_tuple(expert_dim_name)
+        for argument, axes in arguments.items():
             for name in axes:
                 if name not in self._device_mesh.axis_sizes or axes.count(name) > 1:
                     raise ValueError(
@@ -92,9 +98,12 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
                 f"step_options must be a keras_dist.StepOptions, but got {step_options!r} "
                 f"({type(step_options).__name__}). Pass, for example, keras_dist.StepOptions(microbatches=4)."
             )
+        if added := tuple(name for name in expert_axes if name not in batch_axes + sequence_axes):
+            batch_dim_name = batch_axes = batch_axes + added
         self._step_options = StepOptions() if step_options is None else step_options
         self._batch_dim_name, self._auto_shard_dataset = batch_dim_name, auto_shard_dataset
         self._sequence_dim_name, self._sequence_exchange = sequence_dim_name, sequence_exchange
+        self._expert_dim_name = expert_dim_name
         self._num_processes, self._process_id = num_processes(), process_id()
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = self.reshard_after_forward = False  # only strategies with an argument for it set it
@@ -126,6 +135,11 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return self._sequence_dim_name
 
     @property
+    def expert_dim_name(self) -> BatchDimName:
+        """The mesh axis, or axes, that experts are sharded over; `None` without expert parallelism."""
+        return self._expert_dim_name
+
+    @property
     def step_options(self) -> StepOptions:
         """How training steps are computed."""
         return self._step_options
@@ -147,8 +161,9 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return changed
 
     def __repr__(self) -> str:
+        experts = f" expert_dim_name={self._expert_dim_name!r}" if self._expert_dim_name else ""
         options = f" step_options={self._step_options}" if self._step_options != StepOptions() else ""
-        return f"<{type(self).__name__} device_mesh={self._device_mesh}{options}>"
+        return f"<{type(self).__name__} device_mesh={self._device_mesh}{experts}{options}>"
 
     @property
     def num_model_replicas(self) -> int:
@@ -352,6 +367,12 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
     def layout_rules(self) -> list[tuple[str, tuple]] | None:
         """Returns the patterns and axes of the layout map; None where the distribution has no layout map."""
         return None if self._layout_map is None else [(key, layout.axes) for key, layout in self._layout_map.items()]
+
+    @property
+    def lacks_rule_for_experts(self) -> bool:
+        """Whether experts are sharded by rules alone, and none shards dim 0 of a weight over each expert axis."""
+        rules = [axes for key, axes in self.layout_rules() or () if not is_for_activations(key)]
+        return not set(axis_tuple(self._expert_dim_name)) <= {name for axes in rules for name in axis_names(axes[:1])}
 
     def check_processes_agree(self, step: str, model: keras.Model, variables: Iterable[keras.Variable]) -> None:
         """Raises ValueError where processes are about to run a step of different models."""

@@ -1,5 +1,7 @@
 """`ModelParallel`: variables are sharded by the rules of a layout map."""
 
+import itertools
+
 import keras
 
 from keras_dist.layout.layout_map import as_layout_map
@@ -21,18 +23,24 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
             devices take their rows. With `False` every process passes its own rows.
         device_mesh: Accepted for compatibility with Keras; must be the mesh of the layout map.
         sequence_dim_name: The mesh axis, or axes, that dim 1 of a batch, the sequence, is sharded over (context
-            parallelism). No rule for a weight may use it.
+            parallelism). No rule for a weight may use it, except for experts.
         sequence_exchange: How devices that share a sequence exchange what attention needs: "all_to_all" over heads
             (Ulysses) or "all_gather" of keys and values. By default the one, or the combination, that sends the fewest
             bytes.
+        expert_dim_name: The mesh axis, or axes, that experts are sharded over (expert parallelism). They may be axes of
+            the batch or of sequences; over others, the batch is sharded in addition to `batch_dim_name`. Tokens are
+            sent to the devices of their experts, or weights to the tokens, whichever sends fewer bytes. Rules shard
+            dim 0 of the weights of experts over these axes; no other dim of a weight may use them.
         step_options: How training steps are computed, for example in microbatches. By default as Keras does.
         strict: Whether likely mistakes in the layout map (a rule that matches no variable, a large weight that is
             replicated although other weights are sharded) raise an error before the first step. By default they are
             reported once, as a `LayoutMapWarning`.
 
     Raises:
-        ValueError: The layout map is missing or has no mesh, the mesh lacks the batch axis, or the number of processes
-            is larger than the number of batch shards and not divisible by it.
+        ValueError: The layout map is missing or has no mesh, the mesh lacks an axis that is named, a rule shards a
+            weight over an axis of sequences or experts, or the number of processes is larger than the number of batch
+            shards and not divisible by it. When a step is traced: an expert axis that does not divide the number of
+            experts, for which there is no rule, or under which no mixture of experts is found.
 
     Example:
 
@@ -56,6 +64,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
         strict: bool = False,
         sequence_dim_name: BatchDimName = None,
         sequence_exchange: str | None = None,
+        expert_dim_name: BatchDimName = None,
         step_options: StepOptions | None = None,
     ):
         if layout_map is None:
@@ -68,16 +77,33 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 "Create the map with LayoutMap(device_mesh)."
             )
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
-        super().__init__(mesh, batch_dim_name, auto_shard_dataset, sequence_dim_name, sequence_exchange, step_options)
+        super().__init__(
+            mesh,
+            batch_dim_name,
+            auto_shard_dataset,
+            sequence_dim_name,
+            sequence_exchange,
+            step_options,
+            expert_dim_name=expert_dim_name,
+        )
+        expert_axes = axis_tuple(expert_dim_name)
         for pattern, layout in layout_map.items():
             is_weight = not is_for_activations(pattern)
             axes = axis_names(layout.axes if is_weight else layout.axes[:1])
-            if shared := set(axes) & set(axis_tuple(sequence_dim_name)):
+            shared = set(axes) & set(axis_tuple(sequence_dim_name))
+            if shared := shared.difference(expert_axes if is_weight else ()):
                 raise ValueError(
                     f"Layout map rule {pattern!r}, {layout.axes}, shards {'a weight' if is_weight else 'the batch'} "
                     f"over {shared.pop()!r}, which sequence_dim_name={sequence_dim_name!r} shards sequences over. Use "
                     "another axis for one of them. tensor_parallel_layout_map takes sequence_dim_name, too."
                 )
+            for dim, name in itertools.product(range(1, len(layout.axes)), expert_axes):
+                if is_weight and name in axis_tuple(layout.axes[dim]):
+                    raise ValueError(
+                        f"Layout map rule {pattern!r}, {layout.axes}, shards dim {dim} of a weight over {name!r}, but "
+                        f"expert_dim_name={expert_dim_name!r} shards experts over it, dim 0 of their weights. Use "
+                        "another axis for one of them."
+                    )
         self._layout_map, self.strict = layout_map, strict
         replicas = self.num_model_replicas
         if self._num_processes > replicas and self._num_processes % replicas:

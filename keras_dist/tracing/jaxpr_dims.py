@@ -54,7 +54,7 @@ from jax.extend.core import Literal
 
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
-from keras_dist.tracing.kept_dims import regrouped
+from keras_dist.tracing.kept_dims import interleaved_dims, regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS
 
 
@@ -261,11 +261,10 @@ class _Equation:
 
     def visit_slice(self) -> list[_Tensor]:
         """Every n-th element of a dim is every n-th of each shard, if n divides shards; not for an unknown axis."""
-        starts, strides = self.params["start_indices"], self.params["strides"] or (1,) * len(self.shapes[0])
-        sizes, axis_size = list(self.shapes[0]), self.graph.axis_size
-        for dim, (start, stride, kept) in enumerate(zip(starts, strides, self.out_shapes[0], strict=True)):
-            if start < stride and sizes[dim] == stride * kept and kept % axis_size == 0 and axis_size > 1:
-                sizes[dim] = kept
+        sizes, result, axis_size = list(self.shapes[0]), self.out_shapes[0], self.graph.axis_size
+        for dim in interleaved_dims(self.params, self.shapes[0], result):
+            if result[dim] % axis_size == 0 and axis_size > 1:
+                sizes[dim] = result[dim]
         self.shapes = [tuple(sizes)]
         return self.visit_pad()
 

@@ -51,6 +51,16 @@ def kept_dims(equation: Any, number: int) -> Groups:
     return []
 
 
+def interleaved_dims(params: dict, shape: Sequence[int], result: Sequence[int]) -> list[int]:
+    """Returns the dims of which a slice takes every n-th element. Of shards that n divides, it takes these of each."""
+    sizes = zip(params["start_indices"], params["strides"] or (), shape, result, strict=False)
+    return [
+        dim
+        for dim, (start, stride, size, kept) in enumerate(sizes)
+        if start < stride and size == stride * kept and stride > 1
+    ]
+
+
 _ACTIVATIONS: dict[str, Callable] = {"relu": jax.nn.relu, "logaddexp": jnp.logaddexp}  # logaddexp(x, 0) is softplus
 
 

@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from support.strategy_models import OwnStep
+from support.strategy_models import MODELS, OwnStep
 
 import keras_dist as kd
 from keras_dist.passes.registry import PASSES
@@ -36,6 +36,16 @@ def fit_without_sequences():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="regression")
         model.compile("sgd", "mse")
         model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0)
+
+
+def fit_experts(distribution, name="mixture"):
+    build, x, y = MODELS[name]
+    with distribution.scope():
+        build().fit(x, y, verbose=0)
+
+
+def experts_mesh():
+    return kd.create_device_mesh("fsdp:2,expert:4")
 
 
 def fit_with_the_class_of_a_callback():
@@ -178,6 +188,9 @@ CASES = {
     "an unknown kind of offloading": lambda: kd.StepOptions(offload="weights"),
     "offloaded activations without dots": lambda: kd.StepOptions(offload="activations"),
     "offloading on devices without such memory": lambda: require_host_memory(without_host_memory()),
+    "a capacity of experts below 1": lambda: kd.StepOptions(expert_capacity=0.5),
+    "a capacity of experts that are computed as written": lambda: kd.StepOptions(experts="dense", expert_capacity=1.5),
+    "a capacity of experts for a model without them": lambda: fit_with(expert_capacity=1.5),
     "an unknown pass": lambda: kd.StepOptions(without_passes="window"),
     "a pass that fails": fit_with_a_pass_that_fails,
     "something else as rematerialization": lambda: kd.StepOptions(remat=True),
@@ -254,6 +267,22 @@ CASES = {
     ),
     "a rule that shards a weight over the sequence axis": lambda: kd.ModelParallel(
         layout_map=rules(dense__kernel=(None, "model")), batch_dim_name="data", sequence_dim_name="model"
+    ),
+    "an expert axis that the mesh lacks": lambda: kd.FullyShardedDataParallel(mesh(), expert_dim_name="expert"),
+    "an expert axis that FSDP does not shard over": lambda: kd.FullyShardedDataParallel(
+        experts_mesh(), shard_axis="fsdp", expert_dim_name="expert"
+    ),
+    "a rule that shards another dim over the expert axis": lambda: kd.ModelParallel(
+        layout_map=rules(dense__kernel=(None, "model")), batch_dim_name="data", expert_dim_name="model"
+    ),
+    "an expert axis that does not divide the experts": lambda: fit_experts(
+        kd.FullyShardedDataParallel(kd.create_device_mesh("fsdp:6", devices=6), expert_dim_name="fsdp")
+    ),
+    "an expert axis for a model without experts": lambda: fit_experts(
+        kd.FullyShardedDataParallel(experts_mesh(), expert_dim_name="expert"), "convnet"
+    ),
+    "an expert axis without rules": lambda: fit_experts(
+        kd.ModelParallel(layout_map=kd.LayoutMap(experts_mesh()), expert_dim_name="expert")
     ),
     "a tensor parallel map of a model that is not built": lambda: kd.tensor_parallel_layout_map(
         keras.Sequential([keras.layers.Dense(4)]), mesh()

@@ -42,6 +42,7 @@ class Candidate:
     strategy: str  # a key of `STRATEGIES`
     axes: FrozenMapping  # sizes of mesh axes, outermost first, without those of size 1 but for that of batches
     regathers: bool = False  # whether FSDP gathers weights again for the backward pass
+    expert_axis: str | None = None  # the axis of batches, or "context", over which FSDP shards experts
     options: StepOptions = field(default_factory=StepOptions)  # of its distribution
 
     def size(self, *axes: str) -> int:
@@ -70,7 +71,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """The strategy as reports name it, such as "FSDP x TP + SP + CP, gathering again"."""
-        strategy = STRATEGIES[self.strategy] + " + CP" * (CONTEXT in self.axes)
+        strategy = STRATEGIES[self.strategy] + " + CP" * (CONTEXT in self.axes) + " + EP" * bool(self.expert_axis)
         return ", ".join(filter(None, [strategy, "gathering again" * self.regathers, self.options.text]))
 
     def __str__(self) -> str:
@@ -80,6 +81,7 @@ class Candidate:
     def _arguments(self) -> dict[str, Any]:
         """Arguments of its distribution, besides the mesh, the layout map and the step options."""
         arguments: dict[str, Any] = {"sequence_dim_name": CONTEXT} if CONTEXT in self.axes else {}
+        arguments |= {"expert_dim_name": self.expert_axis} if self.expert_axis else {}
         arguments |= {"reshard_after_forward": True} if self.regathers else {}
         return arguments | ({"shard_optimizer_state": True} if self.strategy == "zero1" else {})
 

@@ -1,5 +1,6 @@
 """Which meshes and strategies are candidates, the distributions that they stand for, and the code that makes them."""
 
+import dataclasses
 import itertools
 import math
 
@@ -85,13 +86,15 @@ def test_strategies_can_be_chosen():
 
 
 def test_source_makes_the_same_distribution():
-    """One mesh for each strategy, with and without context parallelism."""
+    """One mesh for each strategy, with and without context parallelism, and with experts that are sharded."""
     with kd.deferred():
         model = transformer()
     chosen = {}
     for each in candidates(length=8, model_sizes=(2,)):
         chosen.setdefault(each.label, each)
     assert len(chosen) == 2 * 12 - 2  # within one host, HSDP does not combine with context parallelism
+    chosen["FSDP + EP"] = dataclasses.replace(chosen["FSDP"], expert_axis="data")
+    assert chosen["FSDP + EP"].label == "FSDP + EP"
     for candidate in chosen.values():
         mesh = kd.create_device_mesh(dict(candidate.axes))
         solution = solve(model, mesh, "model", None) if "model" in candidate.axes else None
@@ -108,7 +111,8 @@ def test_source_makes_the_same_distribution():
             assert other.get_update_layout(variable) == made.get_update_layout(variable)
         for shape in ((16, 8), (16, 8, 4)):
             assert again.get_data_layout(shape) == made.get_data_layout(shape)
-        assert getattr(again, "reshard_after_forward", False) == candidate.regathers
+        assert again.reshard_after_forward == candidate.regathers
+        assert again.expert_dim_name == candidate.expert_axis
 
 
 def test_rules_are_those_of_tensor_parallel_layout_map():
