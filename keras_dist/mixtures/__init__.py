@@ -5,6 +5,7 @@
 * `recognition.py`: finds sums over experts of such values, and what leads to them.
 * `rows.py`: computes them for the chosen pairs of a token and an expert.
 * `routing.py`: puts these pairs into rows, sorted by expert, and adds up the rows of each token.
+* `rounds.py`: sums over rounds, for devices whose number of rows depends on the routing.
 * `grouped_products.py`: multiplies rows with the weights of their experts, and chooses the form that suits a device.
 * `kernels.py`: forms that are kernels, megablox on TPUs and Mosaic on Hopper GPUs.
 * `blocks.py`: a form in plain XLA, a loop over blocks of rows.
