@@ -14,6 +14,7 @@ Worked example: device 0 has experts 0 and 1, and buffers of 4 rows. Two devices
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,9 +25,12 @@ import numpy as np
 from keras_dist.mixtures.rounds import summed_in_rounds
 
 Form = Literal["ragged", "equal"]
-"""How rows are sent: as they are (TPU, GPU), or in slices that are padded to one size (where XLA has no other)."""
+"""How rows are sent: as they are (TPU, GPU), or in slices that are padded to one size (CPU, which has no other way)."""
 
 _TILE = 128  # of rows, in which grouped products compute
+# A TPU pads each row of a ragged exchange to 128 numbers of 4 bytes. To gather those of all devices takes less for a
+# few bytes a row, such as gates.
+_MIN_ROW_BYTES = 512
 
 
 def buffer_rows(num_rows: int, num_devices: int) -> int:
@@ -65,14 +69,7 @@ def computed_by_exchange(
         The results (R, ...), in the order of `rows`.
     """
     num_devices = jax.lax.axis_size(axes)
-    lane = -(-buffer_rows(rows[0].shape[0], num_devices) // num_devices)
-    exchange = _Exchange(
-        axes=axes,
-        form=form,
-        num_rows=rows[0].shape[0],
-        buffer=buffer_rows(rows[0].shape[0], num_devices) if form == "ragged" else num_devices * lane,
-        lane=lane,
-    )
+    exchange = _Exchange.of(axes, form, rows[0].shape[0])
     counts = jax.lax.all_gather(sizes, axes).reshape(num_devices, num_devices, -1)
 
     def of_round(number, arguments, counts):
@@ -101,7 +98,14 @@ class _Exchange(NamedTuple):
     form: Form
     num_rows: int  # of a device before the exchange, R
     buffer: int  # rows that a device takes in a round, B
-    lane: int  # rows that it takes of one source, if slices have equal sizes
+    lane: int  # rows that it takes of one source in a round, if slices have equal sizes
+
+    @classmethod
+    def of(cls, axes: tuple[str, ...], form: Form, num_rows: int) -> "_Exchange":
+        num_devices = jax.lax.axis_size(axes)
+        buffer = buffer_rows(num_rows, num_devices)
+        lane = -(-buffer // num_devices)
+        return cls(axes, form, num_rows, buffer if form == "ragged" else num_devices * lane, lane)
 
     def num_rounds(self, counts: jax.Array) -> jax.Array:
         """Returns how many rounds the device that is sent most needs, at least 1."""
@@ -143,21 +147,17 @@ class _Exchange(NamedTuple):
         where it is put.
         """
         device, shape = jax.lax.axis_index(self.axes), rows.shape[1:]
-        if self.form == "ragged":
-            output = jnp.zeros((num_rows, *shape), rows.dtype)
-            return jax.lax.ragged_all_to_all(
-                rows,
-                output,
-                starts[device],
-                numbers[device],
-                places[device],
-                numbers[:, device],
-                axis_name=self.axes,
-            )
-        lanes = self.lane * np.arange(len(starts), dtype="int32")
-        padded = _at(rows, _moved(self.lane * len(starts), starts[device], lanes, numbers[device]))
-        arrived = jax.lax.all_to_all(padded.reshape(-1, self.lane, *shape), self.axes, 0, 0)
-        return _at(arrived.reshape(-1, *shape), _moved(num_rows, lanes, places[:, device], numbers[:, device]))
+        index, arrivals = np.arange(len(starts), dtype="int32"), (places[:, device], numbers[:, device])
+        if self.form == "equal":
+            lanes = self.lane * index
+            padded = _at(rows, _moved(self.lane * len(index), starts[device], lanes, numbers[device]))
+            arrived = jax.lax.all_to_all(padded.reshape(-1, self.lane, *shape), self.axes, 0, 0)
+            return _at(arrived.reshape(-1, *shape), _moved(num_rows, lanes, *arrivals))
+        if len(index) * math.prod(shape) * rows.dtype.itemsize <= _MIN_ROW_BYTES:
+            gathered = jax.lax.all_gather(rows, self.axes, tiled=True)
+            return _at(gathered, _moved(num_rows, len(rows) * index + starts[:, device], *arrivals))
+        output, sent = jnp.zeros((num_rows, *shape), rows.dtype), (starts[device], numbers[device])
+        return jax.lax.ragged_all_to_all(rows, output, *sent, places[device], numbers[:, device], axis_name=self.axes)
 
 
 _NOWHERE = np.iinfo("int32").max
