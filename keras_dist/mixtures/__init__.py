@@ -6,6 +6,8 @@
 * `partial_sums.py`: which products may be partial sums until the sum over experts, if their weights are sharded.
 * `rows.py`: computes them for the chosen pairs of a token and an expert.
 * `routing.py`: puts these pairs into rows, sorted by expert, and adds up the rows of each token.
+* `rounds.py`: sums over rounds, for devices whose number of rows depends on the routing.
+* `exchange.py`: sends rows to the devices that have their experts, and results back.
 * `grouped_products.py`: multiplies rows with the weights of their experts, and chooses the form that suits a device.
 * `kernels.py`: forms that are kernels, megablox on TPUs and Mosaic on Hopper GPUs.
 * `blocks.py`: a form in plain XLA, a loop over blocks of rows.
