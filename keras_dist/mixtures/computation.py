@@ -1,8 +1,9 @@
 """Computes a mixture of experts on a device: for all experts, those that it has, or by an exchange of rows.
 
-Each device has its tokens, and the weights of all experts or of some. With some it computes the rows of their experts,
-if devices with the others have the same tokens; what they have for a token is summed afterwards. The number of these
-rows depends on the routing. There is memory for a quarter more than on average, and more take several rounds.
+Each device has its tokens, and the weights of all experts or of some. If devices with the other experts have the same
+tokens, each computes the rows of its experts, and what they have for a token is summed afterwards. If they have other
+tokens, rows are sent to the devices of their experts, and results back (`exchange.py`). In both cases their number
+depends on the routing: there is memory for a quarter more than on average, and more take several rounds.
 """
 
 import math
@@ -12,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from keras_dist.mixtures.exchange import computed_by_exchange
 from keras_dist.mixtures.recognition import Mixture
 from keras_dist.mixtures.rounds import summed_in_rounds
-from keras_dist.mixtures.routing import Routing
+from keras_dist.mixtures.routing import Groups, Routing
 from keras_dist.mixtures.rows import compute_one_token, compute_rows
 from keras_dist.mixtures.shards import Shards
 
@@ -49,6 +51,7 @@ def compute_mixture(
         has_tokens = mixture.places[variable].tokens is not None
         flat.append(value.reshape(-1, *value.shape[len(tokens) :]) if has_tokens else value)
     compute = _of_some_experts if shards.expert_axes else _of_all_experts
+    compute = _by_exchange if shards.exchange else compute
     sums = compute(mixture, product, flat, indices, shards)
     return sums.reshape(*tokens, *sums.shape[1:])
 
@@ -58,6 +61,24 @@ def _of_all_experts(mixture, product, operands, indices, shards):
     given = _with_rows(mixture, routing, operands)
     rows = compute_rows(mixture, lambda *operands: product(*operands, 1.0), shards, routing.groups, given)
     return routing.summed(rows)
+
+
+def _by_exchange(mixture, product, operands, indices, shards):
+    routing = Routing.of(indices, mixture.choice.num_experts)
+    given = _with_rows(mixture, routing, operands)
+    is_row = {variable: mixture.places[variable].tokens is not None for variable in given}
+
+    def computed(rows, weights, sizes):
+        rows_and_weights = iter(rows), iter(weights)
+        received = {variable: next(rows_and_weights[not is_row[variable]]) for variable in given}
+        num_rows = rows[0].shape[0]
+        filled = indices.size / num_rows
+        groups = Groups.of(sizes, num_rows)
+        return compute_rows(mixture, lambda *operands: product(*operands, filled), shards, groups, received)
+
+    rows, weights = ([given[variable] for variable in given if is_row[variable] == is_in] for is_in in (True, False))
+    results = computed_by_exchange(computed, rows, weights, routing.groups.sizes, shards.expert_axes, shards.exchange)
+    return routing.summed(results)
 
 
 def _of_some_experts(mixture, product, operands, indices, shards):

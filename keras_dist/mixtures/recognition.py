@@ -83,6 +83,7 @@ class MixtureCall:
         num_chosen: The number of experts that a token chooses, k.
         rows: The number of pairs of a token and an expert on one device; 0 if dense.
         flops: FLOP of the products with weights of experts in the forward pass of one device; 0 if dense.
+        exchange: What is sent over the expert axes, such as `"tokens over 'expert'"`, or weights; None without them.
     """
 
     layer: str
@@ -92,6 +93,7 @@ class MixtureCall:
     num_chosen: int
     rows: int
     flops: float
+    exchange: str | None = None
 
 
 class NoMixture(Exception):

@@ -19,6 +19,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from keras_dist.mixtures.exchange import Form
 from keras_dist.mixtures.partial_sums import is_linear
 from keras_dist.mixtures.recognition import Mixture, Place, summed_dims
 from keras_dist.tracing.kept_dims import interleaved_dims, kept_dims
@@ -34,21 +35,24 @@ class Shards:
         width_axes: The axis of each other dim that is sharded, by variable and dim.
         summands: The variables of which devices along an axis have summands, by axis.
         axis_sizes: Sizes of the axes.
+        exchange: How rows are sent to the devices of their experts, as `exchange.py` has it, if devices along the
+            expert axes have different tokens; None if they have the same.
     """
 
     expert_axes: tuple[str, ...]
     width_axes: Mapping[tuple[Any, int], str]
     summands: Mapping[str, Collection[Any]]
     axis_sizes: Mapping[str, int]
+    exchange: Form | None = None
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def shared_axes(self) -> tuple[str, ...]:
         """All axes over which devices share the work for a token."""
-        return (*self.expert_axes, *self.summands)
+        return (*(() if self.exchange else self.expert_axes), *self.summands)
 
-    def summand_axes(self, variable: Any) -> tuple[str, ...]:
+    def summand_axes(self, output: Any) -> tuple[str, ...]:
         """Returns the axes along which devices have summands of the sum over experts."""
-        return (*self.expert_axes, *(axis for axis, summands in self.summands.items() if variable in summands))
+        return tuple(axis for axis in self.shared_axes if output in self.summands.get(axis, (output,)))
 
     def axes_of(self, variable: Any, place: Place) -> list[Sequence[str] | str | None]:
         """Returns the axes of the dims of a variable in its tokens-first form, after those of tokens."""
@@ -93,14 +97,17 @@ def read_shards(
     axes: Mapping[Any, Sequence[Sequence[str]]],
     axis_sizes: Mapping[str, int],
     expert_axes: Sequence[str] = (),
+    exchange: Form | None = None,
 ) -> Shards:
     """Returns how to compute a mixture with weights that are sharded.
 
     Args:
         mixture: The mixture.
-        axes: Axes that shard each dim of each operand that has experts and no tokens.
+        axes: Axes that shard each dim of each operand that has experts and no tokens. Over axes that cannot be followed
+            experts are sharded instead, or weights are gathered.
         axis_sizes: Sizes of the axes of the mesh.
-        expert_axes: Axes that shard experts, whether or not those of operands do.
+        expert_axes: The axes of an exchange, which shard experts.
+        exchange: As in `Shards`.
     """
     experts, found, summands = list(expert_axes), {}, {}
     names = dict.fromkeys(name for dims in axes.values() for names in dims for name in names)
@@ -119,9 +126,10 @@ def read_shards(
             summands[axis] = _summands(mixture, dims)
             found |= dict.fromkeys(dims, axis)
         except _NotFollowed:
-            if num_experts % math.prod(axis_sizes[name] for name in (*experts, axis)) == 0:
+            parts = math.prod(axis_sizes[name] for name in (*experts, axis))
+            if not exchange and num_experts % parts == 0:
                 experts.append(axis)
-    return Shards(tuple(experts), found, summands, axis_sizes)
+    return Shards(tuple(experts), found, summands, axis_sizes, exchange)
 
 
 class _NotFollowed(Exception):

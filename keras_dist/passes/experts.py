@@ -1,28 +1,19 @@
 """Mixtures of experts: computed for the experts that tokens choose only, on each device for its tokens."""
 
+import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
-from jax.sharding import PartitionSpec
 
-from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.mixtures.choices import number_of_experts
-from keras_dist.mixtures.computation import compute_mixture
-from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
-from keras_dist.mixtures.recognition import DENSE, Mixture, MixtureCall, find_mixtures
-from keras_dist.mixtures.rows import tokens_first
-from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
+from keras_dist.mixtures.recognition import DENSE, MixtureCall, find_mixtures
+from keras_dist.passes.sparse_mixture import Scope, SparseMixture
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.sharding.per_device import call_per_device
 from keras_dist.tracing.jaxpr_evaluation import (
     all_equations,
-    as_function,
     equations_in_place_of,
     inlined,
     live,
@@ -31,7 +22,7 @@ from keras_dist.tracing.jaxpr_evaluation import (
     unless_same,
     with_programs,
 )
-from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS, UNCHANGED
+from keras_dist.tracing.primitives import LOOPS_AND_BRANCHES, REMATERIALIZATIONS
 
 
 def may_have_experts(program: ClosedJaxpr) -> bool:
@@ -63,7 +54,8 @@ def experts(program: StepProgram) -> ClosedJaxpr:
     for is_call in (regathers, never) if any(map(regathers, all_equations(traced))) else (never,):
         program.mixtures.clear()
         whole = inlined(traced.jaxpr, traced.consts, is_call)
-        changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts, is_call is regathers)
+        rewriting = _Rewriting(replace(program, jaxpr=whole), is_call is regathers)
+        changed = rewriting.changed(whole.jaxpr, whole.consts)
         if changed is not None:
             return whole.replace(jaxpr=changed)
     return traced
@@ -73,151 +65,44 @@ def _shape(variable: Any) -> Sequence[int]:
     return getattr(variable.aval, "shape", ())
 
 
-def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathers: bool) -> Any:
-    """Returns a part of a program with its mixtures computed for chosen experts; None if it has none."""
-    jaxpr = live(jaxpr)
-    mixtures, refused = find_mixtures(jaxpr, constants)
-    for equation, num_experts, num_chosen, reason in refused:
-        program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
-    by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
+class _Rewriting:
+    """A program in which mixtures of experts are computed for chosen experts."""
 
-    def in_body(body: Any) -> Any:
-        return body if (found := _changed(program, body, (), regathers)) is None else found
+    def __init__(self, program: StepProgram, regathers: bool):
+        self._program, self._regathers = program, regathers
+        self._gathers: dict[int, Callable[[Any], Any]] = {}  # what weights of experts are gathered by instead
 
-    equations: list[Any] = []
-    for equation in jaxpr.eqns:
-        if (mixture := by_equation.get(id(equation))) is not None:
-            equations += _SparseMixture(program, mixture, jaxpr if regathers else None).equations()
-        elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
-            equations.append(with_programs(equation, in_body))
-        else:
-            equations.append(equation)
-    equations = unless_same(jaxpr.eqns, equations)
-    return None if equations is jaxpr.eqns else live(jaxpr.replace(eqns=equations))
+    def changed(self, jaxpr: Any, constants: Sequence[Any], outer: Scope | None = None, inputs: Any = None) -> Any:
+        """Returns a part of the program with its mixtures computed for chosen experts; None if it has none."""
+        program, jaxpr = self._program, live(jaxpr)
+        scope = Scope(jaxpr, outer, inputs)
+        mixtures, refused = find_mixtures(jaxpr, constants)
+        for equation, num_experts, num_chosen, reason in refused:
+            program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
+        by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
+        equations: list[Any] = []
+        for equation in jaxpr.eqns:
+            if (mixture := by_equation.get(id(equation))) is not None:
+                sparse = SparseMixture(program, mixture, scope, self._regathers)
+                equations += sparse.equations()
+                self._gathers |= {id(gather): function for gather, function in sparse.gathers_of_others()}
+            elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
+                equations.append(with_programs(equation, functools.partial(self._body_changed, equation, scope)))
+            else:
+                equations.append(equation)
+        equations = unless_same(jaxpr.eqns, equations)
+        if equations is jaxpr.eqns:
+            return None
+        return live(jaxpr.replace(eqns=[each for one in equations for each in self._with_gather(one)]))
 
+    def _body_changed(self, equation: Any, scope: Scope, body: Any) -> Any:
+        """Returns the program of an equation, which knows of inputs that are the same whenever it runs."""
+        name = equation.primitive.name
+        count = equation.params["num_consts"] if name == "scan" else len(body.invars) * (name in REMATERIALIZATIONS)
+        inputs = dict(itertools.islice(zip(body.invars, equation.invars, strict=False), count))
+        found = self.changed(body, (), scope, inputs)
+        return body if found is None else found
 
-class _SparseMixture:
-    """Equations in place of the sum over experts of a mixture."""
-
-    def __init__(self, program: StepProgram, mixture: Mixture, regathered_in: Any):
-        self._program, self._mixture, self._regathered_in = program, mixture, regathered_in
-        self._forms: set[ChosenForm] = set()
-        self._num_rows, self._flops = mixture.choice.num_chosen, 0.0
-
-    def equations(self) -> Sequence[Any]:
-        mixture = self._mixture
-        operands = [*mixture.operands, mixture.choice.indices]
-        function = self._of_one_token if mixture.num_tokens == 1 else self._per_device
-        if self._regathered_in is not None and mixture.num_tokens > 1:
-            function, operands = self._with_weights_gathered_again(operands)
-        found = equations_in_place_of(mixture.equations[-1], function, operands)
-        # Of several forms, one that has a reason is reported.
-        forms = sorted(self._forms, key=lambda form: form.reason is None) or [ChosenForm("chosen weights", None)]
-        self._report(forms[0], self._num_rows, self._flops)
-        return found
-
-    def _report(self, form: ChosenForm, rows: int, flops: float) -> None:
-        choice, layer = self._mixture.choice, scope_of(self._mixture.equations[-1])
-        self._program.mixtures.append(MixtureCall(layer, *form, choice.num_experts, choice.num_chosen, rows, flops))
-
-    def _with_weights_gathered_again(self, operands: list[Any]) -> tuple[Callable, list[Any]]:
-        """Returns the function of operands as they are before their weights are gathered, and these operands."""
-        jaxpr = self._regathered_in
-        producers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-        chains: dict[int, Any] = {}
-        operands = list(operands)
-        for number, operand in enumerate(operands[: len(self._mixture.operands)]):
-            if self._mixture.places[operand].tokens is not None:
-                continue
-            source, chain = operand, []
-            while (producer := producers.get(source)) is not None and len(producer.invars) == 1:
-                if producer.primitive.name not in (*UNCHANGED, "custom_jvp_call", "convert_element_type"):
-                    break
-                chain.insert(0, producer)
-                (source,) = producer.invars
-            if chain:
-                chains[number] = as_function(
-                    jaxpr.replace(eqns=chain, invars=[source], outvars=[operand], constvars=[])
-                )
-                operands[number] = source
-
-        def computed(*values: Any) -> Any:
-            found = [chains[number](each)[0] if number in chains else each for number, each in enumerate(values)]
-            return self._per_device(*found)
-
-        def is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-            return primitive.name not in ("sharding_constraint", "custom_jvp_call")  # by which weights are gathered
-
-        return jax.checkpoint(computed, policy=is_kept), operands
-
-    def _of_one_token(self, *values: Any) -> Any:
-        return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
-
-    def _per_device(self, *values: Any) -> Any:
-        """Computes the mixture of each device's tokens, given operands and the indices of chosen experts."""
-        mixture, places, output = self._mixture, self._mixture.places, self._mixture.output
-        shards = self._shards()
-        sizes, axes = self._tokens(shards)
-        names = (*itertools.chain.from_iterable(axes), *shards.axes)
-
-        def spec_of(variable: Any) -> PartitionSpec:
-            tokens = () if places[variable].tokens is None else axes
-            return PartitionSpec(*tokens, *shards.axes_of(variable, places[variable]))
-
-        arguments, specs, summed = [], [], []
-        for variable, value in zip(mixture.operands, values, strict=False):
-            tokens = places[variable].tokens
-            value = value.transpose(tokens_first(places[variable], variable))
-            arguments.append(value if tokens is None else value.reshape(*sizes, *value.shape[len(tokens) :]))
-            specs.append(spec_of(variable))
-            if jnp.issubdtype(value.dtype, jnp.inexact):  # those come first
-                own = axis_names(specs[-1])
-                summed.append(tuple(name for name in names if name not in own))
-        indices = values[-1].reshape(*sizes, mixture.choice.num_chosen)
-        summand_axes = shards.summand_axes(output)
-
-        def on_device(*values: Any) -> Any:
-            self._num_rows = values[-1].size // shards.num_expert_shards
-            self._flops = self._num_rows * row_flops(mixture, shards)
-            result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards)
-            return result[None] if summand_axes else result
-
-        out_spec = PartitionSpec(*([summand_axes] if summand_axes else []), *spec_of(output))
-        result = call_per_device(
-            on_device, self._program.mesh, (*arguments, indices), (*specs, PartitionSpec(*axes)), out_spec, summed
-        )
-        if summand_axes:
-            result = jax.lax.reduce_sum(result, (0,))
-        order = tokens_first(places[output], output)
-        result = result.reshape([output.aval.shape[dim] for dim in order])
-        return result.transpose(sorted(range(len(order)), key=order.__getitem__))
-
-    def _shards(self) -> Shards:
-        mixture, mesh = self._mixture, self._program.mesh
-        if jax.sharding.get_abstract_mesh().manual_axes:  # all operands are shards already
-            return UNSHARDED
-        places = mixture.places
-        weights = [v for v in mixture.operands if places[v].tokens is None and places[v].expert is not None]
-        return read_shards(mixture, {v: self._program.axes_of(v) for v in weights}, mesh.shape)
-
-    def _tokens(self, shards: Shards) -> tuple[list[int], list[tuple[str, ...]]]:
-        """Returns the sizes of the dims of tokens, and the axes of the mesh over which they are sharded.
-
-        Operands may have several dims of tokens, such as batch and positions, or one.
-        """
-        indices, places = self._mixture.choice.indices, self._mixture.places
-        dims = [dim for dim, size in enumerate(indices.aval.shape[:-1]) if size > 1]
-        sizes = [indices.aval.shape[dim] for dim in dims]
-        axes_of_indices = self._program.axes_of(indices)
-        axes = [tuple(name for name in axes_of_indices[dim] if name not in shards.axes) for dim in dims]
-        operands = (*self._mixture.operands, self._mixture.output)
-        variables = [each for each in operands if places[each].tokens is not None]
-        if any([each.aval.shape[dim] for dim in places[each].tokens or ()] != sizes for each in variables):
-            return [math.prod(sizes)], axes[:1]
-        return sizes, axes
-
-    def _product(self, rows: Any, weights: Any, sizes: Any, filled: float) -> Any:
-        dtype = jnp.promote_types(rows.dtype, weights.dtype)
-        form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
-        self._forms.add(form)
-        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled)
+    def _with_gather(self, equation: Any) -> Sequence[Any]:
+        function = self._gathers.get(id(equation))
+        return [equation] if function is None else equations_in_place_of(equation, function)

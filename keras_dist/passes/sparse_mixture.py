@@ -1,0 +1,283 @@
+"""The equations of a mixture of experts that is computed on each device for chosen experts."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
+from keras_dist.mixtures.computation import compute_mixture
+from keras_dist.mixtures.exchange import Form
+from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
+from keras_dist.mixtures.recognition import Mixture, MixtureCall
+from keras_dist.mixtures.rows import tokens_first
+from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
+from keras_dist.passes.step_program import StepProgram
+from keras_dist.sharding.per_device import call_per_device
+from keras_dist.sharding.resharding import to_compute_layout
+from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, scope_of
+from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
+from keras_dist.tracing.primitives import UNCHANGED
+
+
+class Scope:
+    """An open jaxpr, and what computes its values and inputs."""
+
+    def __init__(self, jaxpr: Any, outer: "Scope | None" = None, inputs: Mapping[Any, Any] | None = None):
+        """`inputs`: variables of the outer scope, by inputs of this one."""
+        self._jaxpr, self._outer, self._inputs = jaxpr, outer, inputs or {}
+        self._producers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+
+    def own_producer(self, variable: Any) -> Any:
+        """Returns the equation that computes a variable here; None if there is none."""
+        return self._producers.get(variable)
+
+    def producer(self, variable: Any) -> Any:
+        """Returns the equation that computes a variable here or outside; None if there is none."""
+        if self._outer is None or variable in self._producers:
+            return self.own_producer(variable)
+        return self._outer.producer(self._inputs.get(variable, variable))
+
+    def with_only(self, equation: Any) -> Any:
+        """Returns a jaxpr of one equation."""
+        variables = {"invars": equation.invars, "outvars": equation.outvars, "constvars": []}
+        return self._jaxpr.replace(eqns=[equation], **variables)
+
+
+class SparseMixture:
+    """Equations in place of the sum over experts of a mixture.
+
+    Weights may be stored in shards over axes of the batch, which are gathered for the layers that read them. The
+    expert axes among them need not be: the weights of experts stay where they are, and tokens are sent to them, if
+    these have fewer bytes.
+    """
+
+    def __init__(self, program: StepProgram, mixture: Mixture, scope: "Scope", regathers: bool):
+        """`regathers`: weights are gathered again for the backward pass."""
+        self._program, self._mixture, self._scope, self._regathers = program, mixture, scope, regathers
+        self._forms: set[ChosenForm] = set()
+        self._shards = UNSHARDED
+        self._num_rows, self._flops, self._exchange = mixture.choice.num_chosen, 0.0, None
+
+    def equations(self) -> Sequence[Any]:
+        mixture, function = self._mixture, self._per_device
+        operands = [*mixture.operands, mixture.choice.indices]
+        if mixture.num_tokens == 1:
+            function = self._of_one_token
+        else:
+            self._shards = self._read_shards()
+            if self._regathers:
+                function, operands = self._from_stored_weights(operands)
+        found = equations_in_place_of(mixture.equations[-1], function, operands)
+        # Of several forms, one that has a reason is reported.
+        form = min(self._forms, key=lambda form: form.reason is None, default=ChosenForm("chosen weights", None))
+        choice, layer = mixture.choice, scope_of(mixture.equations[-1])
+        self._program.mixtures.append(
+            MixtureCall(
+                layer, *form, choice.num_experts, choice.num_chosen, self._num_rows, self._flops, self._exchange
+            )
+        )
+        return found
+
+    def _of_one_token(self, *values: Any) -> Any:
+        return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
+
+    def _per_device(self, *values: Any) -> Any:
+        """Computes the mixture of each device's tokens, given operands and the indices of chosen experts."""
+        mixture, places, output, shards = self._mixture, self._mixture.places, self._mixture.output, self._shards
+        sizes, axes = self._tokens(shards.shared_axes)
+        names = (*itertools.chain.from_iterable(axes), *shards.shared_axes)
+
+        def spec_of(variable: Any) -> PartitionSpec:
+            tokens = () if places[variable].tokens is None else axes
+            return PartitionSpec(*tokens, *shards.axes_of(variable, places[variable]))
+
+        arguments, specs, summed = [], [], []
+        for variable, value in zip(mixture.operands, values, strict=False):
+            tokens = places[variable].tokens
+            value = value.transpose(tokens_first(places[variable], variable))
+            arguments.append(value if tokens is None else value.reshape(*sizes, *value.shape[len(tokens) :]))
+            specs.append(spec_of(variable))
+            if jnp.issubdtype(value.dtype, jnp.inexact):  # those come first
+                own = axis_names(specs[-1])
+                summed.append(tuple(name for name in names if name not in own))
+        indices = values[-1].reshape(*sizes, mixture.choice.num_chosen)
+        summand_axes = shards.summand_axes(output)
+
+        def on_device(*values: Any) -> Any:
+            self._num_rows = values[-1].size // (1 if shards.exchange else shards.num_expert_shards)
+            self._flops = self._num_rows * row_flops(mixture, shards)
+            result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards)
+            return result[None] if summand_axes else result
+
+        out_spec = PartitionSpec(*([summand_axes] if summand_axes else []), *spec_of(output))
+        result = call_per_device(
+            on_device, self._program.mesh, (*arguments, indices), (*specs, PartitionSpec(*axes)), out_spec, summed
+        )
+        if summand_axes:
+            result = jax.lax.reduce_sum(result, (0,))
+        order = tokens_first(places[output], output)
+        result = result.reshape([output.aval.shape[dim] for dim in order])
+        return result.transpose(sorted(range(len(order)), key=order.__getitem__))
+
+    def _read_shards(self) -> Shards:
+        if jax.sharding.get_abstract_mesh().manual_axes:  # all operands are shards already
+            return UNSHARDED
+        program, places = self._program, self._mixture.places
+        axes: dict[Any, Any] = {}
+        for weight in self._weights:
+            if places[weight].expert is not None:
+                names = program.axes_of(weight)
+                axes[weight] = [[name for name in each if name not in self._batch_axes] for each in names]
+        exchange = self._choose_exchange(axes) if program.expert_axes else None
+        if program.expert_axes:
+            over = ", ".join(map(repr, program.expert_axes))
+            self._exchange = f"{'tokens' if exchange else 'weights'} over {over}"
+        expert_axes = program.expert_axes if exchange else ()
+        return read_shards(self._mixture, axes, program.mesh.shape, expert_axes, exchange)
+
+    @property
+    def _weights(self) -> list[Any]:
+        return [each for each in self._mixture.operands if self._mixture.places[each].tokens is None]
+
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        return self._program.placer.batch_axes + self._program.placer.sequence_axes
+
+    def _choose_exchange(self, axes_of_weights: Mapping[Any, Sequence[Sequence[str]]]) -> Form | None:
+        """Returns how rows are sent to the devices of their experts; None if weights are sent to the tokens."""
+        mixture, mesh, expert_axes = self._mixture, self._program.mesh, self._program.expert_axes
+        sizes, axes = self._tokens(())
+        token_axes = {*itertools.chain.from_iterable(axes)}
+        parts = math.prod(mesh.shape[name] for name in expert_axes)
+        is_inexact = all(jnp.issubdtype(variable.aval.dtype, jnp.inexact) for variable in mixture.operands)
+        if not is_inexact or not token_axes.issuperset(expert_axes) or mixture.choice.num_experts % parts:
+            return None
+        weight_bytes = 0.0
+        for weight, names in axes_of_weights.items():
+            sharded = {*itertools.chain.from_iterable(names)}
+            is_stored = not {*expert_axes}.isdisjoint(self._stored_axes(weight))
+            weight_bytes += is_stored * _bytes(weight) / math.prod(mesh.shape[name] for name in sharded)
+        num_tokens = math.prod(sizes) / math.prod(mesh.shape[name] for name in token_axes)
+        rows = [each for each in (*mixture.operands, mixture.output) if mixture.places[each].tokens is not None]
+        row_bytes = sum(
+            math.prod(each.aval.shape[dim] for dim in mixture.places[each].rest(each)) * each.aval.dtype.itemsize
+            for each in rows
+        )
+        # A step sends rows to experts and results back, and their gradients. Weights are gathered, and their gradients
+        # reduced and scattered.
+        if 2 * num_tokens * mixture.choice.num_chosen * row_bytes > (3 if self._regathers else 2) * weight_bytes:
+            return None
+        return "equal" if self._program.device.platform == "cpu" else "ragged"
+
+    def _stored_axes(self, weight: Any) -> set[str]:
+        """Returns the axes over which a weight is sharded before it is gathered for this mixture."""
+        layouts = [self._program.axes_of(weight)]
+        for equation, _ in self._reading(weight, self._scope.producer):
+            if _gathers(equation):
+                layouts.append([axis_tuple(entry) for entry in _layouts(equation)[0].axes])
+        return {name for layout in layouts for names in layout for name in names}
+
+    def gathers_of_others(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+        """Yields the equations that gather weights over the expert axes, and functions that do so over others only."""
+        if self._shards.exchange:
+            for weight in self._weights:
+                for equation, expert in self._reading(weight, self._scope.producer):
+                    if expert is not None and _gathers(equation):
+                        yield equation, functools.partial(self._with_experts_sharded, equation, expert)
+
+    def _from_stored_weights(self, operands: list[Any]) -> tuple[Callable, list[Any]]:
+        """Returns the function of operands as they are before their weights are gathered, and these operands."""
+        reads = {weight: self._reading(weight, self._scope.own_producer) for weight in self._weights}
+
+        def computed(*values: Any) -> Any:
+            pairs = zip(operands, values, strict=True)
+            return self._per_device(*(self._read(reads.get(variable, ()), value) for variable, value in pairs))
+
+        def is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+            return primitive.name not in ("sharding_constraint", "custom_jvp_call")  # by which weights are gathered
+
+        stored = [reads[each][0][0].invars[0] if reads.get(each) else each for each in operands]
+        return jax.checkpoint(computed, policy=is_kept), stored
+
+    def _reading(self, weight: Any, producer: Callable[[Any], Any]) -> list[tuple[Any, int | None]]:
+        """Returns the equations from a stored weight to an operand of the mixture, each with the dim of experts."""
+        stored, dim = weight, self._mixture.places[weight].expert
+        found: list[tuple[Any, int | None]] = []
+        while (equation := producer(stored)) is not None and len(equation.invars) == 1:
+            if not _gathers(equation):
+                if equation.primitive.name not in (*_READING, *UNCHANGED):
+                    break
+                dim = None if dim is None else moved_dim(dim, reversed_groups(kept_dims(equation, 0)))
+            (stored,) = equation.invars
+            found.insert(0, (equation, dim))
+        return found
+
+    def _read(self, reading: Sequence[tuple[Any, int | None]], value: Any) -> Any:
+        for equation, expert in reading:
+            if self._shards.exchange and expert is not None and _gathers(equation):
+                value = self._with_experts_sharded(equation, expert, value)
+            else:
+                (value,) = as_function(self._scope.with_only(equation))(value)
+        return value
+
+    def _with_experts_sharded(self, gather: Any, expert: int, value: Any) -> Any:
+        """Gathers a weight as an equation does, but not over the expert axes."""
+        stored, compute = _layouts(gather)
+        entries = list(compute.axes)
+        entries[expert] = self._shards.expert_axes
+        summed_axes = [name for name in self._batch_axes if name not in self._shards.expert_axes]
+        return to_compute_layout(value, stored, TensorLayout(entries, compute.device_mesh), stored, summed_axes)
+
+    def _tokens(self, shared_axes: Collection[str]) -> tuple[list[int], list[tuple[str, ...]]]:
+        """Returns the sizes of the dims of tokens, and the axes of the mesh over which they are sharded.
+
+        They are not sharded over `shared_axes`.
+        Operands may have several dims of tokens, such as batch and positions, or one.
+        """
+        indices, places = self._mixture.choice.indices, self._mixture.places
+        dims = [dim for dim, size in enumerate(indices.aval.shape[:-1]) if size > 1]
+        sizes = [indices.aval.shape[dim] for dim in dims]
+        axes_of_indices = self._program.axes_of(indices)
+        axes = [tuple(name for name in axes_of_indices[dim] if name not in shared_axes) for dim in dims]
+        operands = (*self._mixture.operands, self._mixture.output)
+        variables = [each for each in operands if places[each].tokens is not None]
+        if any([each.aval.shape[dim] for dim in places[each].tokens or ()] != sizes for each in variables):
+            return [math.prod(sizes)], axes[:1]
+        return sizes, axes
+
+    def _product(self, rows: Any, weights: Any, sizes: Any, filled: float) -> Any:
+        dtype = jnp.promote_types(rows.dtype, weights.dtype)
+        form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
+        self._forms.add(form)
+        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled)
+
+
+_READING = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
+
+
+def _gathers(equation: Any) -> bool:
+    """Whether an equation changes the layout of a weight that is stored in another one, by `to_compute_layout`."""
+    if equation.primitive.name != "custom_jvp_call":
+        return False
+    return all(each.primitive.name == "sharding_constraint" for each in equation.params["call_jaxpr"].eqns)
+
+
+def _layouts(gather: Any) -> tuple[TensorLayout, TensorLayout]:
+    """Returns the layout in which a weight is stored, and that in which layers compute with it."""
+    shardings = [each.params["sharding"] for each in gather.params["call_jaxpr"].eqns]
+    rank = gather.invars[0].aval.ndim
+    stored, compute = (
+        TensorLayout([*each.spec, *[None] * (rank - len(each.spec))], each.mesh)
+        for each in (shardings[0], shardings[-1])
+    )
+    return stored, compute
+
+
+def _bytes(variable: Any) -> int:
+    return variable.aval.size * variable.aval.dtype.itemsize
