@@ -13,6 +13,7 @@ from keras_dist.attention.attention import AttentionCall
 from keras_dist.attention.sharded import KERNEL_SCOPE
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.mixtures.grouped_products import grouped_product_flops
+from keras_dist.mixtures.rounds import EXTRA_ROUNDS
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.steps.step_state import Call
 from keras_dist.tracing.jaxpr_evaluation import all_equations, inner_jaxprs
@@ -115,7 +116,7 @@ class _Counter:
             if name == "scan":
                 times = equation.params["length"]
             elif name == "while" and any(flops):
-                times = math.nan
+                times = 0 if EXTRA_ROUNDS in str(equation.source_info.name_stack) else math.nan
             elif name == "shard_map":  # its body has the shapes of one device, and some repeat the work of others
                 specs = (*equation.params["in_specs"], *equation.params["out_specs"])
                 axes = {axis for spec in specs for axis in axis_names(spec)}

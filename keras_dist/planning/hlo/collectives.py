@@ -27,7 +27,8 @@ class Collective:
         op_name: The JAX operation that it comes from, "" if the compiler kept none.
         tensors: Number of tensors that it combines.
         bytes: Payload of one run on one device, in bytes: the unsharded size of what is reduced, gathered or scattered,
-            or the size of what one device exchanges or sends.
+            or the size of what one device exchanges or sends. Of a ragged-all-to-all, whose rows and buffers are of
+            different sizes, it is the smaller one, which is what balanced routing exchanges.
         wire_bytes: Bytes that one device sends in one run, see `wire_bytes`.
         count: Number of runs in one execution of the module.
         group_size: Devices in a group; 2 for a collective-permute.
@@ -98,10 +99,11 @@ def read_collective(
     """Reads an instruction for which `is_collective` holds, with a count of 1. `axes` are sizes, outermost first."""
     kind, numbered, groups = _kind_and_groups(module, instruction, slices)
     tensors = [array for shape in computation.operand_shapes(instruction) for array in leaves(shape)]
-    has_offsets = kind == "ragged-all-to-all" or (instruction.attribute("slice_sizes") and kind.endswith("permute"))
-    if has_offsets or instruction.opcode == "send":
-        # The other operands are offsets, sizes or tokens.
-        tensors = tensors[:1]
+    has_offsets = instruction.attribute("slice_sizes") and kind.endswith("permute")
+    if kind == "ragged-all-to-all" or has_offsets or instruction.opcode == "send":
+        # The other operands are offsets, sizes or tokens. Of a ragged exchange the second one is the output.
+        num_buffers = 2 if instruction.base_opcode == "ragged-all-to-all" else 1
+        tensors = [min(tensors[:num_buffers], key=lambda array: array.bytes)]
     if kind == "all-reduce" and in_fusion and _is_only_sliced(computation, instruction.name):
         # TPUs write a reduce-scatter as a fusion of an all-reduce and a slice.
         kind = "reduce-scatter"

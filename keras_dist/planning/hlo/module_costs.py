@@ -180,8 +180,8 @@ class ModuleReader:
         elif opcode == "while":
             trips = trip_count(self.module, computation, instruction)
             costs.unknown_loops += trips is None
-            for key in ("condition", "body"):
-                costs.add(self.costs(self.module.called(instruction, key).name), 1 if trips is None else trips)
+            for key in ("condition", "body") if trips != 0 else ():
+                costs.add(self.costs(self.module.called(instruction, key).name), trips or 1)
         elif opcode == "conditional":
             costs.add(self.costs(self.branch(instruction)))
         elif opcode in ("fusion", "call", "async"):

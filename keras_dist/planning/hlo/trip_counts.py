@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from keras_dist.mixtures.rounds import EXTRA_ROUNDS
 from keras_dist.planning.hlo.parser import Computation, Instruction, Module
 from keras_dist.planning.hlo.shapes import bits, leaves
 
@@ -19,6 +20,8 @@ class _Value(NamedTuple):
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Returns the number of iterations of a `while` instruction, None if it is unknown.
 
+    Loops over what only unbalanced routing of tokens to experts needs have none.
+
     Uses the compiler's `known_trip_count` if there is one; libtpu writes none. Otherwise both sides of the condition
     must change by constants: literals, or values that are carried unchanged or passed through copies, tuples, fusions
     and calls.
@@ -26,6 +29,8 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     Example: condition `i < 10`, body `(i + 3, ...)`, initial tuple `(1, ...)`: the left side is element 0 of the
     carried tuple, which is first 1 and grows by 3, the right side is 10. So `i` is 1, 4, 7, and the loop runs 3 times.
     """
+    if EXTRA_ROUNDS in loop.op_name:
+        return 0
     if known := re.search(r'known_trip_count"?:\{"n":"?(\d+)', loop.backend_config):
         return int(known[1])
     condition = module.called(loop, "condition")

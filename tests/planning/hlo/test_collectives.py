@@ -191,6 +191,17 @@ class TestCollectiveForms:
         )
         assert (found.kind, found.bytes, found.tensors) == ("ragged-all-to-all", 1024, 1)
 
+    @pytest.mark.parametrize(("rows", "buffer"), [("x", "large"), ("large", "x")])
+    def test_ragged_all_to_all_sends_rows_and_not_the_rest_of_a_buffer(self, rows, buffer):
+        size = {"x": 256, "large": 320}[buffer]
+        [found] = collectives_of(
+            self.X,
+            "%large = f32[320]{0} parameter(1)",
+            "%s = s32[8]{0} parameter(2)",
+            f"ROOT %c = f32[{size}]{{0}} ragged-all-to-all(%{rows}, %{buffer}, %s, %s, %s, %s), replica_groups={{}}",
+        )
+        assert (found.bytes, found.wire_bytes) == (1024, 896)
+
     REDUCE_SCATTER = (
         "%all-reduce-scatter (input: f32[256]) -> f32[32] {\n"
         "  %input = f32[256]{0} parameter(0)\n"

@@ -3,6 +3,8 @@
 import pytest
 from support.hlo_text import module_of, read_module
 
+from keras_dist.mixtures.rounds import EXTRA_ROUNDS
+
 
 class TestTripCounts:
     BODY = """
@@ -67,6 +69,11 @@ class TestTripCounts:
     @pytest.mark.parametrize("config", ['{"known_trip_count":{"n":"7"}}', '{"a":{"b":1},"known_trip_count":{"n":"7"}}'])
     def test_known_trip_count_of_the_compiler(self, config):
         assert self.count(note=f", backend_config={config}") == 7
+
+    def test_what_only_unbalanced_routing_needs_does_not_run(self):
+        scope = f', metadata={{op_name="jit(f)/transpose(jvp({EXTRA_ROUNDS}))/while"}}'
+        assert self.count(start="%unknown") is None
+        assert self.count(start="%unknown", note=scope) == 0
 
     @pytest.mark.parametrize(
         ("direction", "first", "step", "limit"),
