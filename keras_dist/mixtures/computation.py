@@ -74,11 +74,12 @@ def _by_exchange(mixture, product, operands, indices, shards):
         num_rows = rows[0].shape[0]
         filled = indices.size / num_rows
         groups = Groups.of(sizes, num_rows)
-        return compute_rows(mixture, lambda *operands: product(*operands, filled), shards, groups, received)
+        results = compute_rows(mixture, lambda *operands: product(*operands, filled), shards, groups, received)
+        return results.astype(mixture.summand_dtype)
 
     rows, weights = ([given[variable] for variable in given if is_row[variable] == is_in] for is_in in (True, False))
     results = computed_by_exchange(computed, rows, weights, routing.groups.sizes, shards.expert_axes, shards.exchange)
-    return routing.summed(results)
+    return routing.summed(results.astype(mixture.output.aval.dtype))
 
 
 def _of_some_experts(mixture, product, operands, indices, shards):

@@ -54,6 +54,15 @@ class Mixture:
     def output(self) -> Any:
         return self.equations[-1].outvars[0]
 
+    @property
+    def summand_dtype(self) -> Any:
+        """The dtype in which an expert computes what is summed, although the sum may be in a wider one."""
+        *others, last = self.equations
+        summed = {equation.outvars[0]: equation for equation in others}.get(last.invars[0])
+        if last.primitive.name == "reduce_sum" and summed and summed.primitive.name == "convert_element_type":
+            return summed.invars[0].aval.dtype
+        return self.output.aval.dtype
+
     @cached_property
     def operands(self) -> list[Any]:
         """The variables that are computed before, those with gradients first."""

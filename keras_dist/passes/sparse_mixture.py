@@ -113,14 +113,14 @@ class SparseMixture:
             self._num_rows = values[-1].size // (1 if shards.exchange else shards.num_expert_shards)
             self._flops = self._num_rows * row_flops(mixture, shards)
             result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards)
-            return result[None] if summand_axes else result
+            return result.astype(mixture.summand_dtype)[None] if summand_axes else result
 
         out_spec = PartitionSpec(*([summand_axes] if summand_axes else []), *spec_of(output))
         result = call_per_device(
             on_device, self._program.mesh, (*arguments, indices), (*specs, PartitionSpec(*axes)), out_spec, summed
         )
         if summand_axes:
-            result = jax.lax.reduce_sum(result, (0,))
+            result = jax.lax.reduce_sum(result, (0,)).astype(output.aval.dtype)
         order = tokens_first(places[output], output)
         result = result.reshape([output.aval.shape[dim] for dim in order])
         return result.transpose(sorted(range(len(order)), key=order.__getitem__))
@@ -164,11 +164,11 @@ class SparseMixture:
             is_stored = not {*expert_axes}.isdisjoint(self._stored_axes(weight))
             weight_bytes += is_stored * _bytes(weight) / math.prod(mesh.shape[name] for name in sharded)
         num_tokens = math.prod(sizes) / math.prod(mesh.shape[name] for name in token_axes)
-        rows = [each for each in (*mixture.operands, mixture.output) if mixture.places[each].tokens is not None]
-        row_bytes = sum(
-            math.prod(each.aval.shape[dim] for dim in mixture.places[each].rest(each)) * each.aval.dtype.itemsize
-            for each in rows
-        )
+        rows = [(each, each.aval.dtype) for each in mixture.operands if mixture.places[each].tokens is not None]
+        row_bytes = 0
+        for variable, dtype in (*rows, (mixture.output, mixture.summand_dtype)):
+            others = mixture.places[variable].rest(variable)
+            row_bytes += math.prod(variable.aval.shape[dim] for dim in others) * dtype.itemsize
         # A step sends rows to experts and results back, and their gradients. Weights are gathered, and their gradients
         # reduced and scattered.
         if 2 * num_tokens * mixture.choice.num_chosen * row_bytes > (3 if self._regathers else 2) * weight_bytes:
