@@ -47,20 +47,24 @@ def experts(program: StepProgram) -> ClosedJaxpr:
     traced = program.jaxpr
     sizes = {number_of_experts(equation) for equation in all_equations(traced)}
 
-    def regathers(equation: Any) -> bool:
-        """Whether a part is computed again that has weights of experts, and not their router.
+    def has_weights(equation: Any) -> bool:
+        return any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
+
+    def is_in_parts(equation: Any) -> bool:
+        """Whether a part is computed again that has weights of experts or their router, and not both.
 
         With `reshard_after_forward` each layer is such a part, for which its weights are gathered again.
         """
         if equation.primitive.name not in REMATERIALIZATIONS:
             return False
-        has_weights = any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
-        return has_weights and all(number_of_experts(e) is None for e in all_equations(equation.params["jaxpr"]))
+        chooses = any(number_of_experts(each) is not None for each in all_equations(equation.params["jaxpr"]))
+        return has_weights(equation) != chooses
 
-    for is_call in (regathers, never) if any(map(regathers, all_equations(traced))) else (never,):
+    regathers = any(is_in_parts(each) and has_weights(each) for each in all_equations(traced))
+    for is_call in (is_in_parts, never) if regathers else (never,):
         program.mixtures.clear()
         whole = inlined(traced.jaxpr, traced.consts, is_call)
-        changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts, is_call is regathers)
+        changed = _changed(replace(program, jaxpr=whole), whole.jaxpr, whole.consts, is_call is is_in_parts)
         if changed is not None:
             return whole.replace(jaxpr=changed)
     return traced
