@@ -83,19 +83,23 @@ def _changed(program: StepProgram, jaxpr: Any, constants: Sequence[Any], regathe
     by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
 
     def in_body(body: Any) -> Any:
-        return body if (found := _changed(program, body, (), regathers)) is None else found
+        return body if (found := _changed(replace(program, choices=None), body, (), regathers)) is None else found
 
+    chosen: list[Any] = []
     equations: list[Any] = []
     for equation in jaxpr.eqns:
         if (mixture := by_equation.get(id(equation))) is not None:
             sparse = _SparseMixture(program, mixture, jaxpr if regathers else None)
-            equations += [equation] if sparse.is_dense() else sparse.equations()
+            if not (is_dense := sparse.is_dense()) and program.choices is not None:
+                program.choices.append(mixture.choice)
+                chosen.append(mixture.choice.indices)
+            equations += [equation] if is_dense else sparse.equations()
         elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
             equations.append(with_programs(equation, in_body))
         else:
             equations.append(equation)
     equations = unless_same(jaxpr.eqns, equations)
-    return None if equations is jaxpr.eqns else _live(jaxpr.replace(eqns=equations))
+    return None if equations is jaxpr.eqns else _live(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *chosen]))
 
 
 def _live(jaxpr: Any) -> Any:
