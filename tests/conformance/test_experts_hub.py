@@ -36,11 +36,11 @@ def gpt_oss():
 
 
 def qwen3_5_moe():
-    """A block of linear attention, and one of attention."""
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": KINDS}
+    """Blocks of linear attention and of attention, each twice: `remat` is for blocks that are repeated."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": 2 * KINDS}
     linear |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
     own = {"moe_intermediate_dim": 12, "shared_expert_intermediate_size": 8, "num_experts": 8, "top_k": 2}
-    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_dim"}
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_dim"} | {"num_layers": 4}
     return keras_hub.models.Qwen3_5MoeBackbone(**sizes, **HEADS, **own, **linear, head_dim=8)
 
 
@@ -158,8 +158,9 @@ def test_generate_reads_the_weights_of_chosen_experts(name, rows):
 
     found, calls = generated(kd.DataParallel())
     mixtures = [call for call in calls if hasattr(call, "form")]
-    assert len(mixtures) == 4  # of two layers, for the prompts and for the next token
-    assert {call.form for call in mixtures[2:]} == {"chosen weights" if rows == 1 else "blocks"}
+    layers = 4 if name == "Qwen3.5-MoE" else 2
+    assert len(mixtures) == 2 * layers  # for the prompts and for the next token
+    assert {call.form for call in mixtures[layers:]} == {"chosen weights" if rows == 1 else "blocks"}
     assert mixtures[-1].rows == 2
     np.testing.assert_array_equal(found, generated(None)[0])
 

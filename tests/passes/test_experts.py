@@ -205,6 +205,16 @@ def test_sparse_experts_that_are_found():
     assert [(call.layer, call.form) for call in calls] == [("one_expert", "blocks")]
 
 
+@pytest.mark.parametrize("reduced", ["update", "microbatch"])
+def test_a_plan_lists_the_mixtures_of_a_microbatch_once(reduced):
+    start_anew()
+    options = kd.StepOptions(microbatches=2, reduce_gradients=reduced)
+    batch = (16, 9, WIDTH), (16, 9, 2)
+    model = model_of(SPARSE["OneExpert"]())
+    (mixtures,) = kd.plan(model, kd.DataParallel(step_options=options), batch, progress=False).mixtures
+    assert (mixtures.calls, mixtures.rows) == (1, 9)  # 16 sequences in two parts, on eight devices
+
+
 class Quantized(keras.layers.Layer):
     """Experts whose weights are stored as int8."""
 
