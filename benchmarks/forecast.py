@@ -1,8 +1,8 @@
 """Forecasts and bounds against public measurements.
 
 Without arguments: collectives and matrix multiplications, in seconds. With names of rows (or `all`): steps of
-KerasHub's Llama 3, planned as published as far as keras_dist can express it; what differs is in the row. With
-`overhead`: what the forecast adds to the time of a plan.
+KerasHub's Llama 3 and Mixtral, planned as published as far as keras_dist can express it; what differs is in the row.
+With `overhead`: what the forecast adds to the time of a plan.
 
 No figure of the forecast is tuned to a row. The rates of GPUs are fitted to the two tables of OpenXLA as a whole, so
 their rows show how good these fits are; the rates of TPUs' matrix multiplications are the compiler's own. The bound
@@ -24,6 +24,7 @@ import plan_llama  # isort: skip  # sets the environment
 import jax
 import jax.numpy as jnp
 import keras
+import keras_hub
 import numpy as np
 
 import keras_dist as kd
@@ -196,7 +197,10 @@ def worked_examples() -> Table:
 
 
 class Step(NamedTuple):
-    """A published training step, `remat` with the blocks computed again in the backward pass."""
+    """A published training step, `remat` with the blocks computed again in the backward pass.
+
+    With `regathers`, their weights are gathered again for it, too, and the batch is computed in microbatches.
+    """
 
     source: str
     size: str
@@ -209,8 +213,15 @@ class Step(NamedTuple):
     memory: float | None = None  # measured, in bytes
     options: tuple[str, ...] = ()  # recommended sets
     why: str = ""
+    regathers: bool = False
+    microbatches: int = 1
+    compile_depths: tuple[int, int] = (2, 4)
 
 
+# The sizes of Mixtral are those of KerasHub's preset.
+MIXTRAL = {"vocabulary_size": 32000, "num_query_heads": 32, "num_key_value_heads": 8, "num_experts": 8, "top_k": 2}
+MIXTRAL |= {"layers": 32, "hidden_dim": 4096, "intermediate_dim": 14336}
+SIZES = {**plan_llama.SIZES, "mixtral-8x7b": MIXTRAL}
 V6E = RECIPES.format("training/trillium/{}")
 OFFLOADED = "MaxText moves some activations to the host; here blocks are computed again"
 STEPS = {
@@ -236,6 +247,12 @@ STEPS = {
         "MaxText, docs/reference/models/tiering.md, configs/v5p/llama2_70b.sh", "llama2-70b", "v5p:8x8x4", 1024, 4096,
         4 * 4096 / 692, "MaxText keeps most products of a block; here blocks are computed again", remat=True,
     ),
+    "maxtext-mixtral-8x7b-v5p-256": Step(
+        f"MaxText, docs/reference/models/tiering.md, {RECIPES.format('training/v5p/Mixtral-8X7B-Maxtext')}",
+        "mixtral-8x7b", "v5p:8x4x4", 36 * 128, 4096, 36 * 4096 / 2909,
+        "KerasHub computes SiLU in float32, so a batch is computed in two parts, and their weights are gathered anew",
+        remat=True, regathers=True, microbatches=2, compile_depths=(1, 2),  # a block takes minutes to compile
+    ),
 }  # fmt: skip
 NOT_REPRODUCED = {
     "Llama 3.1 405B, 512 x v5p (131.5 s)": "MaxText moves the inputs of blocks, 68 GB a device, to the host",
@@ -257,12 +274,22 @@ def register_hardware() -> None:
     )
 
 
+def mixtral(depth: int, **sizes: int) -> keras.Model:
+    """Returns a compiled Mixtral with weights in bfloat16."""
+    keras.config.set_dtype_policy("bfloat16")
+    backbone = keras_hub.models.MixtralBackbone(num_layers=depth, **sizes, rope_max_wavelength=1e6, sliding_window=None)
+    model = keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
+    model.compile(keras.optimizers.AdamW(3e-4), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def build(blocks: int, size: str, remat: bool) -> keras.Model:
-    sizes = {name: value for name, value in plan_llama.SIZES[size].items() if name != "layers"}
+    sizes = {name: value for name, value in SIZES[size].items() if name != "layers"}
+    builder = mixtral if "num_experts" in sizes else plan_llama.build
     names = [f"transformer_layer_{number}" for number in range(blocks)]
     scope = keras.RematScope(mode="list_of_layers", layer_names=names) if remat else contextlib.nullcontext()
     with scope:
-        return plan_llama.build(blocks, **sizes)
+        return builder(blocks, **sizes)
 
 
 def planned_step(step: Step) -> kd.Plan:
@@ -274,11 +301,14 @@ def planned_step(step: Step) -> kd.Plan:
     for name in step.options:
         options |= dict(made.hardware.recommended_compiler_options[name])
     builder: Callable[[int], keras.Model] = functools.partial(build, size=step.size, remat=step.remat)
+    parts: dict[str, Any] = {} if step.microbatches == 1 else {"reduce_gradients": "microbatch"}
+    step_options = kd.StepOptions(microbatches=step.microbatches, **parts)
     return kd.plan(
         builder,
-        kd.FullyShardedDataParallel(mesh),
+        kd.FullyShardedDataParallel(mesh, reshard_after_forward=step.regathers, step_options=step_options),
         batch,
-        depth=plan_llama.SIZES[step.size]["layers"],
+        depth=SIZES[step.size]["layers"],
+        compile_depths=step.compile_depths,
         compiler_options=options,
     )
 

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from keras_dist.mixtures.choices import Choice, Unchosen, read_choices
+from keras_dist.tracing.jaxpr_evaluation import all_equations, inner_jaxprs
 from keras_dist.tracing.kept_dims import kept_dims, moved, moved_dim, reversed_groups
+from keras_dist.tracing.primitives import CALLS_WITH_GRADIENTS
 
 
 class Place(NamedTuple):
@@ -183,6 +185,12 @@ class _Finder:
                 continue  # a number for each pair, such as its gate
             producer = self._producers.get(variable, -1)
             operands = None if producer < 0 else _operands(self._equations[producer], place)
+            if (
+                operands is None
+                and producer >= 0
+                and _hides_weights(self._equations[producer], fact.choice.num_experts)
+            ):
+                raise NoMixture("products with weights of experts have gradients of their own, as quantized ones do")
             if operands is None:
                 name = "an input" if producer < 0 else self._equations[producer].primitive.name
                 reasons += [] if is_single else [f"{name} may compute a value from several tokens or experts"]
@@ -255,6 +263,15 @@ class _Finder:
 def _takes_one_expert(equation: Any, number: int, fact: Unchosen) -> bool:
     is_slice = equation.primitive.name in ("slice", "dynamic_slice", "split", "gather")
     return is_slice and moved_dim(fact.expert, kept_dims(equation, number)) is None
+
+
+def _hides_weights(equation: Any, num_experts: int) -> bool:
+    """Whether an equation calls a function with gradients of its own that has a product with weights of experts."""
+    if equation.primitive.name not in CALLS_WITH_GRADIENTS:
+        return False
+    inner = itertools.chain.from_iterable(map(all_equations, inner_jaxprs(equation.params)))
+    shapes = (variable.aval.shape for each in inner if each.primitive.name == "dot_general" for variable in each.invars)
+    return any(len(shape) > 2 and shape[0] == num_experts for shape in shapes)
 
 
 def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 
 _ALL, _SOME = "promise_in_bounds", "fill"  # how rows are looked up: each has a pair, or there are some without
 
+EXPERT_LOAD = "expert_load"
+"""The name of the largest load among a step's logs."""
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "experts"], meta_fields=["mode"])
 @dataclass(frozen=True)
@@ -90,6 +93,17 @@ class Routing:
     def summed(self, rows: jax.Array) -> jax.Array:
         """Returns the sum of the rows of each token, (T, ...), of (R, ...)."""
         return _rows_to_tokens(rows, self.order, self.rows, self.indices.shape[1], self.groups.mode)
+
+
+def expert_load(indices: jax.Array, num_experts: int) -> jax.Array:
+    """Returns how many times the mean of all experts the fullest one has. `indices` (..., k) are those of the chosen.
+
+    >>> expert_load(jnp.array([[0, 1], [0, 2], [0, 3]]), 4)
+    Array(2., dtype=float32)
+    """
+    is_chosen = indices[..., None] == jnp.arange(num_experts, dtype=indices.dtype)
+    counts = jnp.sum(is_chosen, axis=range(indices.ndim), dtype="float32")
+    return jnp.max(counts) * num_experts / indices.size
 
 
 def _at(values: jax.Array, indices: jax.Array, mode: str) -> jax.Array:

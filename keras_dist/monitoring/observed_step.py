@@ -14,6 +14,7 @@ import keras
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.monitoring.batches import BatchShape, batch_shape
 from keras_dist.monitoring.step_times import Execution
+from keras_dist.steps.step_state import changed
 
 _compilations: ThreadValue[int] = ThreadValue(0)  # how often this process has traced or compiled something
 
@@ -60,7 +61,8 @@ class StepObserver:
             if self._begin is None or not hasattr(iterator, "__next__"):  # a resumed epoch may have no batch
                 return function(state, iterator)
             batches = _ObservedBatches(iterator, self._clock)
-            outputs = function(state, batches)
+            with changed(is_monitored=True):
+                outputs = function(state, batches)
             dispatched = self._clock()
             shapes = [batch_shape(batch) for batch in batches.taken]
             is_compiled = _compilations.value != self._compilations

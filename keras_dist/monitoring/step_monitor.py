@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist._report.user_warnings import warn
+from keras_dist.mixtures.routing import EXPERT_LOAD
 from keras_dist.monitoring.plan_comparison import require_plan
 from keras_dist.monitoring.process_lines import ProcessLines
 from keras_dist.monitoring.profile import StepProfile, require_profile
@@ -31,8 +32,9 @@ class StepMonitor(keras.callbacks.Callback):
 
     In the logs of an epoch are `step_time_ms` (the median), `step_time_p95_ms`, `step_time_std_ms`,
     `samples_per_second`, `tokens_per_second` (of the global batch), `mfu`, `peak_memory_gib`, `data_wait`, `goodput`,
-    and with a plan `step_time_vs_forecast`. Figures that are not available are missing, such as MFU and memory on CPUs.
-    Steps for which something is compiled are counted, but left out of times and rates.
+    with mixtures of experts `expert_load`, and with a plan `step_time_vs_forecast`. Figures that are not available are
+    missing, such as MFU and memory on CPUs. Steps for which something is compiled are counted, but left out of times
+    and rates.
 
     The monitor does not wait for devices, unless `fit` waits for them anyway: a step ends when Keras, in its own
     thread, has the step's logs.
@@ -113,7 +115,8 @@ class StepMonitor(keras.callbacks.Callback):
         run.begin_epoch()
         self._epoch, self._steps_before_epoch = epoch + 1, run.steps
         self._first: int | None = None  # the first batch that fit ran of the epoch
-        self._newest, self._loss = 0, None  # the newest batch, and the loss in its logs
+        self._newest = 0  # the newest batch
+        self._loss = self._load = None  # what its logs have of the loss and the load of experts
         self._refreshed_at = 0  # the step of the epoch at which the logs were computed
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -135,7 +138,8 @@ class StepMonitor(keras.callbacks.Callback):
             self._profile.end_steps(steps)
         with self._lock:
             if batch >= self._newest:
-                self._newest, self._loss = batch, (logs or {}).get("loss")
+                self._newest, logged = batch, logs or {}
+                self._loss, self._load = logged.get("loss"), logged.get(EXPERT_LOAD)
         if self.log_every is not None and steps // self.log_every > before // self.log_every:
             self._show(steps // self.log_every, steps)
         if logs is not None:
@@ -229,6 +233,7 @@ class StepMonitor(keras.callbacks.Callback):
             epoch=self._epoch,
             epochs=self._fit_param("epochs"),
             loss=self._loss,
+            expert_load=self._load,
         )
         if self._lines is None:
             self._print(summary)

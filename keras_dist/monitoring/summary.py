@@ -17,6 +17,7 @@ class Summary:
     epoch: int | None = None  # counted from 1
     epochs: int | None = None
     loss: float | None = None  # the mean of the epoch so far
+    expert_load: float | None = None  # of the newest step: times the mean that the fullest expert of a mixture has
     median: float | None = None
     percentile_95: float | None = None
     deviation: float | None = None  # the standard deviation
@@ -68,6 +69,7 @@ class Summary:
             ("peak memory {}", bytes_text, self.peak_memory),
             ("data wait {}", percent_text, self.data_wait),
             ("goodput {}", percent_text, self.goodput),
+            ("fullest expert {} times the mean", "{:.2f}".format, self.expert_load),
         )
         if self.median is None and not self.steps:
             figures.insert(0, "no step time, because each step compiled something")

@@ -41,20 +41,24 @@ def experts(program: StepProgram) -> ClosedJaxpr:
     traced = program.jaxpr
     sizes = {number_of_experts(equation) for equation in all_equations(traced)}
 
-    def regathers(equation: Any) -> bool:
-        """Whether a part is computed again that has weights of experts, and not their router.
+    def has_weights(equation: Any) -> bool:
+        return any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
+
+    def is_in_parts(equation: Any) -> bool:
+        """Whether a part is computed again that has weights of experts or their router, and not both.
 
         With `reshard_after_forward` each layer is such a part, for which its weights are gathered again.
         """
         if equation.primitive.name not in REMATERIALIZATIONS:
             return False
-        has_weights = any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
-        return has_weights and all(number_of_experts(e) is None for e in all_equations(equation.params["jaxpr"]))
+        chooses = any(number_of_experts(each) is not None for each in all_equations(equation.params["jaxpr"]))
+        return has_weights(equation) != chooses
 
-    for is_call in (regathers, never) if any(map(regathers, all_equations(traced))) else (never,):
+    regathers = any(is_in_parts(each) and has_weights(each) for each in all_equations(traced))
+    for is_call in (is_in_parts, never) if regathers else (never,):
         program.mixtures.clear()
         whole = inlined(traced.jaxpr, traced.consts, is_call)
-        rewriting = _Rewriting(replace(program, jaxpr=whole), is_call is regathers)
+        rewriting = _Rewriting(replace(program, jaxpr=whole), is_call is is_in_parts)
         changed = rewriting.changed(whole.jaxpr, whole.consts)
         if changed is not None:
             return whole.replace(jaxpr=changed)
@@ -81,11 +85,15 @@ class _Rewriting:
             program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
         by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
         equations: list[Any] = []
+        chosen: list[Any] = []
         for equation in jaxpr.eqns:
             if (mixture := by_equation.get(id(equation))) is not None:
                 sparse = SparseMixture(program, mixture, scope, self._regathers)
                 equations += sparse.equations()
                 self._gathers |= {id(gather): function for gather, function in sparse.gathers_of_others()}
+                if program.choices is not None and outer is None:
+                    program.choices.append(mixture.choice)
+                    chosen.append(mixture.choice.indices)
             elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
                 equations.append(with_programs(equation, functools.partial(self._body_changed, equation, scope)))
             else:
@@ -93,13 +101,13 @@ class _Rewriting:
         equations = unless_same(jaxpr.eqns, equations)
         if equations is jaxpr.eqns:
             return None
-        return live(jaxpr.replace(eqns=[each for one in equations for each in self._with_gather(one)]))
+        equations = [each for one in equations for each in self._with_gather(one)]
+        return live(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *chosen]))
 
     def _body_changed(self, equation: Any, scope: Scope, body: Any) -> Any:
-        """Returns the program of an equation, which knows of inputs that are the same whenever it runs."""
-        name = equation.primitive.name
-        count = equation.params["num_consts"] if name == "scan" else len(body.invars) * (name in REMATERIALIZATIONS)
-        inputs = dict(itertools.islice(zip(body.invars, equation.invars, strict=False), count))
+        inputs = {}
+        if equation.primitive.name in REMATERIALIZATIONS:
+            inputs = dict(zip(body.invars, equation.invars, strict=True))
         found = self.changed(body, (), scope, inputs)
         return body if found is None else found
 

@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.mixtures.choices import Choice
 from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.tracing.jaxpr_dims import read_dims
 
@@ -27,6 +28,8 @@ class StepProgram:
     input_axes: Sequence[DimAxes]  # of each input
     expert_axes: tuple[str, ...] = ()  # over which experts are sharded, and tokens, too
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
+    # If wanted, filled with the choices of experts whose indices follow the outputs of the improved program.
+    choices: list[Choice] | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
@@ -122,8 +123,9 @@ class Microbatches:
 
         def rewritten() -> Callable:
             if not is_reduced_later:
-                jax.eval_shape(compute_reduced, state, self._totals, first)  # may need totals
-                return compute_reduced
+                traced, shapes = jax.make_jaxpr(compute_reduced, return_shape=True)(state, self._totals, first)
+                function, structure = jaxpr_as_fun(traced), jax.tree.structure(shapes)
+                return lambda *arguments: jax.tree.unflatten(structure, function(*jax.tree.leaves(arguments)))
             has_rows = [False] * len(jax.tree.leaves((state, self._totals))) + [bool(array.ndim) for array in first]
             unreduced = UnreducedGradients(compute, (state, self._totals, first), has_rows, self._mesh, self._axes)
             self._sum_dtypes = unreduced.sum_dtypes

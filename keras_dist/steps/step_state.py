@@ -36,6 +36,7 @@ class StepState:
     is_update_unconditional: bool = False  # whether the update of the weights is that of accumulated gradients
     with_options: list[bool] | None = None  # filled by train steps that are computed with the options
     calls: list[Call] | None = None  # filled with how attention and mixtures are computed, if somebody wants to know
+    is_monitored: bool = False  # whether the step returns the load of experts among its logs
     call: Any = None  # the innermost call of a model or layer, a `ModelCall`
     compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program
 

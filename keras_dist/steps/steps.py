@@ -22,6 +22,7 @@ from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
+from keras_dist.mixtures.routing import EXPERT_LOAD, expert_load
 from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
@@ -166,9 +167,15 @@ class Steps:
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
+            program = replace(program, choices=[] if step_state().is_monitored else None)
             program = self._improved(program, passes)
             self._check_experts(program.mixtures, model)
-            return traced.evaluate(program.jaxpr, state, batch)
+            if not (choices := program.choices):
+                return traced.evaluate(program.jaxpr, state, batch)
+            outputs, indices = traced.evaluate(program.jaxpr, state, batch, further=len(choices))
+            loads = [expert_load(each, choice.num_experts) for each, choice in zip(indices, choices, strict=True)]
+            loss, (logs, *others) = outputs
+            return loss, ({**logs, EXPERT_LOAD: jnp.max(jnp.stack(loads))}, *others)
 
         return improve if passes else None
 
@@ -307,10 +314,16 @@ class _Traced:
             traced = self._function.trace(*arguments)
         self.jaxpr, self._structure = traced.jaxpr, jax.tree.structure(traced.out_info)
 
-    def evaluate(self, program: Any, *arguments: Any) -> Any:
-        """Returns what a program computes: the function's own, or one that was made of it."""
+    def evaluate(self, program: Any, *arguments: Any, further: int = 0) -> Any:
+        """Returns what a program computes: the function's own, or one that was made of it.
+
+        With `further` outputs that were added to the function's, returns these in a list, too.
+        """
         if (calls := step_state().calls) is not None:
             calls.extend(self._calls or ())
         if program is self.jaxpr:
             return self._function(*arguments)
-        return jax.tree.unflatten(self._structure, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
+        values = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+        count = len(values) - further
+        outputs = jax.tree.unflatten(self._structure, values[:count])
+        return (outputs, values[count:]) if further else outputs

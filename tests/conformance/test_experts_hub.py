@@ -35,12 +35,36 @@ def gpt_oss():
     return keras_hub.models.GptOssBackbone(**SIZES, **HEADS, head_dim=4, num_experts=8, top_k=2, sliding_window=4)
 
 
-BACKBONES = {"Mixtral": mixtral, "Qwen-MoE": qwen_moe, "Qwen3-MoE": qwen3_moe, "GPT-OSS": gpt_oss}
+def qwen3_5_moe():
+    """Blocks of linear attention and of attention, each twice: `remat` is for blocks that are repeated."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": 2 * KINDS}
+    linear |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+    own = {"moe_intermediate_dim": 12, "shared_expert_intermediate_size": 8, "num_experts": 8, "top_k": 2}
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_dim"} | {"num_layers": 4}
+    return keras_hub.models.Qwen3_5MoeBackbone(**sizes, **HEADS, **own, **linear, head_dim=8)
+
+
+def gemma4():
+    own = {"enable_moe_block": True, "num_experts": 8, "expert_intermediate_dim": 12, "num_experts_per_token": 2}
+    return keras_hub.models.Gemma4Backbone(**SIZES, **HEADS, **own, head_dim=4, image_size=16, sliding_window_size=4)
+
+
+KINDS = ["linear_attention", "full_attention"]
+BACKBONES = {
+    "Mixtral": mixtral,
+    "Qwen-MoE": qwen_moe,
+    "Qwen3-MoE": qwen3_moe,
+    "Qwen3.5-MoE": qwen3_5_moe,
+    "GPT-OSS": gpt_oss,
+    "Gemma 4": gemma4,
+}
 LANGUAGE_MODELS = {
     "Mixtral": keras_hub.models.MixtralCausalLM,
     "Qwen-MoE": keras_hub.models.QwenMoeCausalLM,
     "Qwen3-MoE": keras_hub.models.Qwen3MoeCausalLM,
+    "Qwen3.5-MoE": keras_hub.models.Qwen3_5MoeCausalLM,
     "GPT-OSS": keras_hub.models.GptOssCausalLM,
+    "Gemma 4": keras_hub.models.Gemma4CausalLM,
 }
 
 
@@ -63,10 +87,13 @@ STRATEGIES = {
     "accumulation": kd.DataParallel,
 }
 FAST = {("Qwen-MoE", "FSDP"), ("GPT-OSS", "one device"), ("Mixtral", "remat full"), ("Qwen3-MoE", "microbatches")}
+FAST |= {("Gemma 4", "FSDP, gathered again")}
 
 
-def language_model(name, accumulated=None):
+def language_model(name, accumulated=None, rank=None):
     backbone = BACKBONES[name]()
+    if rank is not None:
+        backbone.enable_lora(rank)
     inputs = backbone.input
     model = keras.Model(inputs, backbone.token_embedding(backbone(inputs), reverse=True))
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
@@ -74,15 +101,20 @@ def language_model(name, accumulated=None):
     return model
 
 
-def outcome(name, distribution, accumulated):
-    """What a model computes in three steps and afterwards, and how its mixtures were computed."""
+def outcome(name, distribution, accumulated=None, rank=None):
+    """What a model computes in three steps and afterwards, and how its mixtures were computed.
+
+    With a rank, only low-rank factors of attention's weights are trained.
+    """
     start_anew()
     with scope(distribution), recorded_calls() as calls:
         keras.utils.set_random_seed(0)
-        model = language_model(name, accumulated)
+        model = language_model(name, accumulated, rank)
         random = np.random.default_rng(0)
         tokens = random.integers(1, VOCABULARY, (48, LENGTH + 1))
         x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((48, LENGTH), "int32")}
+        x["position_ids"] = np.broadcast_to(np.arange(LENGTH, dtype="int32"), (48, LENGTH))
+        x = {name: x[name] for name in model.input}
         y = tokens[:, 1:]
         history = model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0).history
         evaluated, predicted = model.evaluate(x, y, 16, verbose=0), model.predict(x, 16, verbose=0)
@@ -103,6 +135,14 @@ def test_training_is_that_of_keras_alone(name, strategy):
     assert_same_numbers(found, expected, 5e-5)  # after three steps
 
 
+@pytest.mark.parametrize("name", [slow_unless(name == "Qwen3-MoE", name) for name in BACKBONES])
+def test_low_rank_factors_are_trained_beside_experts(name):
+    found, calls = outcome(name, fsdp(), rank=2)
+    assert {call.form for call in calls if hasattr(call, "form")} == {"blocks"}
+    expected, _ = outcome(name, None, rank=2)
+    assert_same_numbers(found, expected, 5e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", [slow_unless(name == "Qwen3-MoE", name) for name in LANGUAGE_MODELS])
 def test_generate_reads_the_weights_of_chosen_experts(name, rows):
@@ -118,8 +158,9 @@ def test_generate_reads_the_weights_of_chosen_experts(name, rows):
 
     found, calls = generated(kd.DataParallel())
     mixtures = [call for call in calls if hasattr(call, "form")]
-    assert len(mixtures) == 4  # of two layers, for the prompts and for the next token
-    assert {call.form for call in mixtures[2:]} == {"chosen weights" if rows == 1 else "blocks"}
+    layers = 4 if name == "Qwen3.5-MoE" else 2
+    assert len(mixtures) == 2 * layers  # for the prompts and for the next token
+    assert {call.form for call in mixtures[layers:]} == {"chosen weights" if rows == 1 else "blocks"}
     assert mixtures[-1].rows == 2
     np.testing.assert_array_equal(found, generated(None)[0])
 

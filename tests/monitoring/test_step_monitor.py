@@ -10,6 +10,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH
+from support.keras_scenarios import start_anew
 
 import keras_dist as kd
 from keras_dist.monitoring import run, utilization
@@ -232,3 +234,23 @@ def test_counting_flop_traces_a_step_once(known_peak):
     model.compile("sgd", "mse")
     assert "mfu" in fit(model, kd.StepMonitor(log_every=None))
     assert Counted.traced == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"reduce_dtype": "float32"}], ids=str)
+def test_the_load_of_experts(options, capsys):
+    def trained(*callbacks):
+        start_anew()
+        with kd.DataParallel(step_options=kd.StepOptions(**options)).scope():
+            keras.utils.set_random_seed(0)
+            inputs = keras.Input((9, WIDTH))
+            model = keras.Model(inputs, SPARSE["MaskedProbabilities"]()(inputs))
+            model.compile("sgd", "mse")
+            x = np.ones((32, 9, WIDTH), "float32")
+            return fit(model, *callbacks, x=x, y=x, batch_size=16)
+
+    history = trained(kd.StepMonitor(log_every=2))
+    assert history["expert_load"] == [EXPERTS / CHOSEN] * 2  # all tokens choose the same experts
+    assert "fullest expert 3.00 times the mean" in capsys.readouterr().out
+    expected = trained()
+    assert set(expected) == {"loss"}
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-6)

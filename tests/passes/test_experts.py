@@ -206,6 +206,51 @@ def test_sparse_experts_that_are_found():
     assert [(call.layer, call.form) for call in calls] == [("one_expert", "blocks")]
 
 
+@pytest.mark.parametrize("reduced", ["update", "microbatch"])
+def test_a_plan_lists_the_mixtures_of_a_microbatch_once(reduced):
+    start_anew()
+    options = kd.StepOptions(microbatches=2, reduce_gradients=reduced)
+    batch = (16, 9, WIDTH), (16, 9, 2)
+    model = model_of(SPARSE["OneExpert"]())
+    (mixtures,) = kd.plan(model, kd.DataParallel(step_options=options), batch, progress=False).mixtures
+    assert (mixtures.calls, mixtures.rows) == (1, 9)  # 16 sequences in two parts, on eight devices
+
+
+class Quantized(keras.layers.Layer):
+    """Experts whose weights are stored as int8."""
+
+    def build(self, shape):
+        self.router = self.add_weight(shape=(WIDTH, EXPERTS), name="router")
+        self.up = keras.layers.EinsumDense("bsd,edm->bsem", (None, EXPERTS, 8))
+        self.down = keras.layers.EinsumDense("bsem,emd->bsed", (None, EXPERTS, WIDTH))
+        self.up.build(shape)
+        self.down.build((*shape[:-1], EXPERTS, 8))
+        self.up.quantize("int8")
+        self.down.quantize("int8")
+
+    def call(self, x):
+        best, chosen = keras.ops.top_k(keras.ops.softmax(x @ self.router), CHOSEN)
+        gates = keras.ops.sum(keras.ops.one_hot(chosen, EXPERTS) * best[..., None], axis=-2)
+        return keras.ops.sum(self.down(keras.ops.relu(self.up(x))) * gates[..., None], axis=2)
+
+
+def test_quantized_experts_stay_dense_with_a_warning():
+    def predicted(experts):
+        start_anew()
+        keras.utils.set_random_seed(0)
+        with kd.DataParallel(step_options=kd.StepOptions(experts=experts)).scope(), recorded_calls() as calls:
+            model = model_of(Quantized(name="quantized"))
+            return model.predict(np.random.default_rng(0).normal(size=(8, 9, WIDTH)), verbose=0), calls
+
+    expected, calls = predicted("dense")
+    assert calls == []
+    with pytest.warns(UserWarning, match="Layer 'quantized' computes all 6 experts.*as quantized ones do") as warned:
+        found, calls = predicted("auto")
+    assert sum("computes all" in str(each.message) for each in warned) == 1
+    assert [(call.layer, call.form, call.num_chosen) for call in calls] == [("quantized", "dense", CHOSEN)]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_an_unknown_value_of_the_option():
     with pytest.raises(ValueError, match=r"experts='some'.*'auto', 'dense', 'sparse'"):
         kd.StepOptions(experts="some")
