@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from keras_dist.mixtures.exchange import computed_by_exchange
+from keras_dist.mixtures.figures import capacity_rows
 from keras_dist.mixtures.recognition import Mixture
 from keras_dist.mixtures.rounds import summed_in_rounds
 from keras_dist.mixtures.routing import Groups, Routing
-from keras_dist.mixtures.rows import compute_one_token, compute_rows
+from keras_dist.mixtures.rows import GroupedProduct, compute_one_token, compute_rows
 from keras_dist.mixtures.shards import Shards
 
 _SPARE_ROWS = 1.25  # times the rows that a device with some of the experts has on average
@@ -29,6 +30,7 @@ def compute_mixture(
     operands: Sequence[jax.Array],
     indices: jax.Array,
     shards: Shards,
+    capacity: float | None = None,
 ) -> jax.Array:
     """Returns the sum over experts, for operands and with a result in their tokens-first form.
 
@@ -41,6 +43,7 @@ def compute_mixture(
         operands: Those of `mixture.operands`, each (tokens..., E, others...), as far as it has these dims.
         indices: The experts that each token chooses, (tokens..., k).
         shards: How weights are sharded.
+        capacity: The most rows of an expert, in multiples of the mean of all experts; others are left out.
     """
     if mixture.num_tokens == 1:
         return compute_one_token(mixture, operands, indices)
@@ -50,31 +53,55 @@ def compute_mixture(
     for variable, value in zip(mixture.operands, operands, strict=True):
         has_tokens = mixture.places[variable].tokens is not None
         flat.append(value.reshape(-1, *value.shape[len(tokens) :]) if has_tokens else value)
-    compute = _of_some_experts if shards.expert_axes else _of_all_experts
-    compute = _by_exchange if shards.exchange else compute
-    sums = compute(mixture, product, flat, indices, shards)
+    num_experts, first, compute = mixture.choice.num_experts, None, _of_all_experts
+    if shards.exchange:
+        compute = _by_exchange
+    elif shards.expert_axes:
+        compute = _of_some_experts
+        num_experts //= shards.num_expert_shards
+        first = jax.lax.axis_index(shards.expert_axes) * num_experts
+    routing = Routing.of(indices, num_experts, first)
+    if capacity is not None:
+        routing = routing.capped(capacity_rows(capacity, indices.size, mixture.choice.num_experts))
+    sums = compute(mixture, product, flat, routing, shards)
     return sums.reshape(*tokens, *sums.shape[1:])
 
 
-def _of_all_experts(mixture, product, operands, indices, shards):
-    routing = Routing.of(indices, mixture.choice.num_experts)
+def _of_all_experts(mixture, product, operands, routing, shards):
     given = _with_rows(mixture, routing, operands)
-    rows = compute_rows(mixture, lambda *operands: product(*operands, 1.0), shards, routing.groups, given)
+    rows = compute_rows(mixture, _filled(product, 1.0), shards, routing.groups, given)
     return routing.summed(rows)
 
 
-def _by_exchange(mixture, product, operands, indices, shards):
-    routing = Routing.of(indices, mixture.choice.num_experts)
-    given = _with_rows(mixture, routing, operands)
+def _of_some_experts(mixture, product, operands, routing, shards):
+    num_pairs = routing.indices.size
+    mean = num_pairs / shards.num_expert_shards
+    num_rows = min(math.ceil(_SPARE_ROWS * mean), num_pairs)
+
+    def in_round(number, trained, others):
+        *others, routing = others
+        window = routing.window(number * num_rows, num_rows)
+        given = _with_rows(mixture, window, (*trained, *others))
+        return window.summed(compute_rows(mixture, _filled(product, mean / num_rows), shards, window.groups, given))
+
+    trained = [value for value in operands if jnp.issubdtype(value.dtype, jnp.inexact)]  # those come first
+    others = [*operands[len(trained) :], routing]
+    if num_rows == num_pairs:
+        return in_round(0, trained, others)
+    num_rounds = jnp.maximum(-(-routing.groups.sizes.sum() // num_rows), 1)
+    return summed_in_rounds(in_round, num_rounds, trained, others)
+
+
+def _by_exchange(mixture, product, operands, routing, shards):
+    given, num_pairs = _with_rows(mixture, routing, operands), routing.indices.size
     is_row = {variable: mixture.places[variable].tokens is not None for variable in given}
 
     def computed(rows, weights, sizes):
-        rows_and_weights = iter(rows), iter(weights)
-        received = {variable: next(rows_and_weights[not is_row[variable]]) for variable in given}
+        rows_or_weights = {True: iter(rows), False: iter(weights)}
+        received = {variable: next(rows_or_weights[is_row[variable]]) for variable in given}
         num_rows = rows[0].shape[0]
-        filled = indices.size / num_rows
         groups = Groups.of(sizes, num_rows)
-        results = compute_rows(mixture, lambda *operands: product(*operands, filled), shards, groups, received)
+        results = compute_rows(mixture, _filled(product, num_pairs / num_rows), shards, groups, received)
         return results.astype(mixture.summand_dtype)
 
     rows, weights = ([given[variable] for variable in given if is_row[variable] == is_in] for is_in in (True, False))
@@ -82,27 +109,8 @@ def _by_exchange(mixture, product, operands, indices, shards):
     return routing.summed(results.astype(mixture.output.aval.dtype))
 
 
-def _of_some_experts(mixture, product, operands, indices, shards):
-    count = mixture.choice.num_experts // shards.num_expert_shards
-    mean = indices.size / shards.num_expert_shards
-    num_rows = min(math.ceil(_SPARE_ROWS * mean), indices.size)
-    first = jax.lax.axis_index(shards.expert_axes) * count
-
-    def in_round(number, trained, others):
-        *others, routing = others
-        window = routing.window(number * num_rows, num_rows)
-        given = _with_rows(mixture, window, (*trained, *others))
-        filled = mean / num_rows
-        rows = compute_rows(mixture, lambda *operands: product(*operands, filled), shards, window.groups, given)
-        return window.summed(rows)
-
-    routing = Routing.of(indices, count, first)
-    trained = [value for value in operands if jnp.issubdtype(value.dtype, jnp.inexact)]  # those come first
-    others = [*operands[len(trained) :], routing]
-    if num_rows == indices.size:
-        return in_round(0, trained, others)
-    num_rounds = jnp.maximum(-(-routing.groups.sizes.sum() // num_rows), 1)
-    return summed_in_rounds(in_round, num_rounds, trained, others)
+def _filled(product: Callable[..., jax.Array], fraction: float) -> GroupedProduct:
+    return lambda rows, weights, sizes: product(rows, weights, sizes, fraction)
 
 
 def _with_rows(mixture: Mixture, routing: Routing, operands: Sequence[jax.Array]) -> Mapping[Any, jax.Array]:

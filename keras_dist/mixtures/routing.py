@@ -12,9 +12,6 @@ import jax.numpy as jnp
 
 _ALL, _SOME = "promise_in_bounds", "fill"  # how rows are looked up: each has a pair, or there are some without
 
-EXPERT_LOAD = "expert_load"
-"""The name of the largest load among a step's logs."""
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sizes", "experts"], meta_fields=["mode"])
 @dataclass(frozen=True)
@@ -72,6 +69,20 @@ class Routing:
         sizes = (flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)
         return cls(indices, order, rows, Groups(sizes, experts))
 
+    def capped(self, capacity: int) -> "Routing":
+        """Returns the routing of the first rows of each expert, at most `capacity` of each."""
+        sizes, num_rows, num_experts = self.groups.sizes, self.order.size, self.groups.sizes.size
+        groups = Groups.of(jnp.minimum(sizes, capacity), num_rows)
+        begins, new_begins = (jnp.cumsum(each) - each for each in (sizes, groups.sizes))
+        moved = begins - new_begins  # by how many rows those of an expert follow earlier ones
+        number = jnp.arange(num_rows, dtype=sizes.dtype)
+        old = number + moved.at[groups.experts].get(mode="clip")
+        order = jnp.where(groups.experts < num_experts, self.order.at[old].get(mode="clip"), num_rows)
+        expert = self.groups.experts[self.rows]  # of each pair
+        is_kept = (expert < num_experts) & (self.rows - begins.at[expert].get(mode="clip") < capacity)
+        rows = jnp.where(is_kept, self.rows - moved.at[expert].get(mode="clip"), num_rows)
+        return replace(self, order=order, rows=rows.astype(self.rows.dtype), groups=groups)
+
     def window(self, start: jax.Array | int, size: int) -> "Routing":
         """Returns the routing of `size` rows from `start` on, as far as there are rows of experts."""
         ends = jnp.cumsum(self.groups.sizes)
@@ -93,17 +104,6 @@ class Routing:
     def summed(self, rows: jax.Array) -> jax.Array:
         """Returns the sum of the rows of each token, (T, ...), of (R, ...)."""
         return _rows_to_tokens(rows, self.order, self.rows, self.indices.shape[1], self.groups.mode)
-
-
-def expert_load(indices: jax.Array, num_experts: int) -> jax.Array:
-    """Returns how many times the mean of all experts the fullest one has. `indices` (..., k) are those of the chosen.
-
-    >>> expert_load(jnp.array([[0, 1], [0, 2], [0, 3]]), 4)
-    Array(2., dtype=float32)
-    """
-    is_chosen = indices[..., None] == jnp.arange(num_experts, dtype=indices.dtype)
-    counts = jnp.sum(is_chosen, axis=range(indices.ndim), dtype="float32")
-    return jnp.max(counts) * num_experts / indices.size
 
 
 def _at(values: jax.Array, indices: jax.Array, mode: str) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_dist._report.user_warnings import warn
-from keras_dist.mixtures.routing import EXPERT_LOAD
+from keras_dist.mixtures.figures import EXPERT_LOAD
 from keras_dist.monitoring.plan_comparison import require_plan
 from keras_dist.monitoring.process_lines import ProcessLines
 from keras_dist.monitoring.profile import StepProfile, require_profile

@@ -1,12 +1,11 @@
 """Mixtures of experts: computed for the experts that tokens choose only, on each device for its tokens."""
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.mixtures.choices import number_of_experts
 from keras_dist.mixtures.recognition import DENSE, MixtureCall, find_mixtures
@@ -76,40 +75,54 @@ class _Rewriting:
         self._program, self._regathers = program, regathers
         self._gathers: dict[int, Callable[[Any], Any]] = {}  # what weights of experts are gathered by instead
 
-    def changed(self, jaxpr: Any, constants: Sequence[Any], outer: Scope | None = None, inputs: Any = None) -> Any:
-        """Returns a part of the program with its mixtures computed for chosen experts; None if it has none."""
-        program, jaxpr = self._program, live(jaxpr)
-        scope = Scope(jaxpr, outer, inputs)
+    def changed(self, jaxpr: Any, constants: Sequence[Any]) -> Any:
+        """Returns the program with its mixtures computed for chosen experts; None if it has none."""
+        return self._changed(live(jaxpr), constants, None, [])
+
+    def _changed(self, jaxpr: Any, constants: Sequence[Any], scope: Scope | None, figures: list[Any] | None) -> Any:
+        """Returns a part of the program, with its figures as further outputs, which are added to a list; or None."""
+        program, scope = self._program, scope or Scope(jaxpr)
         mixtures, refused = find_mixtures(jaxpr, constants)
         for equation, num_experts, num_chosen, reason in refused:
             program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
         by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
         equations: list[Any] = []
-        chosen: list[Any] = []
         for equation in jaxpr.eqns:
             if (mixture := by_equation.get(id(equation))) is not None:
                 sparse = SparseMixture(program, mixture, scope, self._regathers)
                 equations += sparse.equations()
                 self._gathers |= {id(gather): function for gather, function in sparse.gathers_of_others()}
-                if program.choices is not None and outer is None:
-                    program.choices.append(mixture.choice)
-                    chosen.append(mixture.choice.indices)
-            elif equation.primitive.name in (*REMATERIALIZATIONS, *LOOPS_AND_BRANCHES):
-                equations.append(with_programs(equation, functools.partial(self._body_changed, equation, scope)))
+                if program.figures is not None and figures is not None:
+                    computing, values = sparse.figures(program.figures)
+                    equations += computing
+                    figures += values
+            elif equation.primitive.name in REMATERIALIZATIONS:
+                equations.append(self._part_changed(equation, scope, figures))
+            elif equation.primitive.name in LOOPS_AND_BRANCHES:
+                equations.append(with_programs(equation, lambda body: self._body_changed(body, scope, {}, None)))
             else:
                 equations.append(equation)
         equations = unless_same(jaxpr.eqns, equations)
         if equations is jaxpr.eqns:
             return None
         equations = [each for one in equations for each in self._with_gather(one)]
-        return live(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *chosen]))
+        return live(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *(figures or [])]))
 
-    def _body_changed(self, equation: Any, scope: Scope, body: Any) -> Any:
-        inputs = {}
-        if equation.primitive.name in REMATERIALIZATIONS:
-            inputs = dict(zip(body.invars, equation.invars, strict=True))
-        found = self.changed(body, (), scope, inputs)
+    def _body_changed(self, body: Any, outer: Scope, inputs: Mapping[Any, Any], figures: list[Any] | None) -> Any:
+        jaxpr = live(body)
+        found = self._changed(jaxpr, (), Scope(jaxpr, outer, inputs), figures)
         return body if found is None else found
+
+    def _part_changed(self, equation: Any, scope: Scope, figures: list[Any] | None) -> Any:
+        """Returns a part that is computed again, which may return figures beside its results."""
+        found: list[Any] | None = None if figures is None else []
+        inputs = dict(zip(equation.params["jaxpr"].invars, equation.invars, strict=True))
+        changed = with_programs(equation, lambda body: self._body_changed(body, scope, inputs, found))
+        if figures is None or not found:
+            return changed
+        results = [Var(each.aval) for each in found]
+        figures += results
+        return changed.replace(outvars=[*changed.outvars, *results])
 
     def _with_gather(self, equation: Any) -> Sequence[Any]:
         function = self._gathers.get(id(equation))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mixtures.computation import compute_mixture
 from keras_dist.mixtures.exchange import Form
+from keras_dist.mixtures.figures import expert_figures
 from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
 from keras_dist.mixtures.recognition import Mixture, MixtureCall
 from keras_dist.mixtures.rows import tokens_first
@@ -20,7 +21,7 @@ from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device
 from keras_dist.sharding.resharding import to_compute_layout
-from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, scope_of
+from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
 from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
 from keras_dist.tracing.primitives import UNCHANGED
 
@@ -84,6 +85,26 @@ class SparseMixture:
         )
         return found
 
+    def figures(self, names: list[str]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns equations for the figures that a step logs of the mixture, and their results; adds their names."""
+        choice, program = self._mixture.choice, self._program
+        sizes, axes = self._tokens(self._shards.shared_axes)
+        counts = [math.prod(program.mesh.shape[name] for name in each) for each in axes]
+
+        def computed(indices: Any) -> Any:
+            indices = indices.reshape(*sizes, choice.num_chosen)
+            missing = [(0, -size % count) for size, count in zip(sizes, counts, strict=True)]
+            indices = jnp.pad(indices, [*missing, (0, 0)], constant_values=-1)
+            shape = [(count, size // count) for count, size in zip(counts, indices.shape, strict=False)]
+            indices = indices.reshape(*itertools.chain.from_iterable(shape), choice.num_chosen)
+            devices = [2 * number for number in range(len(counts))]
+            indices = jnp.moveaxis(indices, devices, range(len(devices))).reshape(math.prod(counts), -1)
+            found = expert_figures(indices, choice.num_experts, program.expert_capacity)
+            names.extend(found)
+            return list(found.values())
+
+        return equations_of(computed, [choice.indices], self._mixture.equations[-1].source_info)
+
     def _of_one_token(self, *values: Any) -> Any:
         return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
 
@@ -112,7 +133,8 @@ class SparseMixture:
         def on_device(*values: Any) -> Any:
             self._num_rows = values[-1].size // (1 if shards.exchange else shards.num_expert_shards)
             self._flops = self._num_rows * row_flops(mixture, shards)
-            result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards)
+            capacity = self._program.expert_capacity
+            result = compute_mixture(mixture, self._product, values[:-1], values[-1], shards, capacity)
             return result.astype(mixture.summand_dtype)[None] if summand_axes else result
 
         out_spec = PartitionSpec(*([summand_axes] if summand_axes else []), *spec_of(output))

@@ -10,7 +10,6 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.mixtures.choices import Choice
 from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.tracing.jaxpr_dims import read_dims
 
@@ -28,8 +27,8 @@ class StepProgram:
     input_axes: Sequence[DimAxes]  # of each input
     expert_axes: tuple[str, ...] = ()  # over which experts are sharded, and tokens, too
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
-    # If wanted, filled with the choices of experts whose indices follow the outputs of the improved program.
-    choices: list[Choice] | None = None
+    figures: list[str] | None = None  # if wanted, filled with the names of figures, which follow the program's outputs
+    expert_capacity: float | None = None  # that of the options, in a train step
 
     @property
     def mesh(self) -> Mesh:

@@ -21,8 +21,8 @@ from keras_dist._keras.train_step import Improve
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.mixtures.figures import summed_up
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
-from keras_dist.mixtures.routing import EXPERT_LOAD, expert_load
 from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
@@ -167,15 +167,16 @@ class Steps:
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
-            program = replace(program, choices=[] if step_state().is_monitored else None)
+            capacity = self._options.expert_capacity
+            is_logged = step_state().is_monitored or capacity is not None
+            program = replace(program, figures=[] if is_logged else None, expert_capacity=capacity)
             program = self._improved(program, passes)
             self._check_experts(program.mixtures, model)
-            if not (choices := program.choices):
+            if not (names := program.figures):
                 return traced.evaluate(program.jaxpr, state, batch)
-            outputs, indices = traced.evaluate(program.jaxpr, state, batch, further=len(choices))
-            loads = [expert_load(each, choice.num_experts) for each, choice in zip(indices, choices, strict=True)]
+            outputs, figures = traced.evaluate(program.jaxpr, state, batch, further=len(names))
             loss, (logs, *others) = outputs
-            return loss, ({**logs, EXPERT_LOAD: jnp.max(jnp.stack(loads))}, *others)
+            return loss, (logs | summed_up(zip(names, figures, strict=True)), *others)
 
         return improve if passes else None
 

@@ -3,7 +3,7 @@
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,23 +155,30 @@ def equations_in_place_of(equation: Any, function: Callable, operands: Sequence[
     Operands are variables that are computed before the equation, or literals.
     """
     operands = list(equation.invars if operands is None else operands)
+    equations, results = equations_of(function, operands, equation.source_info)
+    pairs = zip(results, equation.outvars, strict=True)
+    names: dict[Any, Any] = {inner: outer for inner, outer in pairs if type(outer).__name__ != "DropVar"}
+    return [_renamed(each, names) for each in equations]
+
+
+def equations_of(function: Callable, operands: Sequence[Any], source_info: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns equations that compute a function of operands, which are variables or literals, and its results."""
     shapes = [variable.aval for variable in operands]
     traced = jax.make_jaxpr(function)(*shapes)
     computed = {id(variable) for inner in traced.jaxpr.eqns for variable in inner.outvars}
     results = set(map(id, traced.jaxpr.outvars))
     if traced.consts or len(results) < len(traced.jaxpr.outvars) or not results <= computed:
         traced = jax.make_jaxpr(jax.jit(function))(*shapes)  # one equation, a call
-    names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, operands, strict=True))
-    outputs = zip(traced.jaxpr.outvars, equation.outvars, strict=True)
-    names.update({inner: outer for inner, outer in outputs if type(outer).__name__ != "DropVar"})
+    names = dict(zip(traced.jaxpr.invars, operands, strict=True))
+    return [_renamed(each, names, source_info) for each in traced.jaxpr.eqns], traced.jaxpr.outvars
 
-    def renamed(variables: Sequence[Any]) -> list[Any]:
-        return [each if isinstance(each, Literal) else names.get(each, each) for each in variables]
 
-    return [
-        each.replace(invars=renamed(each.invars), outvars=renamed(each.outvars), source_info=equation.source_info)
-        for each in traced.jaxpr.eqns
-    ]
+def _renamed(equation: Any, names: Mapping[Any, Any], source_info: Any = None) -> Any:
+    invars, outvars = (
+        [each if isinstance(each, Literal) else names.get(each, each) for each in variables]
+        for variables in (equation.invars, equation.outvars)
+    )
+    return equation.replace(invars=invars, outvars=outvars, source_info=source_info or equation.source_info)
 
 
 class Values:

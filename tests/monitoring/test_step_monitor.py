@@ -236,7 +236,14 @@ def test_counting_flop_traces_a_step_once(known_peak):
     assert Counted.traced == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"reduce_dtype": "float32"}], ids=str)
+REMAT = keras.RematScope("list_of_layers", layer_names=["masked_probabilities"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"microbatches": 2}, {"reduce_dtype": "float32"}, {"remat": REMAT}],
+    ids=["alone", "microbatches", "unreduced gradients", "remat"],
+)
 def test_the_load_of_experts(options, capsys):
     def trained(*callbacks):
         start_anew()
