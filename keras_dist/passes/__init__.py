@@ -7,4 +7,5 @@
 * `scatters.py`: sums and assignments by index, such as the gradients of lookups.
 * `fourier.py`: Fourier transforms.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
+* `sparse_mixture.py`: what one of them becomes.
 """

@@ -61,7 +61,8 @@ class StepOptions:
             all experts for each token.
         expert_capacity: The largest number of rows that an expert computes, in multiples of the mean, such as 1.25. Of
             a device's T tokens that choose k of E experts each, an expert takes at most this many times T k / E; what
-            it would add to the other tokens that choose it counts as zero. By default no expert drops tokens.
+            it would add to the other tokens that choose it counts as zero. That is so in `fit`, which logs the fraction
+            of pairs of a token and an expert that are left out as `expert_drops`. By default none are.
         without_passes: What is left as the model computes it, one name or a tuple of names: "windows",
             "grouped_convolutions", "scatters", "fourier". By default steps of training, evaluation and prediction
             change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would partition

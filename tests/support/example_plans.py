@@ -64,6 +64,7 @@ def example_plan(**changed) -> Plan:
         "largest_values": (LargeValue(GIB, "f32[8,128]", "jit(train_step)/dot_general", "fusion.3"),),
         "mixtures": (
             Mixtures("megablox", None, 32, 4, 12.0, 8192, 1.5e11),
+            Mixtures("megablox", None, 32, 4, 2.0, 8192, 2.5e10, "tokens over 'expert'"),
             Mixtures("dense", "nothing proves that the others are zero", 8, 2, 1.0, 0, 0.0),
         ),
         "attention": (

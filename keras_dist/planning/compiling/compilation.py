@@ -102,8 +102,8 @@ class Mixtures:
     """The mixtures of experts that are computed in one way.
 
     Attributes:
-        form: What multiplies rows with the weights of their experts: `"megablox"` (TPU), `"mosaic"` (GPU) or
-            `"blocks"` (XLA); `"chosen weights"` for a single token; `"dense"`: all experts for each token.
+        form: What multiplies rows with the weights of their experts: `"megablox"` (TPU), `"mosaic"` (GPU), `"batched"`
+            or `"blocks"` (XLA); `"chosen weights"` for a single token; `"dense"`: all experts for each token.
         reason: Why the form is not the best one of the platform; None if it is.
         num_experts: Number of experts.
         num_chosen: Number of experts that a token chooses.
@@ -111,6 +111,7 @@ class Mixtures:
         rows: Pairs of a token and an expert on one device, the most of a mixture; 0 if dense.
         flops: FLOP of the products with weights of experts in the forward pass of one device, of all these mixtures; 0
             if dense.
+        exchange: What is sent over the expert axes, such as `"tokens over 'expert'"`, or weights; None without them.
     """
 
     form: str
@@ -120,6 +121,7 @@ class Mixtures:
     calls: float
     rows: int
     flops: float
+    exchange: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,8 +377,8 @@ def _mixtures(calls: Iterable[Call]) -> tuple[Mixtures, ...]:
     groups: dict[tuple, list[MixtureCall]] = defaultdict(list)
     for call in calls:
         if isinstance(call, MixtureCall):
-            groups[call.form, call.reason, call.num_experts, call.num_chosen].append(call)
+            groups[call.form, call.reason, call.num_experts, call.num_chosen, call.exchange].append(call)
     return tuple(
-        Mixtures(*key, len(group), max(call.rows for call in group), sum(call.flops for call in group))  # pyright: ignore
-        for key, group in groups.items()
+        Mixtures(*key, len(group), max(call.rows for call in group), sum(call.flops for call in group), exchange)  # pyright: ignore
+        for (*key, exchange), group in groups.items()
     )

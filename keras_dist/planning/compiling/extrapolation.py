@@ -17,7 +17,7 @@ _SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")
 _FORECAST_SECONDS = [field.name for field in fields(Forecast)]
 _KIND_OF_TRAFFIC = operator.attrgetter("kind", "axes", "crosses_network")
 _KIND_OF_ATTENTION = operator.attrgetter("implementation", "reason", "exchange")
-_KIND_OF_MIXTURES = operator.attrgetter("form", "num_experts", "num_chosen", "reason")
+_KIND_OF_MIXTURES = operator.attrgetter("form", "num_experts", "num_chosen", "reason", "exchange")
 
 
 def extrapolated(compiled: Mapping[int, Compilation], depth: int, step: str) -> Compilation:

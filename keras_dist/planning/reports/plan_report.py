@@ -364,6 +364,8 @@ def _mixtures_text(mixtures: Mixtures) -> str:
     text += f", {mixtures.num_chosen} of {mixtures.num_experts} experts a token"
     if mixtures.rows:
         text += f", {mixtures.rows:,} rows and {flops_text(mixtures.flops)} on a device in the forward pass"
+    if mixtures.exchange:
+        text += f", which sends {mixtures.exchange}"
     return f"{text}: {mixtures.reason}." if mixtures.reason else f"{text}."
 
 
