@@ -58,7 +58,7 @@ class SparseMixture:
     these have fewer bytes.
     """
 
-    def __init__(self, program: StepProgram, mixture: Mixture, scope: "Scope", regathers: bool):
+    def __init__(self, program: StepProgram, mixture: Mixture, scope: Scope, regathers: bool):
         """`regathers`: weights are gathered again for the backward pass."""
         self._program, self._mixture, self._scope, self._regathers = program, mixture, scope, regathers
         self._forms: set[ChosenForm] = set()
@@ -90,6 +90,7 @@ class SparseMixture:
         choice, program = self._mixture.choice, self._program
         sizes, axes = self._tokens(self._shards.shared_axes)
         counts = [math.prod(program.mesh.shape[name] for name in each) for each in axes]
+        own_names: list[str] = []
 
         def computed(indices: Any) -> Any:
             indices = indices.reshape(*sizes, choice.num_chosen)
@@ -100,10 +101,12 @@ class SparseMixture:
             devices = [2 * number for number in range(len(counts))]
             indices = jnp.moveaxis(indices, devices, range(len(devices))).reshape(math.prod(counts), -1)
             found = expert_figures(indices, choice.num_experts, program.expert_capacity)
-            names.extend(found)
+            own_names[:] = found
             return list(found.values())
 
-        return equations_of(computed, [choice.indices], self._mixture.equations[-1].source_info)
+        found = equations_of(computed, [choice.indices], self._mixture.equations[-1].source_info)
+        names += own_names
+        return found
 
     def _of_one_token(self, *values: Any) -> Any:
         return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
