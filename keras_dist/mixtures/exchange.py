@@ -138,11 +138,15 @@ class _Exchange(NamedTuple):
         inverse = _moved(buffer, by_expert, in_buffer, lengths)
         return _Plan(firsts + begins, sent, places, order, inverse, lengths.sum(0, dtype=lengths.dtype))
 
-    def in_extra_rounds(self, add_round: Callable[[_Plan, Any], Any], first: Any, counts: jax.Array) -> Any:
-        """Returns the total of all rounds, as `rounds.in_extra_rounds` does; a round is passed as its plan."""
-        return in_extra_rounds(
-            lambda number, total: add_round(self.plan(counts, number), total), first, self.num_rounds(counts)
-        )
+    def in_extra_rounds(self, add_round: Callable[[_Plan, Any, Any], Any], first: Any, counts: Any, rows: Any) -> Any:
+        """Returns the total of all rounds, as `rounds.in_extra_rounds` does; a round is passed its plan and `rows`."""
+
+        def of_number(number, total):
+            # XLA moves what is the same in all rounds out of the loop, where balanced routing would have to pay for it.
+            number, here = jax.lax.optimization_barrier((number, rows))
+            return add_round(self.plan(counts, number), here, total)
+
+        return in_extra_rounds(of_number, first, self.num_rounds(counts))
 
     def dispatched(self, rows: Any, plan: _Plan) -> Any:
         """Returns the rows that this device is sent, sorted by expert, and zeros, of a pytree of rows."""
@@ -208,41 +212,46 @@ def _empty(rows: jax.Array, num_rows: int) -> jax.Array:
     return jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype)
 
 
-# Rows of extra rounds are put where they belong, among those of round 0. Only gradients of weights are sums over rounds.
+# Rows of extra rounds are put where they belong, among those of round 0. Only gradients of weights are summed.
+
+
+def _results(function, exchange, weights):
+    """Returns a function that adds the results of a round."""
+
+    def add_round(plan, rows, results):
+        received = exchange.dispatched(rows(), plan)
+        return exchange.returned(function(received, weights, plan.sizes), plan, results)
+
+    return add_round
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _computed(function, exchange, rows, weights, counts):
-    def add_round(plan, results):
-        return exchange.returned(function(exchange.dispatched(rows(), plan), weights, plan.sizes), plan, results)
-
-    return exchange.in_extra_rounds(add_round, add_round(exchange.plan(counts), None), counts)
+    add_round = _results(function, exchange, weights)
+    return exchange.in_extra_rounds(add_round, add_round(exchange.plan(counts), rows, None), counts, rows)
 
 
 def _forward(function, exchange, rows, weights, counts):
     plan = exchange.plan(counts)
     received = exchange.dispatched(rows(), plan)
     results, pull = jax.vjp(lambda *each: function(*each, plan.sizes), received, weights)
-
-    def add_round(plan, results):
-        return exchange.returned(function(exchange.dispatched(rows(), plan), weights, plan.sizes), plan, results)
-
-    results = exchange.in_extra_rounds(add_round, exchange.returned(results, plan), counts)
+    first = exchange.returned(results, plan)
+    results = exchange.in_extra_rounds(_results(function, exchange, weights), first, counts, rows)
     return results, (plan, pull, rows, weights, counts)
 
 
 def _backward(function, exchange, saved, cotangent):
     plan, pull, rows, weights, counts = saved
-    of_received, of_weights = pull(exchange.dispatched(cotangent, plan))
 
-    def add_round(plan, gradients):
+    def add_round(plan, rows, gradients):
         received = exchange.dispatched(rows(), plan)
         _, pull = jax.vjp(lambda *each: function(*each, plan.sizes), received, weights)
         of_received, of_weights = pull(exchange.dispatched(cotangent, plan))
         return exchange.returned(of_received, plan, gradients[0]), jax.tree.map(jnp.add, gradients[1], of_weights)
 
+    of_received, of_weights = pull(exchange.dispatched(cotangent, plan))
     first = exchange.returned(of_received, plan), of_weights
-    of_rows, of_weights = exchange.in_extra_rounds(add_round, first, counts)
+    of_rows, of_weights = exchange.in_extra_rounds(add_round, first, counts, rows)
     return *jax.vjp(lambda rows: rows(), rows)[1](of_rows), of_weights, None
 
 
