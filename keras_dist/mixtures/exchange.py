@@ -152,7 +152,7 @@ class _Exchange(NamedTuple):
         """Returns the rows that this device is sent, sorted by expert, and zeros, of a pytree of rows."""
 
         def of_one(rows):
-            buffer = _empty(rows, len(plan.order))
+            rows, buffer = _with_empty(rows, len(plan.order))
             return _at(self._send(rows, buffer, len(buffer), plan.starts, plan.numbers, plan.places), plan.order, 0)
 
         return jax.tree.map(of_one, rows)
@@ -160,11 +160,13 @@ class _Exchange(NamedTuple):
     def returned(self, rows: Any, plan: _Plan, others: Any = None) -> Any:
         """Sends rows back to where they come from, and puts them among those of other rounds, in a pytree each."""
 
-        def of_one(rows, others):
-            return self._send(_at(rows, plan.inverse), others, len(rows), plan.places.T, plan.numbers.T, plan.starts.T)
+        def of_one(rows, others=None):
+            rows = _at(rows, plan.inverse)
+            if others is None:
+                rows, others = _with_empty(rows, self.num_rows)
+            return self._send(rows, others, len(rows), plan.places.T, plan.numbers.T, plan.starts.T)
 
-        others = jax.tree.map(lambda each: _empty(each, self.num_rows), rows) if others is None else others
-        return jax.tree.map(of_one, rows, others)
+        return jax.tree.map(of_one, rows) if others is None else jax.tree.map(of_one, rows, others)
 
     def _send(
         self, rows: jax.Array, others: jax.Array, buffer: int, starts: jax.Array, numbers: jax.Array, places: jax.Array
@@ -207,9 +209,10 @@ def _at(rows: jax.Array, indices: jax.Array, others: jax.Array | int | None = No
     return found if others is None else jnp.where(is_here, found, others)
 
 
-def _empty(rows: jax.Array, num_rows: int) -> jax.Array:
-    """Returns an array for rows, which holds anything: on TPUs it takes longer to fill it than to exchange rows."""
-    return jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype)
+def _with_empty(rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns rows, and an array for others, which holds anything: to fill it takes TPUs longer than the exchange."""
+    # Without the barrier XLA reserves it long before it is used.
+    return jax.lax.optimization_barrier((rows, jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype)))
 
 
 # Rows of extra rounds are put where they belong, among those of round 0. Only gradients of weights are summed.
