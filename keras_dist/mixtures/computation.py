@@ -83,10 +83,13 @@ def _by_exchange(mixture, product, operands, indices, shards):
         results = compute_rows(mixture, lambda *operands: product(*operands, filled), shards, groups, given)
         return results.astype(mixture.summand_dtype)
 
+    def collect(results, routing):
+        return routing.summed(results.astype(mixture.output.aval.dtype))
+
     routing = Routing.of(indices, mixture.choice.num_experts)
-    rows = jax.tree_util.Partial(rows_of, tokens, routing)
-    results = computed_by_exchange(computed, rows, weights, routing.groups.sizes, shards.expert_axes, shards.exchange)
-    return routing.summed(results.astype(mixture.output.aval.dtype))
+    rows, collected = jax.tree_util.Partial(rows_of, tokens, routing), jax.tree_util.Partial(collect, routing=routing)
+    sizes, axes = routing.groups.sizes, shards.expert_axes
+    return computed_by_exchange(computed, rows, weights, sizes, axes, shards.exchange, collected)
 
 
 def _of_some_experts(mixture, product, operands, indices, shards):

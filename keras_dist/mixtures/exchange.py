@@ -33,6 +33,9 @@ _TILE = 128  # of rows, in which grouped products compute
 _MIN_ROW_BYTES = 512
 
 
+_AS_THEY_ARE = jax.tree_util.Partial(lambda results: results)
+
+
 def buffer_rows(num_rows: int, num_devices: int) -> int:
     """Returns how many rows a device takes in round 0: a quarter more than the mean, in whole tiles."""
     return _in_tiles(-(-5 * num_rows // 4), num_devices * num_rows)
@@ -49,6 +52,7 @@ def computed_by_exchange(
     sizes: jax.Array,
     axes: tuple[str, ...],
     form: Form,
+    collect: Callable[[jax.Array], jax.Array] = _AS_THEY_ARE,
 ) -> jax.Array:
     """Computes rows on the devices that have the weights of their experts.
 
@@ -68,14 +72,13 @@ def computed_by_exchange(
         axes: Axes of the mesh over which experts are sharded, major to minor. Device i of n along them has those from
             i E / n on.
         form: How rows are sent.
-
-    Returns:
-        The results (R, ...), in the order of `rows`.
+        collect: A `jax.tree_util.Partial`, what to return of the results (R, ...), in the order of `rows`. It is linear
+            in them, and returns a new array, or them as they are.
     """
     num_devices = jax.lax.axis_size(axes)
     exchange = _Exchange.of(axes, form, jax.eval_shape(rows)[0].shape[0])
     counts = jax.lax.all_gather(sizes, axes).reshape(num_devices, num_devices, -1)
-    return _computed(function, exchange, rows, weights, counts)
+    return _computed(function, exchange, rows, weights, counts, collect)
 
 
 class _Plan(NamedTuple):
@@ -138,12 +141,14 @@ class _Exchange(NamedTuple):
         inverse = _moved(buffer, by_expert, in_buffer, lengths)
         return _Plan(firsts + begins, sent, places, order, inverse, lengths.sum(0, dtype=lengths.dtype))
 
-    def in_extra_rounds(self, add_round: Callable[[_Plan, Any, Any], Any], first: Any, counts: Any, rows: Any) -> Any:
-        """Returns the total of all rounds, as `rounds.in_extra_rounds` does; a round is passed its plan and `rows`."""
+    def in_extra_rounds(
+        self, add_round: Callable[[_Plan, Any, Any], Any], first: Any, counts: jax.Array, arguments: Any
+    ) -> Any:
+        """Returns the total of all rounds, as `rounds.in_extra_rounds`; a round is passed its plan and arguments."""
 
         def of_number(number, total):
             # XLA moves what is the same in all rounds out of the loop, where balanced routing would have to pay for it.
-            number, here = jax.lax.optimization_barrier((number, rows))
+            number, here = jax.lax.optimization_barrier((number, arguments))
             return add_round(self.plan(counts, number), here, total)
 
         return in_extra_rounds(of_number, first, self.num_rounds(counts))
@@ -151,43 +156,35 @@ class _Exchange(NamedTuple):
     def dispatched(self, rows: Any, plan: _Plan) -> Any:
         """Returns the rows that this device is sent, sorted by expert, and zeros, of a pytree of rows."""
 
-        def of_one(rows):
-            rows, buffer = _with_empty(rows, len(plan.order))
-            return _at(self._send(rows, buffer, len(buffer), plan.starts, plan.numbers, plan.places), plan.order, 0)
-
-        return jax.tree.map(of_one, rows)
+        return jax.tree.map(lambda each: _at(self._send(each, plan), plan.order, 0), rows)
 
     def returned(self, rows: Any, plan: _Plan, others: Any = None) -> Any:
         """Sends rows back to where they come from, and puts them among those of other rounds, in a pytree each."""
+        back = plan._replace(starts=plan.places.T, numbers=plan.numbers.T, places=plan.starts.T)
+        rows = jax.tree.map(lambda each: _at(each, plan.inverse), rows)
+        if others is None:
+            return jax.tree.map(lambda each: self._send(each, back, is_back=True), rows)
+        return jax.tree.map(lambda *each: self._send(each[0], back, each[1], is_back=True), rows, others)
 
-        def of_one(rows, others=None):
-            rows = _at(rows, plan.inverse)
-            if others is None:
-                rows, others = _with_empty(rows, self.num_rows)
-            return self._send(rows, others, len(rows), plan.places.T, plan.numbers.T, plan.starts.T)
-
-        return jax.tree.map(of_one, rows) if others is None else jax.tree.map(of_one, rows, others)
-
-    def _send(
-        self, rows: jax.Array, others: jax.Array, buffer: int, starts: jax.Array, numbers: jax.Array, places: jax.Array
-    ) -> jax.Array:
-        """Sends slices of rows, and returns `others` with those that arrive, in rounds with buffers of some size.
-
-        The matrices (n, n) have, by source and device it sends to, where a slice starts, how many rows it has, and
-        where it is put.
-        """
-        device, shape, size = jax.lax.axis_index(self.axes), rows.shape[1:], len(others)
-        index, arrivals = np.arange(len(starts), dtype="int32"), (places[:, device], numbers[:, device])
+    def _send(self, rows: jax.Array, plan: _Plan, others: jax.Array | None = None, is_back: bool = False) -> jax.Array:
+        """Sends slices of rows, and returns `others` with those that arrive; without them the rest may be anything."""
+        device, shape, buffer = jax.lax.axis_index(self.axes), rows.shape[1:], len(plan.order)
+        size, index = self.num_rows if is_back else buffer, np.arange(len(plan.starts), dtype="int32")
+        sent, arrivals = (plan.starts[device], plan.numbers[device]), (plan.places[:, device], plan.numbers[:, device])
         if self.form == "equal":
             lane = buffer // len(index)
-            padded = _at(rows, _moved(buffer, starts[device], lane * index, numbers[device]))
+            padded = _at(rows, _moved(buffer, sent[0], lane * index, sent[1]))
             arrived = jax.lax.all_to_all(padded.reshape(-1, lane, *shape), self.axes, 0, 0)
             return _at(arrived.reshape(-1, *shape), _moved(size, lane * index, *arrivals), others)
         if len(index) * math.prod(shape) * rows.dtype.itemsize <= _MIN_ROW_BYTES:
             gathered = jax.lax.all_gather(rows, self.axes, tiled=True)
-            return _at(gathered, _moved(size, len(rows) * index + starts[:, device], *arrivals), others)
-        sent = starts[device], numbers[device]
-        return jax.lax.ragged_all_to_all(rows, others, *sent, places[device], numbers[:, device], axis_name=self.axes)
+            return _at(gathered, _moved(size, len(rows) * index + plan.starts[:, device], *arrivals), others)
+        if others is None:
+            # Any rows would do. To fill memory with a constant takes TPUs longer than the exchange, and XLA would reserve
+            # it from long before on if it was left as it is.
+            others = rows.at[jnp.minimum(jnp.arange(size), len(rows) - 1)].get(mode="clip")
+        sizes = plan.places[device], plan.numbers[:, device]
+        return jax.lax.ragged_all_to_all(rows, others, *sent, *sizes, axis_name=self.axes)
 
 
 _NOWHERE = np.iinfo("int32").max
@@ -209,12 +206,6 @@ def _at(rows: jax.Array, indices: jax.Array, others: jax.Array | int | None = No
     return found if others is None else jnp.where(is_here, found, others)
 
 
-def _with_empty(rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns rows, and an array for others, which holds anything: to fill it takes TPUs longer than the exchange."""
-    # Without the barrier XLA reserves it long before it is used.
-    return jax.lax.optimization_barrier((rows, jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype)))
-
-
 # Rows of extra rounds are put where they belong, among those of round 0. Only gradients of weights are summed.
 
 
@@ -229,33 +220,35 @@ def _results(function, exchange, weights):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _computed(function, exchange, rows, weights, counts):
+def _computed(function, exchange, rows, weights, counts, collect):
     add_round = _results(function, exchange, weights)
-    return exchange.in_extra_rounds(add_round, add_round(exchange.plan(counts), rows, None), counts, rows)
+    return collect(exchange.in_extra_rounds(add_round, add_round(exchange.plan(counts), rows, None), counts, rows))
 
 
-def _forward(function, exchange, rows, weights, counts):
+def _forward(function, exchange, rows, weights, counts, collect):
     plan = exchange.plan(counts)
     received = exchange.dispatched(rows(), plan)
     results, pull = jax.vjp(lambda *each: function(*each, plan.sizes), received, weights)
     first = exchange.returned(results, plan)
     results = exchange.in_extra_rounds(_results(function, exchange, weights), first, counts, rows)
-    return results, (plan, pull, rows, weights, counts)
+    collected, spread = jax.vjp(lambda results: collect(results), results)
+    return collected, (plan, pull, rows, weights, counts, spread)
 
 
 def _backward(function, exchange, saved, cotangent):
-    plan, pull, rows, weights, counts = saved
+    plan, pull, rows, weights, counts, spread = saved
 
-    def add_round(plan, rows, gradients):
+    def add_round(plan, arguments, gradients):
+        rows, spread, cotangent = arguments
         received = exchange.dispatched(rows(), plan)
         _, pull = jax.vjp(lambda *each: function(*each, plan.sizes), received, weights)
-        of_received, of_weights = pull(exchange.dispatched(cotangent, plan))
+        of_received, of_weights = pull(exchange.dispatched(*spread(cotangent), plan))
         return exchange.returned(of_received, plan, gradients[0]), jax.tree.map(jnp.add, gradients[1], of_weights)
 
-    of_received, of_weights = pull(exchange.dispatched(cotangent, plan))
+    of_received, of_weights = pull(exchange.dispatched(*spread(cotangent), plan))
     first = exchange.returned(of_received, plan), of_weights
-    of_rows, of_weights = exchange.in_extra_rounds(add_round, first, counts, rows)
-    return *jax.vjp(lambda rows: rows(), rows)[1](of_rows), of_weights, None
+    of_rows, of_weights = exchange.in_extra_rounds(add_round, first, counts, (rows, spread, cotangent))
+    return *jax.vjp(lambda rows: rows(), rows)[1](of_rows), of_weights, None, None
 
 
 _computed.defvjp(_forward, _backward)
