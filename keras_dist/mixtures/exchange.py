@@ -180,8 +180,8 @@ class _Exchange(NamedTuple):
             gathered = jax.lax.all_gather(rows, self.axes, tiled=True)
             return _at(gathered, _moved(size, len(rows) * index + plan.starts[:, device], *arrivals), others)
         if others is None:
-            # Any rows would do. To fill memory with a constant takes TPUs longer than the exchange, and XLA would reserve
-            # it from long before on if it was left as it is.
+            # Any rows would do. To fill memory with a constant takes TPUs longer than the exchange, and left as it is,
+            # XLA would reserve it from long before on.
             others = rows.at[jnp.minimum(jnp.arange(size), len(rows) - 1)].get(mode="clip")
         sizes = plan.places[device], plan.numbers[:, device]
         return jax.lax.ragged_all_to_all(rows, others, *sent, *sizes, axis_name=self.axes)
