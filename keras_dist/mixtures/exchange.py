@@ -3,9 +3,10 @@
 Each of n devices has E / n experts, and R rows sorted by expert, so those for a device follow each other. All devices
 know how many rows each has for each expert, and from that alone where every row comes from and goes to. A device takes
 its arrivals in the order of their sources, in rounds of a full buffer. It needs one round if it is sent at most a
-quarter more than the mean. See `rounds.py` for what more of them cost.
+quarter more than the mean. Others have a buffer for a quarter of the mean, so that what they need fits in the memory
+of round 0. See `rounds.py` for what they cost.
 
-Worked example: device 0 has experts 0 and 1, and buffers of 4 rows. Two devices send it 3 rows each.
+Worked example: device 0 has experts 0 and 1, and buffers of 4 rows and then 2. Two devices send it 3 rows each.
 
     rows for experts 0, 1    device 0: 1, 2     device 1: 2, 1
     arrivals                 a0 a1 a1           b0 b0 b1
@@ -31,8 +32,6 @@ _TILE = 128  # of rows, in which grouped products compute
 # A TPU pads each row of a ragged exchange to 128 numbers of 4 bytes. To gather those of all devices takes less for a
 # few bytes a row, such as gates.
 _MIN_ROW_BYTES = 512
-
-
 _AS_THEY_ARE = jax.tree_util.Partial(lambda results: results)
 
 
@@ -73,7 +72,7 @@ def computed_by_exchange(
             i E / n on.
         form: How rows are sent.
         collect: A `jax.tree_util.Partial`, what to return of the results (R, ...), in the order of `rows`. It is linear
-            in them, and returns a new array, or them as they are.
+            in them. The backward pass keeps gradients of what it returns in place of those of the results.
     """
     num_devices = jax.lax.axis_size(axes)
     exchange = _Exchange.of(axes, form, jax.eval_shape(rows)[0].shape[0])
@@ -155,7 +154,6 @@ class _Exchange(NamedTuple):
 
     def dispatched(self, rows: Any, plan: _Plan) -> Any:
         """Returns the rows that this device is sent, sorted by expert, and zeros, of a pytree of rows."""
-
         return jax.tree.map(lambda each: _at(self._send(each, plan), plan.order, 0), rows)
 
     def returned(self, rows: Any, plan: _Plan, others: Any = None) -> Any:
