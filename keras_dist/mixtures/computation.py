@@ -6,7 +6,9 @@ tokens, rows are sent to the devices of their experts, and results back (`exchan
 depends on the routing: there is memory for a quarter more than on average, and more take several rounds.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,20 +95,28 @@ def _of_some_experts(mixture, product, operands, routing, shards):
 
 
 def _by_exchange(mixture, product, operands, routing, shards):
-    given, num_pairs = _with_rows(mixture, routing, operands), routing.indices.size
-    is_row = {variable: mixture.places[variable].tokens is not None for variable in given}
+    is_row = [mixture.places[variable].tokens is not None for variable in mixture.operands]
+    tokens, weights = (list(itertools.compress(operands, chosen)) for chosen in (is_row, map(operator.not_, is_row)))
+    variables = list(itertools.compress(mixture.operands, is_row))
+
+    def rows_of(tokens, routing):
+        return [_rows_of(mixture, routing, *each) for each in zip(variables, tokens, strict=True)]
 
     def computed(rows, weights, sizes):
-        rows_or_weights = {True: iter(rows), False: iter(weights)}
-        received = {variable: next(rows_or_weights[is_row[variable]]) for variable in given}
+        rows_and_weights = iter(weights), iter(rows)
+        received = [next(rows_and_weights[is_in]) for is_in in is_row]
         num_rows = rows[0].shape[0]
-        groups = Groups.of(sizes, num_rows)
-        results = compute_rows(mixture, _filled(product, num_pairs / num_rows), shards, groups, received)
+        filled = min(routing.indices.size / num_rows, 1.0)
+        given = dict(zip(mixture.operands, received, strict=True))
+        results = compute_rows(mixture, _filled(product, filled), shards, Groups.of(sizes, num_rows), given)
         return results.astype(mixture.summand_dtype)
 
-    rows, weights = ([given[variable] for variable in given if is_row[variable] == is_in] for is_in in (True, False))
-    results = computed_by_exchange(computed, rows, weights, routing.groups.sizes, shards.expert_axes, shards.exchange)
-    return routing.summed(results.astype(mixture.output.aval.dtype))
+    def collect(results, routing):
+        return routing.summed(results.astype(mixture.output.aval.dtype))
+
+    rows, collected = jax.tree_util.Partial(rows_of, tokens, routing), jax.tree_util.Partial(collect, routing=routing)
+    sizes = routing.groups.sizes
+    return computed_by_exchange(computed, rows, weights, sizes, shards.expert_axes, shards.exchange, collected)
 
 
 def _filled(product: Callable[..., jax.Array], fraction: float) -> GroupedProduct:
@@ -115,9 +125,13 @@ def _filled(product: Callable[..., jax.Array], fraction: float) -> GroupedProduc
 
 def _with_rows(mixture: Mixture, routing: Routing, operands: Sequence[jax.Array]) -> Mapping[Any, jax.Array]:
     """Returns the operands, by variable, those with tokens as rows."""
-    given = dict(zip(mixture.operands, operands, strict=True))
-    for variable, value in given.items():
-        place = mixture.places[variable]
-        if place.tokens is not None:
-            given[variable] = routing.of_tokens(value) if place.expert is None else routing.of_pairs(value)
-    return given
+    given = zip(mixture.operands, operands, strict=True)
+    return {variable: _rows_of(mixture, routing, variable, value) for variable, value in given}
+
+
+def _rows_of(mixture: Mixture, routing: Routing, variable: Any, value: jax.Array) -> jax.Array:
+    """Returns an operand, with tokens as rows if it has tokens."""
+    place = mixture.places[variable]
+    if place.tokens is None:
+        return value
+    return routing.of_tokens(value) if place.expert is None else routing.of_pairs(value)

@@ -42,15 +42,27 @@ def summed_in_rounds(
     return _summed(function, num_rounds, arguments, constants)
 
 
-def _with_extra_rounds(first: Any, function: Callable[[jax.Array], Any], num_rounds: jax.Array) -> Any:
-    """Adds what a function returns for the numbers of all rounds but the first one."""
+def in_extra_rounds(add_round: Callable[[jax.Array, Any], Any], first: Any, num_rounds: jax.Array) -> Any:
+    """Returns the total of all rounds, given that of the first one.
 
-    def add_round(state):
+    Args:
+        add_round: Returns the total with a round, of the number of the round, int32 and at least 1, and the total of
+            those before.
+        first: The total after round 0, a pytree of arrays.
+        num_rounds: Number of rounds, int32, at least 1.
+    """
+
+    def body(state):
         number, total = state
-        return number + 1, jax.tree.map(jnp.add, total, function(number))
+        return number + 1, add_round(number, total)
 
     with jax.named_scope(EXTRA_ROUNDS):
-        return jax.lax.while_loop(lambda state: state[0] < num_rounds, add_round, (jnp.int32(1), first))[1]
+        return jax.lax.while_loop(lambda state: state[0] < num_rounds, body, (jnp.int32(1), first))[1]
+
+
+def _with_extra_rounds(first: Any, function: Callable[[jax.Array], Any], num_rounds: jax.Array) -> Any:
+    """Adds what a function returns for the numbers of all rounds but the first one."""
+    return in_extra_rounds(lambda number, total: jax.tree.map(jnp.add, total, function(number)), first, num_rounds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -30,7 +30,8 @@ def traced_step(target, shape, axes):
         return grouped_product(hidden, down, sizes, form) * gates[:, None].astype(tokens.dtype)
 
     def on_device(tokens, gates, up, down, sizes):
-        return computed_by_exchange(experts, (tokens, gates), (up, down), sizes[0], axes, "ragged")
+        rows = jax.tree_util.Partial(lambda *each: each, tokens, gates)
+        return computed_by_exchange(experts, rows, (up, down), sizes[0], axes, "ragged")
 
     def loss(*arguments):
         return (call_per_device(on_device, mesh, arguments, [spec] * 5, spec, [()] * 4).astype("float32") ** 2).sum()

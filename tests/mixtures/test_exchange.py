@@ -92,7 +92,8 @@ def exchanged(tokens, gates, weights, experts, axes, form, function=local_expert
 
     def on_device(tokens, gates, weights, experts):
         sizes = jnp.bincount(experts[0], length=EXPERTS).astype("int32")
-        return computed_by_exchange(function, (tokens, gates), weights, sizes, axes, form)
+        rows = jax.tree_util.Partial(lambda *each: each, tokens, gates)
+        return computed_by_exchange(function, rows, weights, sizes, axes, form)
 
     spec = PartitionSpec(axes)
     return on_devices(on_device, mesh, (spec, spec, spec, spec), spec)(tokens, gates, weights, experts)

@@ -33,3 +33,19 @@ def test_a_step_computes_chosen_experts_and_sends_what_fsdp_sends(target, form, 
     assert plan.flops <= 85e9
     assert plan.wire_bytes <= 93 * 2**20  # the weights, gathered, and their gradients, reduced and scattered
     assert plan.memory.temporaries <= temporaries * 2**20
+
+
+@pytest.mark.parametrize(
+    ("target", "form", "temporaries"),
+    [
+        pytest.param("v5e:2x4", "megablox", 205, marks=needs_libtpu),
+        pytest.param("h100:8", "mosaic", 1.5 * 190, marks=needs_cuda),
+    ],
+)
+def test_an_exchange_sends_fewer_bytes_than_the_weights_have(target, form, temporaries):
+    plan = planned(target, "exchanged")
+    (mixtures,) = plan.mixtures
+    assert (mixtures.form, mixtures.calls, mixtures.rows, mixtures.reason) == (form, 2, 8192, None)
+    assert plan.flops <= 85e9
+    assert plan.wire_bytes <= 66 * 2**20
+    assert plan.memory.temporaries <= temporaries * 2**20
