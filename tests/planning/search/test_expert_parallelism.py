@@ -80,6 +80,13 @@ def test_frozen_experts_and_predictions_have_no_gradients():
     assert sent == pytest.approx(sizes_of()["FSDP + EP on data:8"].wire[EXPERTS] / 2)
 
 
+def test_tensor_parallelism_divides_what_tokens_are_multiplied_with():
+    known = search_space(build, "train", ("tp",), place_of(jax.devices(), None), ROWS).sizes
+    [fraction] = [sizes.sharded_fraction for each, sizes in known.items() if each.size("model") == 2]
+    dense, experts, router = WIDTH**2, CHOSEN * 2 * WIDTH * HIDDEN, 8 * WIDTH
+    assert fraction == pytest.approx((dense + experts) / (dense + experts + router))
+
+
 def test_it_is_left_out_where_rows_have_more_bytes():
     few, many = space_of(), space_of(lambda: build(length=1024))
     assert any(each.expert_axis for each in few.candidates)
