@@ -65,6 +65,21 @@ class Mixture:
             return summed.invars[0].aval.dtype
         return self.output.aval.dtype
 
+    def sends_tokens(self, num_tokens: float, weight_bytes: float, regathers: bool) -> bool:
+        """Whether a step sends fewer bytes if tokens are sent to the devices of their experts than if weights are.
+
+        It sends rows to experts and results back, and their gradients; or it gathers weights, with `regathers` twice,
+        and reduces and scatters their gradients. `num_tokens` are those of a device.
+        """
+        return 2 * num_tokens * self.choice.num_chosen * self.row_bytes <= (3 if regathers else 2) * weight_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row that is sent to an expert, and of its result."""
+        rows = [(each, each.aval.dtype) for each in self.operands if self.places[each].tokens is not None]
+        values = (*rows, (self.output, self.summand_dtype))
+        return sum(_size(each, self.places[each].rest(each)) * dtype.itemsize for each, dtype in values)
+
     @cached_property
     def operands(self) -> list[Any]:
         """The variables that are computed before, those with gradients first."""

@@ -189,14 +189,7 @@ class SparseMixture:
             is_stored = not {*expert_axes}.isdisjoint(self._stored_axes(weight))
             weight_bytes += is_stored * _bytes(weight) / math.prod(mesh.shape[name] for name in sharded)
         num_tokens = math.prod(sizes) / math.prod(mesh.shape[name] for name in token_axes)
-        rows = [(each, each.aval.dtype) for each in mixture.operands if mixture.places[each].tokens is not None]
-        row_bytes = 0
-        for variable, dtype in (*rows, (mixture.output, mixture.summand_dtype)):
-            others = mixture.places[variable].rest(variable)
-            row_bytes += math.prod(variable.aval.shape[dim] for dim in others) * dtype.itemsize
-        # A step sends rows to experts and results back, and their gradients. Weights are gathered, and their gradients
-        # reduced and scattered.
-        if 2 * num_tokens * mixture.choice.num_chosen * row_bytes > (3 if self._regathers else 2) * weight_bytes:
+        if not mixture.sends_tokens(num_tokens, weight_bytes, self._regathers):
             return None
         return "equal" if self._program.device.platform == "cpu" else "ragged"
 

@@ -13,7 +13,7 @@ from keras_dist.planning.fitting_options import error_line
 from keras_dist.planning.hardware.compiler_options import checked_compiler_options
 from keras_dist.planning.plan import require_builder_of_depth, require_step
 from keras_dist.planning.reports.plan_report import Plan
-from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES
+from keras_dist.planning.search.candidates import COMBINED, STRATEGIES
 from keras_dist.planning.search.choice import Choice, NoCandidateError, NothingFitsError
 from keras_dist.planning.search.choosing import Task, choose
 from keras_dist.planning.search.places import Place, place_of
@@ -62,7 +62,8 @@ def auto(
         keep: Sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
             "data", "context" and "model".
         strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
-            `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`, and `"cp"`, which combines with the others.
+            `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`; `"cp"`, which combines with all of them; and `"ep"`, which
+            combines with `"fsdp"` and `"hsdp"` for models with mixtures of experts.
         trials: The maximum number of candidates to compile. By default 12 at first, and, as soon as one candidate fits,
             a quarter of all, but at least 3.
         depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
@@ -151,7 +152,7 @@ def _are_targets(given: Any, fewest: bool) -> TypeGuard[Sequence[str | Target]]:
 
 
 def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
-    known = (*STRATEGIES, CONTEXT_PARALLEL)
+    known = (*STRATEGIES, *COMBINED)
     if names is None:
         return known
     chosen = (names,) if isinstance(names, str) else tuple(names)
@@ -160,7 +161,7 @@ def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
         fault = f"Unknown strategy {unknown[0]!r}" if unknown else "strategies is empty"
         meant = did_you_mean(str(unknown[0]).lower(), known) if unknown else ""
         raise ValueError(f"{fault}.{meant} Use some of {', '.join(map(repr, known))}, or leave the argument out.")
-    return known if chosen == (CONTEXT_PARALLEL,) else chosen
+    return (*STRATEGIES, *chosen) if {*chosen}.issubset(COMBINED) else chosen
 
 
 def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:

@@ -20,7 +20,8 @@ from keras_dist.strategies.model_parallel import ModelParallel
 # The axes of candidates, outermost first: those that communicate most are on the shortest links.
 REPLICA, DATA, CONTEXT, MODEL = AXES = ("replica", "data", "context", "model")
 
-# Strategies by the name that `auto` takes, with their names in reports. Context parallelism combines with the others.
+# Strategies by the name that `auto` takes, with their names in reports. Context parallelism combines with all of them,
+# expert parallelism with FSDP and HSDP.
 STRATEGIES = {
     "dp": "DP",
     "zero1": "ZeRO-1",
@@ -31,7 +32,7 @@ STRATEGIES = {
     "fsdp_tp": "FSDP x TP",
     "fsdp_tp_sp": "FSDP x TP + SP",
 }
-CONTEXT_PARALLEL = "cp"
+CONTEXT_PARALLEL, EXPERT_PARALLEL = COMBINED = ("cp", "ep")
 _SHARDING_WEIGHTS = ("fsdp", "hsdp")
 
 
@@ -42,7 +43,7 @@ class Candidate:
     strategy: str  # a key of `STRATEGIES`
     axes: FrozenMapping  # sizes of mesh axes, outermost first, without those of size 1 but for that of batches
     regathers: bool = False  # whether FSDP gathers weights again for the backward pass
-    expert_axis: str | None = None  # the axis of batches, or "context", over which FSDP shards experts
+    expert_axis: str | None = None  # the axis of batches over which FSDP shards experts, too
     options: StepOptions = field(default_factory=StepOptions)  # of its distribution
 
     def size(self, *axes: str) -> int:
@@ -117,11 +118,13 @@ def enumerate_candidates(
     length: int | None,
     model_sizes: Collection[int],
     is_training: bool = True,
+    num_experts: int = 0,
 ) -> list[Candidate]:
     """Returns all candidates for a number of devices, simple strategies first.
 
     The axes "context" and "model" do not leave a slice or host, which has `per_network` devices. They have sizes that
-    divide the length of the sequences, if the model has any, and for which rules of tensor parallelism are known.
+    divide the length of the sequences, if the model has any, and for which rules of tensor parallelism are known. The
+    axes of expert parallelism divide `num_experts`, which is 0 for a model without mixtures of experts.
     """
     found = []
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -137,11 +140,18 @@ def enumerate_candidates(
             if strategy in strategies and all(axes.get(axis, 1) == size for axis, size in keep.items()):
                 # Without a backward pass, there is nothing to gather weights again for.
                 again = (False, True) if is_training and strategy.startswith(_SHARDING_WEIGHTS) else (False,)
-                found += [Candidate(strategy, axes, regathers) for regathers in again]
+                # An expert axis of its own, or one that shards sequences or weights, too, is left to users.
+                has_experts = EXPERT_PARALLEL in strategies and num_experts and num_experts % axes[DATA] == 0
+                can_share = has_experts and strategy in ("fsdp", "hsdp") and CONTEXT not in axes
+                shared = (None, DATA) if can_share else (None,)
+                found += [Candidate(strategy, axes, *each) for each in itertools.product(again, shared)]
     order = list(STRATEGIES)
-    return sorted(
-        found, key=lambda each: (order.index(each.strategy), each.regathers, *map(each.size, (CONTEXT, MODEL, REPLICA)))
-    )
+
+    def simplicity(each: Candidate) -> tuple:
+        sizes = map(each.size, (CONTEXT, MODEL, REPLICA))
+        return order.index(each.strategy), each.regathers, each.expert_axis is not None, *sizes
+
+    return sorted(found, key=simplicity)
 
 
 def _strategies_on(rest: int, networks: int, context: int, model: int) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from keras_dist.planning.fitting_options import error_line
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.plan import UnequalBlocksError, plan_step
 from keras_dist.planning.reports.plan_report import Plan
-from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
+from keras_dist.planning.search.candidates import COMBINED, STRATEGIES, Candidate
 from keras_dist.planning.search.choice import Choice, NothingFitsError
 from keras_dist.planning.search.places import Place
 from keras_dist.planning.search.search import ACCURACY, Search
@@ -27,8 +27,8 @@ from keras_dist.strategies.base import Distribution
 # Depths compiled to compare candidates, and to plan the chosen one, which are those of `plan`.
 _COMPARED_DEPTHS, _PLANNED_DEPTHS = (1, 2), (2, 4)
 _NOT_TRIED = (
-    "Not tried: pipeline and expert parallelism, rules of your own, step options where a model fits without them, and "
-    "other values of min_shard_bytes and sequence_exchange."
+    "Not tried: pipeline parallelism, expert axes other than that of the batch, rules of your own, step options where "
+    "a model fits without them, and other values of min_shard_bytes and sequence_exchange."
 )
 
 
@@ -38,7 +38,7 @@ class Task:
 
     build_model: Any
     step: str = "train"
-    strategies: tuple[str, ...] = (*STRATEGIES, CONTEXT_PARALLEL)
+    strategies: tuple[str, ...] = (*STRATEGIES, *COMBINED)
     trials: int | None = None
     depth: int | None = None
     compiler_options: FrozenMapping = field(default_factory=FrozenMapping)

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.search.candidates import CONTEXT, DATA, MODEL, Candidate
-from keras_dist.planning.search.search_space import ATTENTION, NOMINAL, PURPOSES, SEQUENCE, TENSOR, WEIGHTS, Sizes
+from keras_dist.planning.search.search_space import (
+    ATTENTION,
+    EXPERTS,
+    NOMINAL,
+    PURPOSES,
+    SEQUENCE,
+    TENSOR,
+    WEIGHTS,
+    Sizes,
+)
 
 # Reads and writes of a training step's update for each byte of weights and optimizer state: Adam reads weight, gradient
 # and two averages (16 bytes of 4-byte numbers) and writes three (12), for 12 bytes of state.
@@ -174,6 +183,8 @@ def _exposed_seconds(candidate: Candidate, plan: Plan) -> dict[str, float]:
         axes = each.axes or tuple(candidate.axes)
         if MODEL in axes:
             purpose = SEQUENCE if candidate.sequence_parallel else TENSOR
+        elif candidate.expert_axis is not None and each.kind.endswith("all-to-all"):
+            purpose = EXPERTS
         else:
             purpose = ATTENTION if set(axes) == {CONTEXT} and candidate.size(DATA) > 1 else WEIGHTS
         waited = each.exposed_seconds
@@ -182,7 +193,7 @@ def _exposed_seconds(candidate: Candidate, plan: Plan) -> dict[str, float]:
 
 
 def _kind(candidate: Candidate) -> tuple:
-    return candidate.strategy, candidate.regathers, CONTEXT in candidate.axes
+    return candidate.strategy, candidate.regathers, candidate.expert_axis, CONTEXT in candidate.axes
 
 
 def _key(purpose: str, candidate: Candidate) -> tuple:

@@ -6,6 +6,7 @@ Then the width is better: each device computes the same number of rows, whatever
 `MIN_SHARD_WIDTH` would waste much of a matrix unit.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,14 @@ def weights_of_experts(program: Any, mixtures: Sequence[Mixture]) -> set[Any]:
     """Returns the inputs of a program that are weights of experts, also their biases and scales."""
     places = ((variable, mixture.places[variable]) for mixture in mixtures for variable in mixture.operands)
     return _inputs(program, [(v, place.expert) for v, place in places if place.tokens is None])
+
+
+def shares_of_tokens(program: Any, mixtures: Sequence[Mixture]) -> dict[Any, float]:
+    """Returns what fraction of each weight of experts a token is multiplied with, k / E, by inputs of a program."""
+    by_share: defaultdict[float, list[Mixture]] = defaultdict(list)
+    for mixture in mixtures:
+        by_share[mixture.choice.num_chosen / mixture.choice.num_experts].append(mixture)
+    return {weight: share for share, each in by_share.items() for weight in weights_of_experts(program, each)}
 
 
 def _inputs(program: Any, values: Sequence[tuple[Any, int | None]]) -> set[Any]:

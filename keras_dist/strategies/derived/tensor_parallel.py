@@ -136,7 +136,8 @@ class _Weight(NamedTuple):
     """A variable of the model.
 
     `is_head`: an embedding that may be called as the output head, too. `is_beside_experts`: a router, or a bias of
-    experts, which is replicated where it is not sharded with their weights.
+    experts, which is replicated where it is not sharded with their weights. `share`: the fraction of it that a token is
+    multiplied with.
     """
 
     path: str
@@ -147,6 +148,7 @@ class _Weight(NamedTuple):
     is_head: bool
     base: BaseWeight | None
     is_beside_experts: bool
+    share: float
 
 
 class Solution(NamedTuple):
@@ -190,10 +192,10 @@ class Solution(NamedTuple):
 
     @property
     def sharded_fraction(self) -> float:
-        """Fraction of the bytes of the weights that are multiplied as matrices whose multiplications are sharded."""
+        """Fraction of the matrix multiplications that are sharded, by the bytes of what a token is multiplied with."""
         operands = [weight for weight in self.weights if weight.is_matmul_operand]
-        sharded = sum(weight.bytes for weight in operands if any(self.axes_of(weight.dims)))
-        return sharded / max(1, sum(weight.bytes for weight in operands))
+        sizes = [(weight.share * weight.bytes, any(self.axes_of(weight.dims))) for weight in operands]
+        return sum(size for size, is_sharded in sizes if is_sharded) / max(1, sum(size for size, _ in sizes))
 
     def axes_of(self, dims: Dims) -> Axes:
         """Returns the axes of a tensor.
@@ -292,7 +294,7 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     """Traces a built model, and chooses which dims of its weights to shard over an axis of a mesh."""
     axis_size = mesh.axis_sizes[axis]
     jaxpr, mixtures = expert_weights.with_mixtures(trace_model(model, mesh, axis_size, batch))
-    of_experts, routers = (f(jaxpr, mixtures) for f in (expert_weights.weights_of_experts, expert_weights.routers))
+    shares, routers = expert_weights.shares_of_tokens(jaxpr, mixtures), expert_weights.routers(jaxpr, mixtures)
     later, heads = expert_weights.summed_later(mixtures), model_structure.reversible_embeddings(model)
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables), later)
     record_variables(model)
@@ -303,8 +305,9 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
         is_operand = is_head or invar in graph.matmul_operands
         size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
         dims = (None,) * len(dims) if invar in routers else dims
-        is_beside = invar in routers or (invar in of_experts and not is_operand)
-        weights.append(_Weight(v.path, tuple(v.shape), size, dims, is_operand, is_head, base_weight_of(v), is_beside))
+        is_beside = invar in routers or (invar in shares and not is_operand)
+        kinds = is_operand, is_head, base_weight_of(v), is_beside
+        weights.append(_Weight(v.path, tuple(v.shape), size, dims, *kinds, shares.get(invar, 1.0)))
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
     inputs = [pair for pair in zip(graph.inputs[len(variables) :], shapes, strict=True) if pair[1]]
     rows = graph.find(inputs[0][0])[0] if inputs else None
