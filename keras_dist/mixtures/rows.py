@@ -114,9 +114,27 @@ class _Rows(_Evaluation):
         for number, operand in enumerate(operands):
             if axes := self._shards.first_device_only(equation, number):
                 operands[number] = jnp.where(jax.lax.axis_index(tuple(axes)) == 0, operand, jnp.zeros_like(operand))
+        if self._has_shared_operand(equation):
+            operands = [self._only_rows(v, value) for v, value in zip(equation.invars, operands, strict=True)]
         if equation.primitive.name == "broadcast_in_dim" and operands[0].ndim == len(shapes[0]):
-            return [jnp.broadcast_to(operands[0], shapes[0])]
-        return _evaluated(equation, operands, shapes)
+            results = [jnp.broadcast_to(operands[0], shapes[0])]
+        else:
+            results = _evaluated(equation, operands, shapes)
+        if self._has_shared_operand(equation):
+            results = [self._only_rows(v, value) for v, value in zip(equation.outvars, results, strict=True)]
+        return results
+
+    def _has_shared_operand(self, equation: Any) -> bool:
+        """Whether an operand is one of the layer, neither of tokens nor of experts: its gradient sums over rows."""
+        variables = (each for each in equation.invars if not isinstance(each, Literal))
+        return any(self._places[each] == (None, None) for each in variables)
+
+    def _only_rows(self, variable: Any, value: Any) -> Any:
+        """Returns zeros for rows of no expert. What was computed of these may be infinite, as may be its derivative."""
+        tokens = None if isinstance(variable, Literal) else self._places[variable].tokens
+        if not tokens:
+            return value
+        return jnp.moveaxis(self._groups.only_rows(jnp.moveaxis(value, tokens[0], 0)), 0, tokens[0])
 
     @property
     def _num_rows(self) -> int:

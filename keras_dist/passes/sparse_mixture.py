@@ -19,7 +19,7 @@ from keras_dist.mixtures.recognition import Mixture, MixtureCall
 from keras_dist.mixtures.rows import tokens_first
 from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.sharding.per_device import call_per_device
+from keras_dist.sharding.per_device import call_per_device, pad_to_multiple
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
 from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
@@ -125,12 +125,14 @@ class SparseMixture:
         for variable, value in zip(mixture.operands, values, strict=False):
             tokens = places[variable].tokens
             value = value.transpose(tokens_first(places[variable], variable))
-            arguments.append(value if tokens is None else value.reshape(*sizes, *value.shape[len(tokens) :]))
+            if tokens is not None:
+                value = self._in_equal_shards(value.reshape(*sizes, *value.shape[len(tokens) :]), axes)
+            arguments.append(value)
             specs.append(spec_of(variable))
             if jnp.issubdtype(value.dtype, jnp.inexact):  # those come first
                 own = axis_names(specs[-1])
                 summed.append(tuple(name for name in names if name not in own))
-        indices = values[-1].reshape(*sizes, mixture.choice.num_chosen)
+        indices = self._in_equal_shards(values[-1].reshape(*sizes, mixture.choice.num_chosen), axes)
         summand_axes = shards.summand_axes(output)
 
         def on_device(*values: Any) -> Any:
@@ -146,9 +148,23 @@ class SparseMixture:
         )
         if summand_axes:
             result = jax.lax.reduce_sum(result, (0,)).astype(output.aval.dtype)
+        result = result[tuple(map(slice, sizes))]
         order = tokens_first(places[output], output)
         result = result.reshape([output.aval.shape[dim] for dim in order])
         return result.transpose(sorted(range(len(order)), key=order.__getitem__))
+
+    def _in_equal_shards(self, value: jax.Array, axes: Sequence[Sequence[str]]) -> jax.Array:
+        """Pads the leading dims of a value, those of tokens, to equal shards with copies of the first ones.
+
+        Zeros might be divided by, and infinite derivatives times the gradient of a padding token, 0, are not 0.
+        """
+        for dim, names in enumerate(axes):
+            size, count = value.shape[dim], math.prod(self._program.mesh.shape[name] for name in names)
+            if size % count:
+                padded = pad_to_multiple(value, dim, count)
+                is_own = jax.lax.broadcasted_iota("int32", padded.shape, dim) < size
+                value = jnp.where(is_own, padded, jax.lax.slice_in_dim(value, 0, 1, axis=dim))
+        return value
 
     def _read_shards(self) -> Shards:
         if jax.sharding.get_abstract_mesh().manual_axes:  # all operands are shards already

@@ -1,5 +1,7 @@
 """KerasHub's mixtures of experts under each strategy: computed for chosen experts only, with the numbers of Keras."""
 
+import functools
+
 import jax
 import keras
 import keras_hub
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
-from support.strategy_models import assert_same_numbers, fsdp, scope
+from support.strategy_models import assert_same_numbers, fsdp, model_parallel, scope, tensor_parallel
 
 import keras_dist as kd
 from keras_dist.steps.step_state import recorded_calls
@@ -132,6 +134,77 @@ def test_training_is_that_of_keras_alone(name, strategy):
     # A loss that balances the load of experts is another one for each microbatch.
     reference = STRATEGIES[strategy](experts="dense") if strategy == "microbatches" else None
     expected, _ = outcome(name, reference, accumulated)
+    assert_same_numbers(found, expected, 5e-5)  # after three steps
+
+
+def rules_of(name, mesh, **options):
+    start_anew()  # some layers are named by how many there are
+    return tensor_parallel(lambda: language_model(name), mesh, **options)
+
+
+def with_experts(axes="data:2,expert:4", expert_dim_name="expert", **arguments):
+    return fsdp(axes, expert_dim_name=expert_dim_name, **arguments)
+
+
+def rules_for_experts(name):
+    """Rules that shard experts over two axes, those of the derived rules and that of the expert axis."""
+    rules = rules_of(name, "data:2,expert:2,model:2")
+    with kd.deferred():
+        model = language_model(name)
+    for variable in model.weights:
+        if len(variable.shape) == 3 and variable.shape[0] == 8:
+            _, *others = rules[variable.path].axes
+            rules[variable.path] = ("expert", *others) if any(others) else (("expert", "model"), *others)
+    return kd.ModelParallel(layout_map=rules, batch_dim_name="data", expert_dim_name="expert")
+
+
+@functools.cache
+def of_keras_alone(name, accumulated):
+    return outcome(name, None, accumulated)[0]
+
+
+SHARDED = {
+    "EP": lambda name: with_experts("fsdp:8", "fsdp"),
+    "EP, own axis": lambda name: with_experts(),
+    "EP, gathered again": lambda name: with_experts(reshard_after_forward=True),
+    "EP, remat full": lambda name: with_experts(step_options=kd.StepOptions(remat="full")),
+    "EP, remat dots": lambda name: with_experts(step_options=kd.StepOptions(remat="dots")),
+    "EP, microbatches": lambda name, **options: with_experts(step_options=kd.StepOptions(microbatches=2, **options)),
+    "EP, accumulation": lambda name: with_experts(),
+    "EP, HSDP": lambda name: with_experts("replica:2,data:2,expert:2", replica_axis="replica"),
+    "EP, CP": lambda name: with_experts("data:2,expert:2,context:2", sequence_dim_name="context"),
+    "EP over CP": lambda name: with_experts("data:4,context:2", "context", sequence_dim_name="context"),
+    "EP, unreduced": lambda name: with_experts(step_options=kd.StepOptions(reduce_dtype="float32")),
+    "TP": lambda name: model_parallel(rules_of(name, "data:4,model:2")),
+    "TP, SP": lambda name: model_parallel(rules_of(name, "data:4,model:2", sequence_parallel=True)),
+    "FSDP x TP": lambda name: fsdp(layout_map=rules_of(name, "data:4,model:2")),
+    "FSDP x TP, gathered again": lambda name: fsdp(
+        layout_map=rules_of(name, "data:4,model:2"), reshard_after_forward=True
+    ),
+    "EP x TP": rules_for_experts,
+}
+
+
+FAST_SHARDED = {("Qwen3-MoE", "EP, own axis"), ("GPT-OSS", "TP")}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [slow_unless((name, strategy) in FAST_SHARDED, name, strategy) for name in BACKBONES for strategy in SHARDED],
+)
+def test_training_with_sharded_experts_is_that_of_keras_alone(name, strategy):
+    accumulated = 3 if "accumulation" in strategy else None
+    build = functools.partial(SHARDED[strategy], name)
+    found, calls = outcome(name, build(), accumulated)
+    calls = [call for call in calls if hasattr(call, "form")]
+    assert {call.form for call in calls} == {"blocks"}
+    # These layers flatten batch and positions, so all devices of a sequence have its tokens.
+    sent = "weights" if strategy == "EP over CP" else "tokens" if "EP" in strategy else None
+    assert {call.exchange and call.exchange.partition(" ")[0] for call in calls} == {sent}
+    if "microbatches" in strategy:  # a loss that balances the load of experts is another one for each microbatch
+        expected, _ = outcome(name, build(experts="dense"))
+    else:
+        expected = of_keras_alone(name, accumulated)
     assert_same_numbers(found, expected, 5e-5)  # after three steps
 
 
