@@ -1,10 +1,10 @@
 """FLOP, traffic and memory of a training step of Qwen3-MoE, its mixtures computed in several ways.
 
 They are computed for all experts ("dense"), for chosen ones ("sparse"), and for chosen ones with the experts sharded
-over all devices, so that tokens are sent to them ("exchanged").
+over all devices, so that tokens are sent to them ("exchanged"); also with tensor parallelism ("TP").
 
 Two blocks of width 512 with 32 experts of width 256, of which tokens choose 4; 16 sequences of 1,024 tokens, AdamW,
-bfloat16 compute and float32 weights under FSDP, compiled for eight devices that need not be attached.
+bfloat16 compute and float32 weights under FSDP (x TP), compiled for eight devices that need not be attached.
 
 Run: pip install ".[tpu,cuda12]" keras-hub && python benchmarks/experts.py [--targets v5e:2x4 h100:8]
 """
@@ -45,15 +45,19 @@ def build():
     return model
 
 
+FORMS = "dense", "sparse", "exchanged", "dense, TP", "sparse, TP"
+
+
 def planned(target: str, form: str) -> kd.Plan:
-    """Plans the step under FSDP on all devices of a target."""
+    """Plans the step on all eight devices of a target: under FSDP, or with tensor parallelism over four of them."""
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
     batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
-    mesh = kd.create_device_mesh("data:8", devices=kd.target(target))
+    mesh = kd.create_device_mesh("data:2,model:4" if "TP" in form else "data:8", devices=kd.target(target))
     distribution = kd.FullyShardedDataParallel(
         mesh,
+        layout_map=kd.tensor_parallel_layout_map(build, mesh) if "TP" in form else None,
         expert_dim_name="data" if form == "exchanged" else None,
-        step_options=kd.StepOptions(experts="dense" if form == "dense" else "sparse"),
+        step_options=kd.StepOptions(experts="dense" if "dense" in form else "sparse"),
     )
     return kd.plan(build, distribution, batch=batch, progress=False)
 
@@ -63,7 +67,7 @@ def main():
     parser.add_argument("--targets", nargs="+", default=["v5e:2x4", "h100:8"])
     print("| | GFLOP a device | MiB sent | MiB of temporaries | forecast, ms |\n|---|---|---|---|---|")
     for target in parser.parse_args().targets:
-        for form in ("dense", "sparse", "exchanged"):
+        for form in FORMS:
             plan = planned(target, form)
             figures = plan.flops / 1e9, plan.wire_bytes / 2**20, plan.memory.temporaries / 2**20
             row = [f"{target}, {form}", *(f"{each:.1f}" for each in figures)]
