@@ -62,7 +62,7 @@ def tensor_parallel(options):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "groups"), [(data_parallel, 8), (expert_parallel, 8), (tensor_parallel, 4)], ids=str
+    ("distribution", "groups"), [(data_parallel, 8), (expert_parallel, 8), (tensor_parallel, 4)], ids=["DP", "EP", "TP"]
 )
 def test_rows_beyond_the_capacity_are_dropped_in_training(distribution, groups, monkeypatch):
     monkeypatch.setattr(Capped, "groups", groups)
