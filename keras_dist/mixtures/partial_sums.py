@@ -14,7 +14,7 @@ def partial_sums(mixture: Mixture) -> set[Any]:
     If each device has a shard of what such a product contracts, such as the width of experts, each can compute all that
     follows of its partial sum, and the results of the mixture are added up. A bias that follows belongs to one of them.
     """
-    linear, others = {mixture.equations[-1].outvars[0]}, set()
+    linear, others = {mixture.output}, set()
     found = set()
     for equation in reversed(mixture.equations):
         result = equation.outvars[0]

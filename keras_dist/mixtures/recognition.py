@@ -245,8 +245,8 @@ class _Finder:
             if not any(has_weights for _, _, has_weights in values):
                 continue
             # Its scores have the same experts, in their last dim.
-            of_experts = (v for v, place, _ in values if v in chosen and place.expert == v.aval.ndim - 1)
-            for scores in itertools.islice(of_experts, 1):
+            candidates = (v for v, place, _ in values if v in chosen and place.expert == v.aval.ndim - 1)
+            for scores in itertools.islice(candidates, 1):
                 size, count = scores.aval.shape[-1], chosen[scores]
                 is_all = count == size
                 reason = "each token chooses all of them" if is_all else "nothing proves that the others are zero"

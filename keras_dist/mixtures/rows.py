@@ -114,13 +114,14 @@ class _Rows(_Evaluation):
         for number, operand in enumerate(operands):
             if axes := self._shards.first_device_only(equation, number):
                 operands[number] = jnp.where(jax.lax.axis_index(tuple(axes)) == 0, operand, jnp.zeros_like(operand))
-        if self._has_shared_operand(equation):
+        is_shared = self._has_shared_operand(equation)
+        if is_shared:
             operands = [self._only_rows(v, value) for v, value in zip(equation.invars, operands, strict=True)]
         if equation.primitive.name == "broadcast_in_dim" and operands[0].ndim == len(shapes[0]):
             results = [jnp.broadcast_to(operands[0], shapes[0])]
         else:
             results = _evaluated(equation, operands, shapes)
-        if self._has_shared_operand(equation):
+        if is_shared:
             results = [self._only_rows(v, value) for v, value in zip(equation.outvars, results, strict=True)]
         return results
 

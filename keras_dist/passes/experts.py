@@ -77,11 +77,12 @@ class _Rewriting:
 
     def changed(self, jaxpr: Any, constants: Sequence[Any]) -> Any:
         """Returns the program with its mixtures computed for chosen experts; None if it has none."""
-        return self._changed(live(jaxpr), constants, None, [])
+        jaxpr = live(jaxpr)
+        return self._changed(jaxpr, constants, Scope(jaxpr), [])
 
-    def _changed(self, jaxpr: Any, constants: Sequence[Any], scope: Scope | None, figures: list[Any] | None) -> Any:
+    def _changed(self, jaxpr: Any, constants: Sequence[Any], scope: Scope, figures: list[Any] | None) -> Any:
         """Returns a part of the program, with its figures as further outputs, which are added to a list; or None."""
-        program, scope = self._program, scope or Scope(jaxpr)
+        program = self._program
         mixtures, refused = find_mixtures(jaxpr, constants)
         for equation, num_experts, num_chosen, reason in refused:
             program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))

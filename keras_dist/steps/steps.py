@@ -153,8 +153,7 @@ class Steps:
             batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
         program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
         if is_improved:
-            program = self._improved(program, forward)
-            self._check_experts(program.mixtures, model)
+            program = self._improved(program, forward, model)
         outputs, state = traced.evaluate(rewritten(program, self._passes), state, batch)
         return jax.tree.map(self._joined, outputs) if splits else outputs, state
 
@@ -170,8 +169,7 @@ class Steps:
             capacity = self._options.expert_capacity
             is_logged = step_state().is_monitored or capacity is not None
             program = replace(program, figures=[] if is_logged else None, expert_capacity=capacity)
-            program = self._improved(program, passes)
-            self._check_experts(program.mixtures, model)
+            program = self._improved(program, passes, model)
             if not (names := program.figures):
                 return traced.evaluate(program.jaxpr, state, batch)
             outputs, figures = traced.evaluate(program.jaxpr, state, batch, further=len(names))
@@ -206,9 +204,8 @@ class Steps:
 
         traced = _Traced(call, state, arrays)
         program = self._program(traced.jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
-        program = self._improved(program, [each for each in forward if each.may_find(traced.jaxpr)])
-        if current.is_in_step:
-            self._check_experts(program.mixtures, model)
+        forward = [each for each in forward if each.may_find(traced.jaxpr)]
+        program = self._improved(program, forward, model if current.is_in_step else None)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
         for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
             if mask is not None:
@@ -219,12 +216,15 @@ class Steps:
     def _forward_passes(self) -> Sequence[ForwardPass]:
         return [] if self._options.experts == "dense" else [*FORWARD_PASSES.values()]
 
-    def _improved(self, program: StepProgram, passes: Sequence[ForwardPass]) -> StepProgram:
+    def _improved(self, program: StepProgram, passes: Sequence[ForwardPass], checked: Any) -> StepProgram:
+        """Returns what passes make of a program. `checked`: the model whose step has to have what options name."""
         for each in passes:
             program = replace(program, jaxpr=each.improve(program))
         if (calls := step_state().calls) is not None:
             calls.extend(program.mixtures)
         self._warn_of_dense(program.mixtures)
+        if checked is not None:
+            self._check_experts(program.mixtures, checked)
         return program
 
     def _warn_of_dense(self, mixtures: Sequence[MixtureCall]) -> None:

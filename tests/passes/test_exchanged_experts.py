@@ -6,8 +6,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from passes.test_experts import LAYERS, assert_near, computed, model_of
-from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH
+from passes.test_experts import LAYERS, assert_same_numbers, computed, model_of
+from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH, rules_for_width_and_experts
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
 
@@ -30,9 +30,7 @@ def assert_equal_to_dense(name, distribution, shape=SHAPE, exchange="tokens over
     expected, _ = computed(LAYERS[name], shape, "dense")
     found, (call,) = computed(LAYERS[name], shape, "auto", distribution=distribution)
     assert (call.form, call.reason, call.exchange) == ("blocks", None, exchange)
-    for (outputs, gradients), (expected_outputs, expected_gradients) in zip(found, expected, strict=True):
-        assert_near(outputs, expected_outputs, 1e-6)
-        assert_near(gradients, expected_gradients, 5e-6)
+    assert_same_numbers(found, expected)
     return call
 
 
@@ -63,10 +61,7 @@ def test_distributions_that_shard_experts(distribution, monkeypatch):
 
 def test_a_rule_shards_experts_and_another_their_width():
     start_anew()
-    layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,expert:2,model:2"))
-    layout_map[".*/up"] = "expert", None, "model"
-    layout_map[".*/bias"] = None, "model"
-    layout_map[".*/down"] = "expert", "model", None
+    layout_map = rules_for_width_and_experts("data:2,expert:2,model:2")
     distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", expert_dim_name="expert")
     call = assert_equal_to_dense("ThreeOperands", distribution, (8, 3, WIDTH))
     assert call.rows == 8 * 3 * CHOSEN // 4  # two devices share the work for a row

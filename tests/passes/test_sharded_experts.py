@@ -1,8 +1,8 @@
 """Mixtures of experts whose weights are sharded over an axis of the mesh (tensor parallelism)."""
 
 import pytest
-from passes.test_experts import LAYERS, assert_near, computed
-from support.expert_layers import CHOSEN, EXPERTS, HIDDEN, WIDTH, inputs_and_layer
+from passes.test_experts import LAYERS, assert_near, assert_same_numbers, computed
+from support.expert_layers import CHOSEN, EXPERTS, HIDDEN, WIDTH, inputs_and_layer, rules_for_width_and_experts
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
 
@@ -42,9 +42,7 @@ def test_numbers_are_those_of_all_experts(name, dims):
     # An axis that shards hidden values leaves each device with all rows, and another one with those of its experts.
     is_by_width = dims == (HIDDEN,) and name in BY_WIDTH
     assert call.rows == NUM_ROWS * call.num_chosen // (4 if is_by_width else 8)
-    for (outputs, gradients), (expected_outputs, expected_gradients) in zip(found, expected, strict=True):
-        assert_near(outputs, expected_outputs, 1e-6)
-        assert_near(gradients, expected_gradients, 5e-6)
+    assert_same_numbers(found, expected)
 
 
 def test_an_axis_that_does_not_divide_the_experts_gathers_their_weights():
@@ -57,10 +55,7 @@ def test_an_axis_that_does_not_divide_the_experts_gathers_their_weights():
 
 def test_two_axes_shard_width_and_experts():
     start_anew()
-    layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,model:2,expert:2"))
-    layout_map[".*/up"] = "expert", None, "model"
-    layout_map[".*/bias"] = None, "model"
-    layout_map[".*/down"] = "expert", "model", None
+    layout_map = rules_for_width_and_experts("data:2,model:2,expert:2")
     distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
     expected, _ = computed(LAYERS["ThreeOperands"], SHAPE, "dense")
     found, (call,) = computed(LAYERS["ThreeOperands"], SHAPE, "auto", distribution=distribution)

@@ -3,6 +3,8 @@
 import keras
 from keras import layers, ops
 
+import keras_dist as kd
+
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 8, 6, 2
 
 
@@ -136,6 +138,15 @@ SPARSE = {
     each.__name__: each for each in (ThreeOperands, MaskedProbabilities, MaskedScores, NormalizedExperts, OneExpert)
 }
 DENSE = {each.__name__: each for each in (Threshold, Loop, AllExperts)}
+
+
+def rules_for_width_and_experts(mesh):
+    """Returns rules that shard the experts of `Experts` over an axis "expert", and their width over "model"."""
+    layout_map = kd.LayoutMap(kd.create_device_mesh(mesh))
+    layout_map[".*/up"] = "expert", None, "model"
+    layout_map[".*/bias"] = None, "model"
+    layout_map[".*/down"] = "expert", "model", None
+    return layout_map
 
 
 def inputs_and_layer(build, shape, routing="uniform"):

@@ -46,7 +46,7 @@ def _mixtures(jaxpr: Any, constants: Sequence[Any]) -> Iterator[Mixture]:
 
 def summed_later(mixtures: Sequence[Mixture]) -> dict[Any, Any]:
     """Returns the values whose partial sums need not be added up at once, each with the one that is all-reduced."""
-    return {value: mixture.equations[-1].outvars[0] for mixture in mixtures for value in partial_sums(mixture)}
+    return {value: mixture.output for mixture in mixtures for value in partial_sums(mixture)}
 
 
 def preferred_nodes(mixtures: Sequence[Mixture], graph: DimGraph) -> set[int]:
@@ -81,8 +81,8 @@ def _wide(mixture: Mixture, graph: DimGraph) -> set[int]:
     sizes = [
         {nodes_of(weight)[dim]: weight.aval.shape[dim] for dim in places[weight].rest(weight)} for weight in weights
     ]
-    outside = [*mixture.operands, mixture.equations[-1].outvars[0]]
-    of_tokens = {node for v in outside if places[v].tokens is not None for node in nodes_of(v)}
+    outside = [*mixture.operands, mixture.output]
+    token_nodes = {node for v in outside if places[v].tokens is not None for node in nodes_of(v)}
     sums, gathered = partial_sums(mixture), graph.gather_bytes()
 
     def is_followed(node: int) -> bool:
@@ -94,7 +94,7 @@ def _wide(mixture: Mixture, graph: DimGraph) -> set[int]:
         )
         return node not in gathered and sums.issuperset(summed)
 
-    common = set.intersection(*map(set, sizes)) - of_tokens - {None}
+    common = set.intersection(*map(set, sizes)) - token_nodes - {None}
     widths = {node: min(each[node] for each in sizes) for node in common if node is not None and is_followed(node)}
     return {node for node, width in widths.items() if width // graph.axis_size >= MIN_SHARD_WIDTH}
 
