@@ -88,6 +88,12 @@ class Mixture:
         found = dict.fromkeys(v for v in used if not isinstance(v, Literal) and v not in computed)
         return sorted(found, key=lambda variable: not jnp.issubdtype(variable.aval.dtype, jnp.inexact))
 
+    @property
+    def variables_of_tokens(self) -> list[Any]:
+        """Its operands and its output, as far as they have tokens."""
+        values = (*self.operands, self.output)
+        return [self.choice.indices, *(each for each in values if self.places[each].tokens is not None)]
+
     def weight_of(self, equation: Any) -> int | None:
         """Returns the number of the operand with the weights of all experts, if an equation is a product with them."""
         return _weight_of(equation, [_NOWHERE if isinstance(v, Literal) else self.places[v] for v in equation.invars])

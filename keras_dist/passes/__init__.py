@@ -8,4 +8,5 @@
 * `fourier.py`: Fourier transforms.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
 * `sparse_mixture.py`: what one of them becomes.
+* `flattened_tokens.py`: their tokens, where batch and positions are sharded and flattened.
 """

@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImp
 
 from keras_dist.mixtures.choices import number_of_experts
 from keras_dist.mixtures.recognition import DENSE, MixtureCall, find_mixtures
+from keras_dist.passes.flattened_tokens import flattened_per_device
 from keras_dist.passes.sparse_mixture import Scope, SparseMixture
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.tracing.jaxpr_evaluation import (
@@ -86,6 +87,8 @@ class _Rewriting:
         mixtures, refused = find_mixtures(jaxpr, constants)
         for equation, num_experts, num_chosen, reason in refused:
             program.mixtures.append(MixtureCall(scope_of(equation), DENSE, reason, num_experts, num_chosen, 0, 0.0))
+        if mixtures and program.placer.sequence_axes:
+            jaxpr = flattened_per_device(jaxpr, program, [mixture.variables_of_tokens for mixture in mixtures])
         by_equation = {id(mixture.equations[-1]): mixture for mixture in mixtures}
         equations: list[Any] = []
         for equation in jaxpr.eqns:

@@ -89,7 +89,7 @@ class SparseMixture:
         """Returns equations for the figures that a step logs of the mixture, and their results; adds their names."""
         choice, program = self._mixture.choice, self._program
         sizes, axes = self._tokens(self._shards.shared_axes)
-        counts = list(map(self._num_shards, axes))
+        counts = list(map(self._program.num_shards, axes))
         own_names: list[str] = []
 
         def computed(indices: Any) -> Any:
@@ -159,7 +159,7 @@ class SparseMixture:
         Zeros might be divided by, and infinite derivatives times the gradient of a padding token, 0, are not 0.
         """
         for dim, names in enumerate(axes):
-            size, count = value.shape[dim], self._num_shards(names)
+            size, count = value.shape[dim], self._program.num_shards(names)
             if size % count:
                 padded = pad_to_multiple(value, dim, count)
                 is_own = jax.lax.broadcasted_iota("int32", padded.shape, dim) < size
@@ -182,9 +182,6 @@ class SparseMixture:
         expert_axes = program.expert_axes if exchange else ()
         return read_shards(self._mixture, axes, program.mesh.shape, expert_axes, exchange)
 
-    def _num_shards(self, names: Collection[str]) -> int:
-        return math.prod(self._program.mesh.shape[name] for name in names)
-
     @property
     def _weights(self) -> list[Any]:
         return [each for each in self._mixture.operands if self._mixture.places[each].tokens is None]
@@ -202,15 +199,15 @@ class SparseMixture:
         if (
             not is_inexact
             or not token_axes.issuperset(expert_axes)
-            or mixture.choice.num_experts % self._num_shards(expert_axes)
+            or mixture.choice.num_experts % self._program.num_shards(expert_axes)
         ):
             return None
         weight_bytes = 0.0
         for weight, names in axes_of_weights.items():
             sharded = {*itertools.chain.from_iterable(names)}
             is_stored = not {*expert_axes}.isdisjoint(self._stored_axes(weight))
-            weight_bytes += is_stored * _bytes(weight) / self._num_shards(sharded)
-        num_tokens = math.prod(sizes) / self._num_shards(token_axes)
+            weight_bytes += is_stored * _bytes(weight) / self._program.num_shards(sharded)
+        num_tokens = math.prod(sizes) / self._program.num_shards(token_axes)
         if not mixture.sends_tokens(num_tokens, weight_bytes, self._regathers):
             return None
         return "equal" if self._program.device.platform == "cpu" else "ragged"

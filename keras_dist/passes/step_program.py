@@ -1,6 +1,7 @@
 """The program of a step, and what passes want to know of it: which axes of the mesh shard the dims of its values."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,8 @@ class StepProgram:
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
     figures: list[str] | None = None  # if wanted, filled with the names of figures, which follow the program's outputs
     expert_capacity: float | None = None  # that of the options, in a train step
+    token_dims: dict[Any, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    """Of variables with tokens that each device has flattened: their dim and its axes. Filled by a pass."""
 
     @property
     def mesh(self) -> Mesh:
@@ -38,6 +41,9 @@ class StepProgram:
     def device(self) -> Any:
         """One of the devices that the program is compiled for, attached or not."""
         return self.mesh.devices.flat[0]
+
+    def num_shards(self, axes: Collection[str]) -> int:
+        return math.prod(self.mesh.shape[name] for name in axes)
 
     def axes_of(self, variable: Any) -> DimAxes:
         """Returns the axes of each dim of a value, as they follow from those of the inputs.
@@ -52,6 +58,9 @@ class StepProgram:
         for node in nodes:
             names = () if node is None else self._axes_of_nodes.get(node, ())
             found.append(() if any(set(names).intersection(other) for other in found) else names)
+        if variable in self.token_dims:
+            dim, found_axes = self.token_dims[variable]
+            found[dim] = found_axes
         return found
 
     def sequences_sharded(self, equation: Any, result: Any) -> Any:

@@ -14,7 +14,8 @@ Groups = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 """Dims of an operand and the dims of the result that they become; several if a reshape merges or splits them."""
 
 _JAX = os.path.dirname(jax.__file__)
-_ALONG_OTHERS = ("slice", "dynamic_slice", "split", "pad", "concatenate")  # a dim that keeps its size is kept
+_ALONG_OTHERS = ("slice", "dynamic_slice", "split", "pad", "concatenate")
+"""They keep each dim that keeps its size, unless it is padded at one end and cut at the other."""
 
 
 def kept_dims(equation: Any, number: int) -> Groups:
@@ -106,7 +107,8 @@ def _single(pairs: Iterable[tuple[int, int]], shape: Sequence[int], result: Sequ
 
 
 def _dims_along(params: dict, rank: int) -> Sequence[int]:
-    return [*params.get("dimensions", ()), *(params[name] for name in ("axis", "dimension") if name in params)]
+    padded = [dim for dim, widths in enumerate(params.get("padding_config", ())) if any(widths)]
+    return [*padded, *params.get("dimensions", ()), *(params[name] for name in ("axis", "dimension") if name in params)]
 
 
 def places_in_product(equation: Any, number: int) -> Iterable[tuple[int, int]]:

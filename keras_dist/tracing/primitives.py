@@ -54,6 +54,7 @@ GATHERED_DIMS: dict[str, Callable[[dict, int], Collection[int]]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), lambda params, _: [params["axis"]]),
     **dict.fromkeys(("cholesky", "triangular_solve"), lambda _, rank: range(rank - 2, rank)),
     **dict.fromkeys(("concatenate", "sort"), lambda params, _: [params["dimension"]]),
+    "top_k": lambda params, rank: [params.get("axis", rank - 1) % rank],
     "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
 }
 """Elementwise operations that need all of some dims: functions of parameters and rank."""
