@@ -12,7 +12,7 @@ those of the mixture; `x`, `gates`, `up` and `down` are its operands.
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -65,20 +65,33 @@ class Mixture:
             return summed.invars[0].aval.dtype
         return self.output.aval.dtype
 
-    def sends_tokens(self, num_tokens: float, weight_bytes: float, regathers: bool) -> bool:
+    def sends_tokens(
+        self, num_tokens: float, weights: Iterable[tuple[float, bool]], trained: Collection[Any], regathers: bool
+    ) -> bool:
         """Whether a step sends fewer bytes if tokens are sent to the devices of their experts than if weights are.
 
-        It sends rows to experts and results back, and their gradients; or it gathers weights, with `regathers` twice,
-        and reduces and scatters their gradients. `num_tokens` are those of a device.
-        """
-        return 2 * num_tokens * self.choice.num_chosen * self.row_bytes <= (3 if regathers else 2) * weight_bytes
+        It sends rows to experts and results back, and their gradients; or it gathers weights, with `regathers` again
+        for the backward pass, and reduces and scatters their gradients.
 
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of a row that is sent to an expert, and of its result."""
-        rows = [(each, each.aval.dtype) for each in self.operands if self.places[each].tokens is not None]
-        values = (*rows, (self.output, self.summand_dtype))
-        return sum(_size(each, self.places[each].rest(each)) * dtype.itemsize for each, dtype in values)
+        Args:
+            num_tokens: Those of a device.
+            weights: Of each weight that a device would gather, the bytes, and whether it has a gradient.
+            trained: The values with gradients, and others that are not operands. Steps without gradients have none.
+            regathers: Whether the weights are gathered again for the backward pass.
+        """
+        gathered = 2 if regathers and self._has_gradients(trained) else 1
+        sent = sum(size * (gathered + is_trained) for size, is_trained in weights)
+        return num_tokens * self.token_bytes(trained) <= sent
+
+    def token_bytes(self, trained: Collection[Any]) -> int:
+        """Returns the bytes of the rows and results of a token, and of their gradients; see `sends_tokens`."""
+        rows = [(v, v.aval.dtype, v in trained) for v in self.operands if self.places[v].tokens is not None]
+        values = (*rows, (self.output, self.summand_dtype, self._has_gradients(trained)))
+        sizes = ((1 + both) * _size(v, self.places[v].rest(v)) * dtype.itemsize for v, dtype, both in values)
+        return self.choice.num_chosen * sum(sizes)
+
+    def _has_gradients(self, trained: Collection[Any]) -> bool:
+        return any(variable in trained for variable in self.operands)
 
     @cached_property
     def operands(self) -> list[Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from keras_dist.mixtures.choices import number_of_experts
 from keras_dist.mixtures.recognition import DENSE, MixtureCall, find_mixtures
@@ -79,7 +79,7 @@ class _Rewriting:
     def changed(self, jaxpr: Any, constants: Sequence[Any]) -> Any:
         """Returns the program with its mixtures computed for chosen experts; None if it has none."""
         jaxpr = live(jaxpr)
-        return self._changed(jaxpr, constants, Scope(jaxpr), [])
+        return self._changed(jaxpr, constants, Scope(jaxpr, jaxpr.invars[: self._program.num_trained]), [])
 
     def _changed(self, jaxpr: Any, constants: Sequence[Any], scope: Scope, figures: list[Any] | None) -> Any:
         """Returns a part of the program, with its figures as further outputs, which are added to a list; or None."""
@@ -114,7 +114,8 @@ class _Rewriting:
 
     def _body_changed(self, body: Any, outer: Scope, inputs: Mapping[Any, Any], figures: list[Any] | None) -> Any:
         jaxpr = live(body)
-        found = self._changed(jaxpr, (), Scope(jaxpr, outer, inputs), figures)
+        trained = [each for each, v in inputs.items() if not isinstance(v, Literal) and v in outer.trained]
+        found = self._changed(jaxpr, (), Scope(jaxpr, trained, outer, inputs), figures)
         return body if found is None else found
 
     def _part_changed(self, equation: Any, scope: Scope, figures: list[Any] | None) -> Any:

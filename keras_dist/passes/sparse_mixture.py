@@ -21,7 +21,13 @@ from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device, pad_to_multiple
 from keras_dist.sharding.resharding import to_compute_layout
-from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
+from keras_dist.tracing.jaxpr_evaluation import (
+    as_function,
+    equations_in_place_of,
+    equations_of,
+    scope_of,
+    with_gradients,
+)
 from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
 from keras_dist.tracing.primitives import UNCHANGED
 
@@ -29,10 +35,21 @@ from keras_dist.tracing.primitives import UNCHANGED
 class Scope:
     """An open jaxpr, and what computes its values and inputs."""
 
-    def __init__(self, jaxpr: Any, outer: "Scope | None" = None, inputs: Mapping[Any, Any] | None = None):
-        """`inputs`: variables of the outer scope, by inputs of this one."""
+    def __init__(
+        self,
+        jaxpr: Any,
+        trained: Collection[Any],
+        outer: "Scope | None" = None,
+        inputs: Mapping[Any, Any] | None = None,
+    ):
+        """`trained`: inputs that have gradients. `inputs`: variables of the outer scope, by inputs of this one."""
         self._jaxpr, self._outer, self._inputs = jaxpr, outer, inputs or {}
+        self.trained = with_gradients(jaxpr, trained)
         self._producers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+
+    @property
+    def is_part(self) -> bool:
+        return self._outer is not None
 
     def own_producer(self, variable: Any) -> Any:
         """Returns the equation that computes a variable here; None if there is none."""
@@ -202,15 +219,20 @@ class SparseMixture:
             or mixture.choice.num_experts % self._program.num_shards(expert_axes)
         ):
             return None
-        weight_bytes = 0.0
+        trained, weights = self._scope.trained, []
         for weight, names in axes_of_weights.items():
-            sharded = {*itertools.chain.from_iterable(names)}
-            is_stored = not {*expert_axes}.isdisjoint(self._stored_axes(weight))
-            weight_bytes += is_stored * _bytes(weight) / self._program.num_shards(sharded)
+            if not {*expert_axes}.isdisjoint(self._stored_axes(weight)):
+                num_shards = self._program.num_shards({*itertools.chain.from_iterable(names)})
+                weights.append((_bytes(weight) / num_shards, weight in trained))
         num_tokens = math.prod(sizes) / self._program.num_shards(token_axes)
-        if not mixture.sends_tokens(num_tokens, weight_bytes, self._regathers):
+        if not mixture.sends_tokens(num_tokens, weights, trained, self._regathers or self._is_gathered_again()):
             return None
         return "equal" if self._program.device.platform == "cpu" else "ragged"
+
+    def _is_gathered_again(self) -> bool:
+        """Whether a part that is computed again gathers weights of the mixture."""
+        readings = (self._reading(weight, self._scope.own_producer) for weight in self._weights)
+        return self._scope.is_part and any(_gathers(each) for each, _ in itertools.chain.from_iterable(readings))
 
     def _stored_axes(self, weight: Any) -> set[str]:
         """Returns the axes over which a weight is sharded before it is gathered for this mixture."""

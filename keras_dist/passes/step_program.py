@@ -26,6 +26,7 @@ class StepProgram:
     placer: BatchPlacer  # places batches on the mesh
     row_axes: tuple[str, ...]  # over which the rows of the batch are split
     input_axes: Sequence[DimAxes]  # of each input
+    num_trained: int = 0  # the leading inputs that have gradients
     expert_axes: tuple[str, ...] = ()  # over which experts are sharded, and tokens, too
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
     figures: list[str] | None = None  # if wanted, filled with the names of figures, which follow the program's outputs

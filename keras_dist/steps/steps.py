@@ -165,7 +165,8 @@ class Steps:
             with changed(is_improved=True):
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
-            program = self._program(traced.jaxpr, model, state, arrays, self.axes_in_step("train", _num_rows(arrays)))
+            axes = self.axes_in_step("train", _num_rows(arrays))
+            program = self._program(traced.jaxpr, model, state, arrays, axes, is_trained=True)
             capacity = self._options.expert_capacity
             is_logged = step_state().is_monitored or capacity is not None
             program = replace(program, figures=[] if is_logged else None, expert_capacity=capacity)
@@ -203,7 +204,8 @@ class Steps:
             return outputs, list(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers, or None
 
         traced = _Traced(call, state, arrays)
-        program = self._program(traced.jaxpr, model, state, arrays, self._placer.axes_for(_num_rows(arrays)))
+        axes = self._placer.axes_for(_num_rows(arrays))
+        program = self._program(traced.jaxpr, model, state, arrays, axes, is_trained=True)  # as far as is known
         forward = [each for each in forward if each.may_find(traced.jaxpr)]
         program = self._improved(program, forward, model if current.is_in_step else None)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
@@ -245,11 +247,14 @@ class Steps:
         check_expert_options(mixtures, self._options)
         check_expert_axes(mixtures, model, self._distribution)
 
-    def _program(self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...]) -> StepProgram:
+    def _program(
+        self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...], is_trained: bool = False
+    ) -> StepProgram:
         rows = _num_rows(arrays)
         axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
         expert_axes = axis_tuple(self._distribution.expert_dim_name)
-        return StepProgram(jaxpr, self._placer, row_axes, [*self._axes_of_state(model, state), *axes], expert_axes)
+        input_axes, num_trained = [*self._axes_of_state(model, state), *axes], len(state[0]) if is_trained else 0
+        return StepProgram(jaxpr, self._placer, row_axes, input_axes, num_trained, expert_axes)
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
         """Returns the axes of the dims of each array of a step's state; only those of weights are known."""

@@ -3,11 +3,12 @@
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -132,6 +133,17 @@ def inlined(jaxpr: Any, constants: Sequence[Any], is_call: Callable[[Any], bool]
 def live(jaxpr: Jaxpr) -> Jaxpr:
     """Returns an open jaxpr without what none of its results needs; its inputs stay."""
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def with_gradients(jaxpr: Jaxpr, trained: Collection[Any]) -> set[Any]:
+    """Returns the variables of an open jaxpr that have gradients: these, and numbers that are computed from them."""
+    found = {*trained}
+    for equation in jaxpr.eqns:
+        operands = {variable for variable in equation.invars if not isinstance(variable, Literal)}
+        if equation.primitive.name != "stop_gradient" and not found.isdisjoint(operands):
+            dtypes = {variable: getattr(variable.aval, "dtype", None) for variable in equation.outvars}
+            found.update(variable for variable, dtype in dtypes.items() if dtype and jnp.issubdtype(dtype, jnp.inexact))
+    return found
 
 
 def scope_of(equation: Any) -> str:

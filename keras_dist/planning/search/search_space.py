@@ -108,7 +108,7 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
     if gathering:
         notes.append(
             f"Left out: {counted(len(gathering), 'candidate')} of expert parallelism that would gather the weights of "
-            "experts as FSDP does, because rows of tokens have more bytes."
+            "experts as FSDP does, because rows of tokens have more bytes, or layers are in a loop."
         )
     if count == 1:
         notes.append("There is one device, so there is nothing to choose.")
@@ -234,7 +234,7 @@ class _Workload:
         seconds: dict[tuple, float] = defaultdict(float)
         mesh = distribution.device_mesh.backend_mesh
         interconnect = Interconnect(self._hardware, mesh.devices) if self._hardware is not None else None
-        for_tokens = all_reduced * tokens * passes, activations * tokens * passes, 2 * exchanged * passes
+        for_tokens = all_reduced * tokens * passes, activations * tokens * passes, exchanged
         payloads = _Payloads(gathered, reduced, gradients, updated, *for_tokens)
         for purpose, kind, axes, payload in _collectives(candidate, payloads):
             if sent := wire_bytes(kind, payload, candidate.size(*axes)):
@@ -266,7 +266,7 @@ class _Workload:
         for mixture in self._mixtures if candidate.expert_axis else ():
             weights = [v for v in self._step.model.weights if id(v) in mixture.weights]
             sharded = [v for v in weights if candidate.expert_axis in axis_tuple(layouts[id(v)].axes[0])]
-            gathered = sum(math.prod(v.shape) * self._itemsize(v) for v in sharded)
+            gathered = [(math.prod(v.shape) * self._itemsize(v), id(v) in self._trained) for v in sharded]
             if row_bytes := mixture.sent_bytes(rows, gathered, candidate.regathers):
                 kept |= {id(v) for v in sharded}
                 sent += row_bytes
@@ -285,7 +285,7 @@ class _Payloads(NamedTuple):
     updated: float  # weights as they are stored
     all_reduced: float  # for its tokens, by tensor parallelism
     activations: float  # between sharded layers, which are about half of attention's operands
-    exchanged: float  # rows for experts, and results
+    exchanged: float  # rows for experts and results, forward and backward
 
 
 def _collectives(candidate: Candidate, payloads: _Payloads) -> Iterator[tuple[str, str, tuple[str, ...], float]]:

@@ -31,9 +31,15 @@ class Experts(layers.Layer):
         return kd.experts(lambda x, up, down: ops.gelu(x @ up) @ down, x, chosen, best, self.up, self.down)
 
 
-def build(num_experts=8, trainable=True, length=LENGTH):
+class Looped(Experts):
+    def call(self, x):
+        return jax.lax.scan(lambda x, _: (super(Looped, self).call(x), None), x, None, length=3)[0]
+
+
+def build(num_experts=8, trainable=True, length=LENGTH, is_looped=False):
     inputs = keras.Input((length, WIDTH))
-    model = keras.Model(inputs, Experts(num_experts, trainable=trainable)(layers.Dense(WIDTH, use_bias=False)(inputs)))
+    outputs = Experts(num_experts, trainable=trainable)(layers.Dense(WIDTH, use_bias=False)(inputs))
+    model = keras.Model(inputs, Looped(num_experts)(outputs) if is_looped else outputs)
     model.compile("sgd", "mse")
     return model
 
@@ -78,6 +84,21 @@ def test_frozen_experts_and_predictions_have_no_gradients():
     assert difference == pytest.approx(7 / 8 * experts)
     sent = sizes_of(build, "predict")["FSDP + EP on data:8"].wire[EXPERTS]
     assert sent == pytest.approx(sizes_of()["FSDP + EP on data:8"].wire[EXPERTS] / 2)
+
+
+def test_frozen_experts_gather_their_weights_for_fewer_tokens():
+    """Trained ones have the bytes of 1,024 tokens, frozen ones, which are sent once, of 512. A device has 768."""
+    length = 768 * 8 // ROWS
+    assert "FSDP + EP on data:8" in sizes_of(lambda: build(length=length))
+    assert "FSDP + EP on data:8" not in sizes_of(lambda: build(length=length, trainable=False))
+
+
+def test_weights_of_layers_in_a_loop_are_gathered():
+    alone, looped = sizes_of(), sizes_of(lambda: build(is_looped=True))
+    name = "FSDP + EP on data:8"
+    assert looped[name].wire[EXPERTS] == alone[name].wire[EXPERTS]
+    experts = 2 * 7 / 8 * 8 * (2 * HIDDEN + 1) * WIDTH * 4
+    assert looped[name].wire[WEIGHTS] - alone[name].wire[WEIGHTS] == pytest.approx(experts)
 
 
 def test_tensor_parallelism_divides_what_tokens_are_multiplied_with():
