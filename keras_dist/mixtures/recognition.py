@@ -76,7 +76,7 @@ class Mixture:
         Args:
             num_tokens: Those of a device.
             weights: Of each weight that a device would gather, the bytes, and whether it has a gradient.
-            trained: The values with gradients, and others that are not operands. Steps without gradients have none.
+            trained: Variables with gradients, operands or others. A step without a backward pass has none.
             regathers: Whether the weights are gathered again for the backward pass.
         """
         gathered = 2 if regathers and self._has_gradients(trained) else 1

@@ -49,6 +49,7 @@ class Scope:
 
     @property
     def is_part(self) -> bool:
+        """Whether it is a part of a program, such as one that is computed again."""
         return self._outer is not None
 
     def own_producer(self, variable: Any) -> Any:
