@@ -75,7 +75,7 @@ class Estimates:
             self._slower[kind] = self._slower[kind] * busy / expected
 
     def seconds(self, candidate: Candidate) -> float:
-        simpler = (self._seconds.get(each, 0.0) for each in self.simpler(candidate))
+        simpler = (self._seconds.get(each) or self._seconds_with(each, 1.0) for each in self.simpler(candidate))
         return max([self._seconds_with(candidate, 1.0), *simpler])
 
     def simpler(self, candidate: Candidate) -> list[Candidate]:

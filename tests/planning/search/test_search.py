@@ -99,6 +99,17 @@ def test_candidates_of_an_unknown_kind_may_overlap_better(space):
     assert estimates.seconds(near) - estimates.optimistic_seconds(near) == pytest.approx(0.2 * waited)
 
 
+def test_candidates_that_send_more_are_not_expected_to_be_faster(space):
+    """FSDP is known to wait for collectives, which says nothing of candidates that gather weights again."""
+    fsdp = next(each for each in space.candidates if str(each) == "FSDP on data:8")
+    estimates = Estimates(space.sizes, None)
+    estimates.observe(fsdp, plan_of(fsdp, space.sizes[fsdp], 3))
+    again = [each for each in space.candidates if each.regathers and fsdp not in estimates.simpler(each)]
+    assert again
+    for each in again:
+        assert all(estimates.seconds(each) >= estimates.seconds(simpler) for simpler in estimates.simpler(each))
+
+
 @pytest.mark.parametrize(
     ("candidates", "trials", "limit", "limit_once_one_fits"),
     [(4, None, 12, 3), (27, None, 12, 6), (159, None, 12, 12), (27, 20, 20, 20), (27, 1, 1, 1)],
