@@ -136,12 +136,13 @@ def test_it_is_not_chosen_for_many_tokens():
 @pytest.mark.compiler
 @pytest.mark.usefixtures("full_compilation", "own_cache")
 @pytest.mark.parametrize("target", V5E_FIRST)
-def test_what_is_expected_to_be_sent_is_what_compiled_steps_send(target):
+@pytest.mark.parametrize("step", ["train", "predict"])
+def test_what_is_expected_to_be_sent_is_what_compiled_steps_send(target, step):
     place = place_of(target, None)
-    candidates, sizes, _ = search_space(build, "train", NAMES, place, ROWS)
+    candidates, sizes, _ = search_space(build, step, NAMES, place, ROWS)
     shared = [each for each in candidates if each.expert_axis and not each.regathers]
     assert len(shared) == 3
     for each in shared[:1]:
-        traffic = kd.plan(build, candidates[each], ROWS).traffic
+        traffic = kd.plan(build, candidates[each], ROWS, step=step).traffic
         sent = sum(group.wire_bytes for group in traffic if group.kind == "ragged-all-to-all")
         assert sent == pytest.approx(sizes[each].wire[EXPERTS], rel=0.05)
