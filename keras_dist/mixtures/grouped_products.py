@@ -21,9 +21,9 @@ from keras_dist.mixtures.kernels import (
 from keras_dist.tracing.jaxpr_evaluation import scope_of
 
 GROUPED_PRODUCT = "grouped_product"
-"""The scope of the operations of grouped products and their derivatives, with the fraction of the rows that count."""
+"""The scope of the operations of grouped products and their derivatives, with the number of rows that count."""
 
-_FRACTION = re.compile(GROUPED_PRODUCT + r"(\d\.\d+)")
+_NUM_ROWS = re.compile(GROUPED_PRODUCT + r"(\d+\.\d+)")
 
 
 class _Form(NamedTuple):
@@ -98,25 +98,29 @@ def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
 # `grouped_product_flops` finds these two in a traced program, by their names.
 @functools.partial(jax.jit, static_argnames=("form", "filled", "transposed"))
 def grouped_rows(rows, weights, sizes, form, filled, transposed):
-    with jax.named_scope(f"{GROUPED_PRODUCT}{filled:.4f}"):
+    with _scope(rows, filled):
         return _FORMS[form].product(rows, weights, sizes, transposed)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "filled"))
 def grouped_weight_gradient(rows, gradient, sizes, form, filled):
-    with jax.named_scope(f"{GROUPED_PRODUCT}{filled:.4f}"):
+    with _scope(rows, filled):
         return _FORMS[form].weight_gradient(rows, gradient, sizes)
 
 
+def _scope(rows, filled):
+    return jax.named_scope(f"{GROUPED_PRODUCT}{filled * rows.shape[0]:.1f}")
+
+
 def filled_rows(scope: str) -> float | None:
-    """Returns the fraction of rows that count of an operation of a grouped product, by its scope; None for others.
+    """Returns how many rows an operation of a grouped product has on average, without padding; None for others.
 
     Example:
 
-    >>> filled_rows("jit(step)/moe/grouped_product0.8000/pallas_call"), filled_rows("jit(step)/moe/add")
-    (0.8, None)
+    >>> filled_rows("jit(step)/moe/grouped_product12.8/pallas_call"), filled_rows("jit(step)/moe/add")
+    (12.8, None)
     """
-    found = _FRACTION.search(scope)
+    found = _NUM_ROWS.search(scope)
     return None if found is None else float(found[1])
 
 
@@ -129,8 +133,8 @@ def grouped_product_flops(equation: Any) -> float | None:
         return None
     first, second = (variable.aval.shape for variable in equation.invars[:2])
     inner = equation.params["jaxpr"].eqns
-    filled = next((filled for each in inner if (filled := filled_rows(scope_of(each))) is not None), 1.0)
-    return 2.0 * filled * first[0] * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
+    num_rows = next((filled for each in inner if (filled := filled_rows(scope_of(each))) is not None), first[0])
+    return 2.0 * num_rows * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

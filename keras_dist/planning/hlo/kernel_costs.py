@@ -43,19 +43,33 @@ def kernel_flops(computation: Computation, instruction: Instruction) -> tuple[st
         is_backward = "bwd" in instruction.target
         inputs, state = _arrays(computation, instruction)[3 * is_backward :][:2]
         return inputs.dtype, lstm_flops(inputs.dims, state.dims, is_backward)
-    if instruction.target.startswith("mosaic_gpu") and (filled := filled_rows(instruction.op_name)) is not None:
-        return _grouped_product_flops(computation, instruction, filled)
+    if instruction.target.startswith("mosaic_gpu") and (num_rows := filled_rows(instruction.op_name)) is not None:
+        return _grouped_product_flops(computation, instruction, num_rows)
     return None
 
 
-def _grouped_product_flops(computation: Computation, instruction: Instruction, filled: float) -> tuple[str, float]:
+def _grouped_product_flops(computation: Computation, instruction: Instruction, num_rows: float) -> tuple[str, float]:
     """Returns element type and FLOP of a grouped product, or of one of its derivatives.
 
     Rows (R, K) are multiplied with weights (E, K, N) or (E, N, K), or with a gradient (R, N). All take 2 R K N.
     """
     rows = next(array for array in _arrays(computation, instruction) if "f" in array.dtype)
     result = next(leaves(instruction.shape))
-    return rows.dtype, 2.0 * filled * rows.elements * result.dims[-1]
+    return rows.dtype, 2.0 * num_rows * rows.dims[1] * result.dims[-1]
+
+
+def fractions_of_grouped_product(computation: Computation, instruction: Instruction) -> tuple[float, float]:
+    """Returns which fractions of its rows, and of the weights of experts, a kernel in Pallas computes with.
+
+    Rows (R, K) are padded. Of their experts, at most one per row, it reads the weights (E, K, N) only. For kernels
+    that are no grouped products they are 1.
+    """
+    if (num_rows := filled_rows(instruction.op_name)) is None:
+        return 1.0, 1.0
+    arrays = _arrays(computation, instruction)
+    rows = next(array for array in arrays if "f" in array.dtype)
+    num_experts = next((array.dims[0] for array in arrays if len(array.dims) == 3), 1)
+    return num_rows / rows.dims[0], min(num_rows / num_experts, 1.0)
 
 
 def lstm_flops(inputs: Sequence[int], state: Sequence[int], is_backward: bool) -> float:

@@ -104,6 +104,34 @@ class TestFlopOfLibraryCalls:
 
 
 class TestMemoryOfInstructions:
+    def test_a_slice_that_is_converted_is_read_in_its_own_dtype(self):
+        fused = """%fused (w: f32[64,8,128], i: s32[]) -> bf16[1,8,128] {
+  %w = f32[64,8,128]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %s = bf16[1,8,128]{2,1,0} dynamic-slice(%w, %i, %zero, %zero), dynamic_slice_sizes={1,8,128}
+}"""
+        weights, index = "%w = f32[64,8,128]{2,1,0} parameter(0)", "%i = s32[] parameter(1)"
+        call = "ROOT %y = bf16[1,8,128]{2,1,0} fusion(%w, %i), kind=kLoop, calls=%fused"
+        costs = read_module(module_of(weights, index, call, computations=fused))
+        assert costs.memory_bytes == (4 + 2) * 8 * 128 + 4  # and the index
+
+    @pytest.mark.parametrize(("num_rows", "num_experts"), [("8.0", 8), ("100.0", 64)])
+    def test_a_grouped_product_reads_the_weights_of_an_expert_for_each_row_at_most(self, num_rows, num_experts):
+        scope = f"jit(step)/moe/grouped_product{num_rows}/pallas_call"
+        call = 'ROOT %y = bf16[128,32]{1,0} custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"'
+        estimate = '{"custom_call_config":{"body":"TUw=","cost_estimate":{"flops":"131072","bytes_accessed":"8"}}}'
+        costs = read_module(
+            module_of(
+                "%n = s32[64]{0} parameter(0)",
+                "%x = bf16[128,16]{1,0} parameter(1)",
+                "%w = bf16[64,16,32]{2,1,0} parameter(2)",
+                f'{call}, metadata={{op_name="{scope}"}}, backend_config={estimate}',
+            )
+        )
+        assert costs.memory_bytes == 4 * 64 + 2 * (128 * (16 + 32) + num_experts * 16 * 32)
+        assert costs.flops == 2 * float(num_rows) * 16 * 32
+
     def test_copies_between_vmem_and_memory_count_once(self):
         costs = read_module(
             module_of(
