@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 _ALIGNMENT, _ALIGNED = 8, 256  # tensor cores take multiples of 8; from so many rows on, these are few to spare
-_MIN_ROWS = 32  # of an expert: fewer take no less time, which is that to read the weights
+MIN_ROWS = 32  # of an expert: fewer take no less time, which is that to read the weights
 
 
 def rows_at_once(num_rows: int, num_experts: int) -> int:
     """Returns how many rows of each expert are multiplied at once."""
-    wanted = max(-(-5 * num_rows // (4 * num_experts)), _MIN_ROWS)
+    wanted = max(-(-5 * num_rows // (4 * num_experts)), MIN_ROWS)
     return min(wanted + (-wanted % _ALIGNMENT if wanted >= _ALIGNED else 0), num_rows)
 
 

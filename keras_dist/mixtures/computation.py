@@ -20,7 +20,7 @@ from keras_dist.mixtures.figures import capacity_rows
 from keras_dist.mixtures.recognition import Mixture
 from keras_dist.mixtures.rounds import summed_in_rounds
 from keras_dist.mixtures.routing import Groups, Routing
-from keras_dist.mixtures.rows import GroupedProduct, compute_one_token, compute_rows
+from keras_dist.mixtures.rows import GroupedProduct, compute_rows
 from keras_dist.mixtures.shards import Shards
 
 _SPARE_ROWS = 1.25  # times the rows that a device with some of the experts has on average
@@ -47,8 +47,6 @@ def compute_mixture(
         shards: How weights are sharded.
         capacity: The most rows of an expert, in multiples of the mean of all experts; others are left out.
     """
-    if mixture.num_tokens == 1:
-        return compute_one_token(mixture, operands, indices)
     tokens = indices.shape[:-1]
     indices = indices.reshape(-1, indices.shape[-1])
     flat: list[Any] = []

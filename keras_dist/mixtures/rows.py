@@ -50,9 +50,18 @@ def compute_rows(
     return jnp.moveaxis(rows, place.tokens[0], 0).reshape(groups.experts.size, *others)
 
 
-def compute_one_token(mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
-    """Returns the sum over the experts that a single token chooses, as `compute_mixture` does."""
-    return _OneToken(mixture, operands, indices).evaluated()
+def compute_one_token(
+    mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array, first_expert: jax.Array | int = 0
+) -> jax.Array:
+    """Returns the sum over the experts that a single token chooses, in the shape of the mixture's output.
+
+    Args:
+        mixture: What to compute.
+        operands: Those of `mixture.operands`.
+        indices: The experts that the token chooses, or some of them, (n,).
+        first_expert: The first one that operands have, if they are a shard. Those of other shards count as zero.
+    """
+    return _OneToken(mixture, operands, indices, first_expert).evaluated()
 
 
 def tokens_first(place: Place, variable: Any) -> list[int]:
@@ -79,17 +88,32 @@ class _Evaluation:
 class _OneToken(_Evaluation):
     """Evaluates equations as if there were no experts but those that the token chooses."""
 
-    def __init__(self, mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array):
+    def __init__(
+        self, mixture: Mixture, operands: Sequence[jax.Array], indices: jax.Array, first_expert: jax.Array | int
+    ):
         super().__init__(mixture)
         self.values = dict(zip(mixture.operands, operands, strict=True))
-        self._indices = indices.reshape(-1)
+        self._indices, own = indices, indices - first_expert
+        self._is_here: Any = None  # which of them a shard has
         for variable, value in self.values.items():
             if (expert := mixture.places[variable].expert) is not None:
-                self.values[variable] = jnp.take(value, self._indices, axis=expert, mode="clip")
+                self.values[variable] = jnp.take(value, own, axis=expert, mode="clip")
+                if value.shape[expert] < mixture.choice.num_experts:
+                    self._is_here = (own >= 0) & (own < value.shape[expert])
 
     def _evaluate(self, equation: Any) -> Sequence[jax.Array]:
         operands = [v.val if isinstance(v, Literal) else self.values[v] for v in equation.invars]
+        if self._is_here is not None and equation is self._mixture.equations[-1]:
+            operands = list(map(self._only_here, equation.invars, operands))
         return _evaluated(equation, operands, [self._shape(variable) for variable in equation.outvars])
+
+    def _only_here(self, variable: Any, value: Any) -> Any:
+        """Returns zeros for experts of other shards: of weights of other experts, results may be infinite."""
+        expert = None if isinstance(variable, Literal) else self._places[variable].expert
+        if expert is None:
+            return value
+        is_here = jnp.expand_dims(self._is_here, [dim for dim in range(value.ndim) if dim != expert])
+        return jnp.where(is_here, value, 0)
 
     def _shape(self, variable: Any) -> list[int]:
         expert = self._places[variable].expert

@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
+from keras_dist.mixtures.batched import MIN_ROWS
 from keras_dist.mixtures.computation import compute_mixture
 from keras_dist.mixtures.exchange import Form
 from keras_dist.mixtures.figures import expert_figures
 from keras_dist.mixtures.grouped_products import ChosenForm, choose_form, grouped_product
 from keras_dist.mixtures.recognition import Mixture, MixtureCall
-from keras_dist.mixtures.rows import tokens_first
+from keras_dist.mixtures.rows import compute_one_token, tokens_first
 from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import call_per_device, pad_to_multiple
@@ -73,7 +75,8 @@ class SparseMixture:
 
     Weights may be stored in shards over axes of the batch, which are gathered for the layers that read them. The
     expert axes among them need not be: the weights of experts stay where they are, and tokens are sent to them, if
-    these have fewer bytes.
+    these have fewer bytes. Outside of train steps that is so for all axes that shard experts: each device computes
+    what its experts add to the results of all tokens.
     """
 
     def __init__(self, program: StepProgram, mixture: Mixture, scope: Scope, regathers: bool):
@@ -81,6 +84,7 @@ class SparseMixture:
         self._program, self._mixture, self._scope, self._regathers = program, mixture, scope, regathers
         self._forms: set[ChosenForm] = set()
         self._shards = UNSHARDED
+        self._stored_axes: tuple[str, ...] | None = None  # those of experts, if the weights stay where they are stored
         self._num_rows, self._flops, self._exchange = mixture.choice.num_chosen, 0.0, None
 
     def equations(self) -> Sequence[Any]:
@@ -88,6 +92,9 @@ class SparseMixture:
         operands = [*mixture.operands, mixture.choice.indices]
         if mixture.num_tokens == 1:
             function = self._of_one_token
+            if self._may_stay_stored:
+                self._stored_axes = self._axes_of_experts()
+            self._flops = self._num_rows * row_flops(mixture, UNSHARDED)
         else:
             self._shards = self._read_shards()
             if self._regathers:
@@ -127,7 +134,35 @@ class SparseMixture:
         return found
 
     def _of_one_token(self, *values: Any) -> Any:
-        return compute_mixture(self._mixture, self._product, values[:-1], values[-1], UNSHARDED)
+        """Computes the mixture of a single token with the weights of its experts, and leaves other dims to XLA."""
+        mixture = self._mixture
+        *operands, indices = values
+        num_shards = self._program.num_shards(self._stored_axes or ())
+        dims = [mixture.places[variable].expert for variable in mixture.operands]
+        operands = [
+            value if dim is None else self._split(value, dim, num_shards)
+            for value, dim in zip(operands, dims, strict=True)
+        ]
+        first = jnp.arange(num_shards, dtype=indices.dtype) * (mixture.choice.num_experts // num_shards)
+        indices = indices.reshape(-1)
+        # XLA:TPU reads a whole array of which several slices are looked up, but only the slice if it is one.
+        lookups = jnp.split(indices, indices.size) if self._program.device.platform == "tpu" else [indices]
+
+        def of_shard(operands: Any, first: Any) -> Any:
+            found = (compute_one_token(mixture, operands, each, first) for each in lookups)
+            return sum(each.astype(mixture.summand_dtype) for each in found)
+
+        return jax.vmap(of_shard, in_axes=(dims, 0))(operands, first).sum(0).astype(mixture.output.aval.dtype)
+
+    def _split(self, value: jax.Array, dim: int, num_shards: int) -> jax.Array:
+        """Splits the dim of experts of a value into one of shards, which stay on their devices, and the rest."""
+        shape = value.shape
+        value = value.reshape(*shape[:dim], num_shards, shape[dim] // num_shards, *shape[dim + 1 :])
+        if num_shards == 1:
+            return value
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * value.ndim
+        spec[dim], spec[dim + 1] = self._stored_axes, None
+        return with_sharding_constraint(value, NamedSharding(self._program.mesh, PartitionSpec(*spec)))
 
     def _per_device(self, *values: Any) -> Any:
         """Computes the mixture of each device's tokens, given operands and the indices of chosen experts."""
@@ -185,7 +220,7 @@ class SparseMixture:
         return value
 
     def _read_shards(self) -> Shards:
-        if jax.sharding.get_abstract_mesh().manual_axes:  # all operands are shards already
+        if _in_per_device():  # all operands are shards already
             return UNSHARDED
         program, places = self._program, self._mixture.places
         axes: dict[Any, Any] = {}
@@ -194,15 +229,18 @@ class SparseMixture:
                 names = program.axes_of(weight)
                 axes[weight] = [[name for name in each if name not in self._batch_axes] for each in names]
         exchange = self._choose_exchange(axes) if program.expert_axes else None
+        if not exchange and self._may_stay_stored:
+            self._stored_axes = self._choose_stored_axes(axes)
         if program.expert_axes:
+            sends_tokens = exchange or {*program.expert_axes} <= {*(self._stored_axes or ())}
             over = ", ".join(map(repr, program.expert_axes))
-            self._exchange = f"{'tokens' if exchange else 'weights'} over {over}"
-        expert_axes = program.expert_axes if exchange else ()
+            self._exchange = f"{'tokens' if sends_tokens else 'weights'} over {over}"
+        expert_axes = program.expert_axes if exchange else self._stored_axes or ()
         return read_shards(self._mixture, axes, program.mesh.shape, expert_axes, exchange)
 
     @property
     def _weights(self) -> list[Any]:
-        return [each for each in self._mixture.operands if self._mixture.places[each].tokens is None]
+        return [each for each in self._mixture.operands if not self._mixture.places[each].tokens]
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
@@ -220,11 +258,8 @@ class SparseMixture:
             or mixture.choice.num_experts % self._program.num_shards(expert_axes)
         ):
             return None
-        trained, weights = self._scope.trained, []
-        for weight, names in axes_of_weights.items():
-            if not {*expert_axes}.isdisjoint(self._stored_axes(weight)):
-                num_shards = self._program.num_shards({*itertools.chain.from_iterable(names)})
-                weights.append((_bytes(weight) / num_shards, weight in trained))
+        trained, gathered = self._scope.trained, self._gathered(expert_axes, axes_of_weights)
+        weights = [(size, weight in trained) for weight, size in gathered.items()]
         num_tokens = math.prod(sizes) / self._program.num_shards(token_axes)
         if not mixture.sends_tokens(num_tokens, weights, trained, self._regathers or self._is_gathered_again()):
             return None
@@ -235,21 +270,61 @@ class SparseMixture:
         readings = (self._reading(weight, self._scope.own_producer) for weight in self._weights)
         return self._scope.is_part and any(_gathers(each) for each, _ in itertools.chain.from_iterable(readings))
 
-    def _stored_axes(self, weight: Any) -> set[str]:
-        """Returns the axes over which a weight is sharded before it is gathered for this mixture."""
-        layouts = [self._program.axes_of(weight)]
-        for equation, _ in self._reading(weight, self._scope.producer):
+    @property
+    def _may_stay_stored(self) -> bool:
+        return not (self._program.is_trained or _in_per_device())
+
+    def _choose_stored_axes(self, axes_of_weights: Mapping[Any, Sequence[Sequence[str]]]) -> tuple[str, ...] | None:
+        """Returns the axes of experts, if each device is to compute all tokens with the experts that it stores.
+
+        Routing decides how many rows that is. Where devices have the tokens of their own otherwise, rows have to be so
+        few that the time is that to read the weights.
+        """
+        mixture, expert_axes = self._mixture, self._axes_of_experts()
+        (_, axes_of_own), (sizes, axes) = self._tokens(()), self._tokens(expert_axes)
+        num_tokens = math.prod(sizes) / self._program.num_shards({*itertools.chain.from_iterable(axes)})
+        are_few = num_tokens * mixture.choice.num_chosen <= MIN_ROWS * mixture.choice.num_experts
+        weights = self._gathered({*expert_axes}.intersection(self._batch_axes), axes_of_weights)
+        sends_less = num_tokens * mixture.token_bytes(()) <= mixture.choice.num_chosen * sum(weights.values())
+        if not (are_few or {*expert_axes}.isdisjoint(itertools.chain.from_iterable(axes_of_own))):
+            return None
+        return expert_axes if sends_less else None
+
+    def _axes_of_experts(self) -> tuple[str, ...]:
+        """Returns the axes that shard the experts of the largest weight where it is stored."""
+        weight = max((each for each in self._weights if self._mixture.places[each].expert is not None), key=_bytes)
+        for layout, expert in self._layouts_of(weight):
+            if expert is not None:
+                return layout[expert]
+        return ()
+
+    def _gathered(
+        self, over: Collection[str], axes_of_weights: Mapping[Any, Sequence[Sequence[str]]]
+    ) -> dict[Any, float]:
+        """Returns the weights that are stored in shards over some axes, with their bytes once they are gathered."""
+        found = {}
+        for weight, names in axes_of_weights.items():
+            stored = {name for layout, _ in self._layouts_of(weight) for each in layout for name in each}
+            if not stored.isdisjoint(over):
+                found[weight] = _bytes(weight) / self._program.num_shards({*itertools.chain.from_iterable(names)})
+        return found
+
+    def _layouts_of(self, weight: Any) -> Iterator[tuple[Sequence[tuple[str, ...]], int | None]]:
+        """Yields the axes of the dims of a weight before it is gathered for this mixture, then as layers compute."""
+        for equation, expert in self._reading(weight, self._scope.producer):
             if _gathers(equation):
-                layouts.append([axis_tuple(entry) for entry in _layouts(equation)[0].axes])
-        return {name for layout in layouts for names in layout for name in names}
+                yield [axis_tuple(entry) for entry in _layouts(equation)[0].axes], expert
+        yield self._program.axes_of(weight), self._mixture.places[weight].expert
 
     def gathers_of_others(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
         """Yields the equations that gather weights over the expert axes, and functions that do so over others only."""
-        if self._shards.exchange:
+        is_of_one = self._mixture.num_tokens == 1
+        if self._shards.exchange or self._stored_axes is not None:
             for weight in self._weights:
                 for equation, expert in self._reading(weight, self._scope.producer):
                     if expert is not None and _gathers(equation):
-                        yield equation, functools.partial(self._with_experts_sharded, equation, expert)
+                        gather = functools.partial(self._with_experts_sharded, equation, expert)
+                        yield equation, (lambda weight: weight) if is_of_one else gather
 
     def _from_stored_weights(self, operands: list[Any]) -> tuple[Callable, list[Any]]:
         """Returns the function of operands as they are before their weights are gathered, and these operands."""
@@ -336,6 +411,10 @@ def _layouts(gather: Any) -> tuple[TensorLayout, TensorLayout]:
         for each in (shardings[0], shardings[-1])
     )
     return stored, compute
+
+
+def _in_per_device() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _bytes(variable: Any) -> int:

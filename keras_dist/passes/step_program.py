@@ -33,6 +33,7 @@ class StepProgram:
     expert_capacity: float | None = None  # that of the options, in a train step
     token_dims: dict[Any, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     """Of variables with tokens that each device has flattened: their dim and its axes. Filled by a pass."""
+    is_trained: bool = False  # whether it is that of a train step
 
     @property
     def mesh(self) -> Mesh:

@@ -3,8 +3,12 @@
 import importlib.util
 from pathlib import Path
 
+import jax
+import keras_hub
 import pytest
 from support.compilers import needs_cuda, needs_libtpu
+
+import keras_dist as kd
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
 
@@ -49,3 +53,41 @@ def test_an_exchange_sends_fewer_bytes_than_the_weights_have(target, form, tempo
     assert plan.flops <= 85e9
     assert plan.wire_bytes <= 66 * 2**20
     assert plan.memory.temporaries <= temporaries * 2**20
+
+
+EXPERT_BYTES = 2 * 3 * 2048 * 1024  # of 256 experts, more than VMEM has room for; a token chooses 4
+
+
+def planned_decoding(target, num_devices, rows):
+    """A plan of `predict` for one token of each row."""
+
+    def build():
+        sizes = {"vocabulary_size": 256, "num_layers": 1, "hidden_dim": 2048, "intermediate_dim": 24, "head_dim": 64}
+        own = {"moe_intermediate_dim": 1024, "num_experts": 256, "top_k": 4}
+        heads = {"num_query_heads": 4, "num_key_value_heads": 2}
+        model = keras_hub.models.Qwen3MoeBackbone(**sizes, **own, **heads, dtype="bfloat16")
+        model.compile("sgd")
+        return model
+
+    mesh = kd.create_device_mesh(f"fsdp:{num_devices}", devices=kd.target(target).devices[:num_devices])
+    tokens = jax.ShapeDtypeStruct((rows, 1), "int32")
+    batch = ({"token_ids": tokens, "padding_mask": tokens},)
+    return kd.plan(build, kd.FullyShardedDataParallel(mesh), batch, step="predict", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "num_devices", "rows", "num_experts"),
+    [
+        pytest.param("v5e:2x4", 1, 1, 4, marks=needs_libtpu),
+        pytest.param("v5e:2x4", 1, 8, 32, marks=needs_libtpu),
+        pytest.param("v5e:2x4", 8, 1, 4, marks=needs_libtpu),
+        pytest.param("v5e:2x4", 8, 8, 8, marks=needs_libtpu),
+        pytest.param("h100:8", 1, 1, 3 * 4, marks=needs_cuda),  # XLA:GPU copies what it looks up
+        pytest.param("h100:8", 8, 1, 3 * 4, marks=needs_cuda),
+    ],
+)
+def test_decoding_reads_the_weights_of_chosen_experts_where_they_are(target, num_devices, rows, num_experts):
+    plan = planned_decoding(target, num_devices, rows)
+    bandwidth = kd.target(target).hardware.memory_bytes_per_second
+    assert plan.roofline.memory_seconds * bandwidth <= 1.1 * num_experts * EXPERT_BYTES
+    assert plan.wire_bytes < EXPERT_BYTES  # those of attention's weights

@@ -67,8 +67,9 @@ def test_a_rule_shards_experts_and_another_their_width():
     assert call.rows == 8 * 3 * CHOSEN // 4  # two devices share the work for a row
 
 
-def test_weights_are_sent_to_tokens_that_are_not_sharded():
-    assert_equal_to_dense("ThreeOperands", fsdp(), (13, 3, WIDTH), "weights over 'expert'")
+def test_tokens_that_are_not_sharded_are_computed_by_the_devices_of_their_experts():
+    call = assert_equal_to_dense("ThreeOperands", fsdp(), (13, 3, WIDTH))
+    assert call.rows == 13 * 3 * CHOSEN // 2
 
 
 def test_weights_are_sent_to_many_tokens():
