@@ -23,8 +23,9 @@ class RepeatedBlocks:
 
     A block contains at least two layers with weights. In a functional graph, a block begins and ends where one tensor
     is all that later operations need, apart from inputs of the model and what is computed from them without weights,
-    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. Elsewhere, a
-    block is a layer whose parent has others of the same class with weights of equal shapes.
+    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. If a pattern
+    of layers repeats that differ in these shapes only, such as local and global attention, each of them is a block.
+    Elsewhere, a block is a layer whose parent has others of the same class with weights of equal shapes.
 
     Example: in a stack of `x = x + Dense(64)(Dense(256)(x))`, each sum begins a block.
     """
@@ -86,15 +87,26 @@ def _segments(nodes: Sequence[Any], last_use: dict[int, int]) -> list[list]:
 
 
 def _in_blocks(segments: Sequence[list]) -> Iterator[tuple[bool, list]]:
-    """Yields segments in groups, each with whether it is a block: one period of the longest repetition."""
+    """Yields segments in groups, each with whether it is a block: a period of the longest repetition, or a part of it.
+
+    Example: the layers L L G L L G, where L and G are of one class and G has more weights, repeat with a period of 3.
+    Each of the 6 is a block.
+    """
     start, period, count = _longest_repetition(segments)
     if not count:
         yield from ((False, [segment]) for segment in segments)
         return
     end = start + period * count
+    size = 1 if _are_alike(segments[start : start + period]) else period
     yield from _in_blocks(segments[:start])
-    yield from ((True, list(segments[at : at + period])) for at in range(start, end, period))
+    yield from ((True, list(segments[at : at + size])) for at in range(start, end, size))
     yield from _in_blocks(segments[end:])
+
+
+def _are_alike(segments: Sequence[list]) -> bool:
+    """Returns whether each segment could be a block, and all have operations of the same classes."""
+    classes = {tuple(type(node.operation) for node in segment) for segment in segments}
+    return len(classes) == 1 and all(_num_weighted_in(segment) > 1 for segment in segments)
 
 
 def _longest_repetition(segments: Sequence[list]) -> tuple[int, int, int]:
@@ -105,7 +117,7 @@ def _longest_repetition(segments: Sequence[list]) -> tuple[int, int, int]:
     Example: in the segments A B C B C D, the blocks B C start at 1 with period 2, and there are 2.
     """
     signatures = [tuple(_signature(node.operation) for node in segment) for segment in segments]
-    weights = [sum(_num_weighted(node.operation) for node in segment) for segment in segments]
+    weights = [_num_weighted_in(segment) for segment in segments]
     best, best_cover = (0, 0, 0), 0
     for period in range(1, len(segments) // 2 + 1):
         equal = [signatures[at] == signatures[at + period] for at in range(len(segments) - period)]
@@ -124,6 +136,11 @@ def _signature(operation: Any) -> tuple:
     """Returns what is equal for operations of one class with weights of equal shapes."""
     shapes = tuple((tuple(v.shape), str(v.dtype)) for v in getattr(operation, "variables", ()) if "seed" not in v.name)
     return type(operation), shapes
+
+
+def _num_weighted_in(segment: Sequence[Any]) -> int:
+    """Returns how many layers with weights of their own the operations of a segment consist of."""
+    return sum(_num_weighted(node.operation) for node in segment)
 
 
 def _num_weighted(operation: Any) -> int:

@@ -21,9 +21,9 @@ from keras_dist.steps.repeated_blocks import RepeatedBlocks
 
 
 class Block(keras.Layer):
-    def __init__(self, **kwargs):
+    def __init__(self, heads=4, **kwargs):
         super().__init__(**kwargs)
-        self.attention = layers.MultiHeadAttention(4, 4)
+        self.attention = layers.MultiHeadAttention(heads, 4)
         self.dense = layers.Dense(16, kernel_regularizer="l2", activity_regularizer="l2")
         self.dropout, self.norm = layers.Dropout(0.2, seed=1), layers.BatchNormalization()
 
@@ -112,6 +112,14 @@ def layers_as_blocks():
     return compiled(keras.Model(inputs, layers.Dense(4)(x)))
 
 
+def alternating():
+    """Layers of one class whose weights have two shapes, as with local and global attention in turn."""
+    inputs = x = keras.Input((8, 16))
+    for number in range(6):
+        x = Block(heads=2 if number % 3 == 2 else 4, name=f"block{number}")(x)
+    return compiled(keras.Model(inputs, layers.Dense(4)(x)))
+
+
 class Subclassed(keras.Model):
     """A model that calls equal layers itself."""
 
@@ -170,6 +178,7 @@ VECTORS = np.random.default_rng(1).standard_normal((24, 8, 16)).astype("float32"
 BUILDS = {
     "flat": (flat_blocks, TOKENS),
     "layers": (layers_as_blocks, VECTORS),
+    "alternating": (alternating, VECTORS),
     "subclassed": (lambda: compiled(Subclassed()), VECTORS),
     "nested": (nested, VECTORS),
     "looping": (looping, VECTORS),
@@ -199,8 +208,9 @@ def fully_sharded(**options):
     ("name", "options"),
     [
         ("looping", {}),
+        ("alternating", {}),
         ("nested", {"reshard_after_forward": True}),
-        *(slow(name, {}) for name in BUILDS if name != "looping"),
+        *(slow(name, {}) for name in BUILDS if name not in ("looping", "alternating")),
         *(slow(name, {"reshard_after_forward": True}) for name in BUILDS if name != "nested"),
     ],
     ids=str,
@@ -313,9 +323,9 @@ def test_blocks_are_found(name):
     model(x[:1])
     blocks = RepeatedBlocks(model)
     parts = [part for parts in blocks.parts.values() for part in parts if part.is_block]
-    assert len(blocks.layers) + len(parts) == {"flat": 2 if OLDER_KERAS else 3, "nested": 2}.get(
-        name, 3
-    )  # masks of the first flat block are computed otherwise
+    # In older Keras, masks of the first flat block are computed otherwise.
+    expected = {"flat": 2 if OLDER_KERAS else 3, "nested": 2, "alternating": 6}
+    assert len(blocks.layers) + len(parts) == expected.get(name, 3)
 
 
 def test_blocks_of_known_networks():
