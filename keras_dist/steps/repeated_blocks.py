@@ -23,9 +23,9 @@ class RepeatedBlocks:
 
     A block contains at least two layers with weights. In a functional graph, a block begins and ends where one tensor
     is all that later operations need, apart from inputs of the model and what is computed from them without weights,
-    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. If a pattern
-    of layers repeats that differ in these shapes only, such as local and global attention, each of them is a block.
-    Elsewhere, a block is a layer whose parent has others of the same class with weights of equal shapes.
+    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. Blocks of the
+    same classes may have other shapes, such as layers with local and global attention. Elsewhere, a block is a layer
+    whose parent has others of the same class with weights of equal shapes.
 
     Example: in a stack of `x = x + Dense(64)(Dense(256)(x))`, each sum begins a block.
     """
@@ -61,12 +61,15 @@ def _parts(graph: Any, nodes: Sequence[Any]) -> Iterator[Part]:
     """Yields the parts of a functional graph: blocks, and what is between them."""
     last_use = {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
     last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
+    groups = list(_in_blocks(_segments(nodes, last_use)))
+    classes_of_blocks = {_classes(group[0]) for is_block, group in groups if is_block and len(group) == 1}
     first = 0
-    for is_block, group in _in_blocks(_segments(nodes, last_use)):
+    for is_block, group in groups:
         part = list(itertools.chain.from_iterable(group))
         first += len(part)
         outputs = [id(tensor) for node in part for tensor in node.outputs if last_use.get(id(tensor), -1) >= first]
-        yield Part(part, outputs, is_block)
+        # The only layer with global attention is none of several equal blocks.
+        yield Part(part, outputs, is_block or _classes(group[0]) in classes_of_blocks)
 
 
 def _segments(nodes: Sequence[Any], last_use: dict[int, int]) -> list[list]:
@@ -105,8 +108,14 @@ def _in_blocks(segments: Sequence[list]) -> Iterator[tuple[bool, list]]:
 
 def _are_alike(segments: Sequence[list]) -> bool:
     """Returns whether each segment could be a block, and all have operations of the same classes."""
-    classes = {tuple(type(node.operation) for node in segment) for segment in segments}
-    return len(classes) == 1 and all(_num_weighted_in(segment) > 1 for segment in segments)
+    has_equal_classes = len({_classes(segment) for segment in segments}) == 1
+    return has_equal_classes and all(_num_weighted_in(segment) > 1 for segment in segments)
+
+
+def _classes(segment: Sequence[Any]) -> tuple:
+    """Returns the classes of the operations of a segment. Models of one class may differ, so theirs have shapes."""
+    operations = [node.operation for node in segment]
+    return tuple(_signature(each) if isinstance(each, keras.Model) else type(each) for each in operations)
 
 
 def _longest_repetition(segments: Sequence[list]) -> tuple[int, int, int]:
