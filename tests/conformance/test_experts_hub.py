@@ -12,6 +12,7 @@ from support.slow_cases import slow_unless
 from support.strategy_models import assert_same_numbers, fsdp, model_parallel, scope, tensor_parallel
 
 import keras_dist as kd
+from keras_dist.steps.repeated_blocks import RepeatedBlocks
 from keras_dist.steps.step_state import recorded_calls
 
 VOCABULARY, LENGTH = 32, 8
@@ -46,9 +47,10 @@ def qwen3_5_moe():
     return keras_hub.models.Qwen3_5MoeBackbone(**sizes, **HEADS, **own, **linear, head_dim=8)
 
 
-def gemma4():
+def gemma4(**other):
     own = {"enable_moe_block": True, "num_experts": 8, "expert_intermediate_dim": 12, "num_experts_per_token": 2}
-    return keras_hub.models.Gemma4Backbone(**SIZES, **HEADS, **own, head_dim=4, image_size=16, sliding_window_size=4)
+    own |= {"head_dim": 4, "image_size": 16, "sliding_window_size": 4}
+    return keras_hub.models.Gemma4Backbone(**{**SIZES, **HEADS, **own, **other})
 
 
 KINDS = ["linear_attention", "full_attention"]
@@ -239,6 +241,16 @@ def test_generate_reads_the_weights_of_chosen_experts(name, rows):
     assert {call.form for call in mixtures[layers:]} == {"chosen weights" if rows == 1 else "blocks"}
     assert mixtures[-1].rows == 2
     np.testing.assert_array_equal(found, generated(None)[0])
+
+
+def test_layers_with_local_and_global_attention_are_computed_again_one_by_one():
+    """Of seven layers of Gemma 4, the sixth has global attention, with weights of other shapes."""
+    local_and_global = {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_layers": 7}
+    with kd.deferred():
+        backbone = gemma4(**local_and_global)
+    (parts,) = RepeatedBlocks(backbone).parts.values()
+    blocks = [[node.operation.name for node in part.nodes] for part in parts if part.is_block]
+    assert blocks == [[f"decoder_block_{number}"] for number in range(7)]
 
 
 def test_weights_of_experts_are_gathered_again():
