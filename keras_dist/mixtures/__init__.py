@@ -4,6 +4,7 @@
 * `choices.py`: which values are known to be zero for experts that a token has not chosen; start reading here.
 * `recognition.py`: finds sums over experts of such values, and what leads to them.
 * `partial_sums.py`: which products may be partial sums until the sum over experts, if their weights are sharded.
+* `gates.py`: which products with weights are multiplied by gates, so that no backward pass keeps them.
 * `shards.py`: which shards of weights a device computes with, and what becomes of their sums.
 * `computation.py`: computes mixtures on a device: for all experts, for its own, or by an exchange of rows.
 * `rows.py`: evaluates their equations for the chosen pairs of a token and an expert.

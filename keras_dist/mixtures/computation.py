@@ -118,7 +118,7 @@ def _by_exchange(mixture, product, operands, routing, shards):
 
 
 def _filled(product: Callable[..., jax.Array], fraction: float) -> GroupedProduct:
-    return lambda rows, weights, sizes: product(rows, weights, sizes, fraction)
+    return lambda *operands: product(*operands, fraction)
 
 
 def _with_rows(mixture: Mixture, routing: Routing, operands: Sequence[jax.Array]) -> Mapping[Any, jax.Array]:

@@ -48,12 +48,19 @@ class ChosenForm(NamedTuple):
     reason: str | None  # why it is not the fastest one of this kind of device; None if it is
 
 
-def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form: str, filled: float = 1.0) -> jax.Array:
-    """Multiplies each row with the weights of its expert.
+def grouped_product(
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    form: str,
+    filled: float = 1.0,
+    gates: jax.Array | None = None,
+) -> jax.Array:
+    """Multiplies each row with the weights of its expert, and with its gate.
 
     It is exact under any routing: experts may have no rows, or one all. The derivative by the weights is summed in
-    float32. If there are more rows than the sum of `sizes`, the last ones are undefined, also in the derivative by the
-    rows, and do not change the derivative by the weights.
+    float32. If there are more rows than the sum of `sizes`, the last ones are undefined, also in the derivatives by the
+    rows and the gates, and do not change the derivative by the weights.
 
     Args:
         rows: Rows sorted by expert (R, K): the first `sizes[0]` are those of expert 0, and so on.
@@ -61,6 +68,7 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
         sizes: Number of rows of each expert (E,), int32.
         form: How to compute it, as `choose_form` returns it: `"megablox"`, `"mosaic"`, `"blocks"` or `"batched"`.
         filled: The fraction of the rows that `sizes` has on average, by which FLOP are counted.
+        gates: A number for each row (R,), of the dtype of the rows; None to multiply with the weights only.
 
     Returns:
         The products (R, N), of the dtype of the rows.
@@ -75,7 +83,7 @@ def grouped_product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, form:
     [1.0, 2.0, 2.0]
     """
     _require_operands(rows, weights, sizes, form)
-    return _grouped_product(rows, weights, sizes, form, filled)
+    return _grouped_product(rows, weights, sizes, gates, form, filled)
 
 
 def _require_operands(rows: Any, weights: Any, sizes: Any, form: str) -> None:
@@ -137,19 +145,26 @@ def grouped_product_flops(equation: Any) -> float | None:
     return 2.0 * num_rows * (first[1] * second[1] if len(second) == 2 else math.prod(second[1:]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_product(rows, weights, sizes, form, filled):
-    return grouped_rows(rows, weights, sizes, form, filled, False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped_product(rows, weights, sizes, gates, form, filled):
+    product = grouped_rows(rows, weights, sizes, form, filled, False)
+    return product if gates is None else gates[:, None] * product
 
 
-def _forward(rows, weights, sizes, form, filled):
-    return _grouped_product(rows, weights, sizes, form, filled), (rows, weights, sizes)
+def _forward(rows, weights, sizes, gates, form, filled):
+    return _grouped_product(rows, weights, sizes, gates, form, filled), (rows, weights, sizes, gates)
 
 
 def _backward(form, filled, saved, gradient):
-    rows, weights, sizes = saved
-    gradient_of_rows = grouped_rows(gradient, weights, sizes, form, filled, True)
-    return gradient_of_rows, grouped_weight_gradient(rows, gradient, sizes, form, filled), None
+    rows, weights, sizes, gates = saved
+    gradient_of_rows, gradient_of_gates = grouped_rows(gradient, weights, sizes, form, filled, True), None
+    if gates is not None:  # as `gates.py` has it
+        gradient_of_gates = jnp.sum(gradient_of_rows.astype("float32") * rows, 1).astype(gates.dtype)
+        # Without a barrier, XLA would compute the gated rows in the forward pass, and keep them.
+        gates, gradient_of_rows = jax.lax.optimization_barrier((gates, gradient_of_rows))
+        rows, gradient_of_rows = gates[:, None] * rows, gates[:, None] * gradient_of_rows
+    gradient_of_weights = grouped_weight_gradient(rows, gradient, sizes, form, filled)
+    return gradient_of_rows, gradient_of_weights, None, gradient_of_gates
 
 
 _grouped_product.defvjp(_forward, _backward)

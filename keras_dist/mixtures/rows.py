@@ -22,14 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from keras_dist.mixtures.gates import gates_of_products
 from keras_dist.mixtures.recognition import Mixture, Place
 from keras_dist.mixtures.routing import Groups
 from keras_dist.mixtures.shards import Shards
 from keras_dist.tracing.kept_dims import activation, kept_dims, places_in_product
 from keras_dist.tracing.primitives import UNCHANGED
 
-GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Returns (R, N) of rows (R, K), sorted by expert, weights (E, K, N) and the number of rows of each expert, (E,)."""
+GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""Returns (R, N) of rows (R, K), sorted by expert, weights (E, K, N), the number of rows of each expert (E,), and gates
+that multiply the rows, (R,)."""
 
 
 def compute_rows(
@@ -128,6 +130,7 @@ class _Rows(_Evaluation):
     ):
         super().__init__(mixture)
         self._product, self._groups, self._given, self._shards = product, groups, given, shards
+        self._gates, self._places_of_gates = gates_of_products(mixture)
 
     def _evaluate(self, equation: Any) -> Sequence[jax.Array]:
         """Returns what an equation computes for rows: the first dim of tokens has them, that of experts has size 1."""
@@ -136,6 +139,8 @@ class _Rows(_Evaluation):
             return [self._multiplied(equation, weight).reshape(shapes[0]).astype(equation.outvars[0].aval.dtype)]
         operands = [self._operand(equation, number) for number in range(len(equation.invars))]
         for number, operand in enumerate(operands):
+            if (equation.outvars[0], number) in self._places_of_gates:  # the product is multiplied by it already
+                operands[number] = jnp.ones_like(operand)
             if axes := self._shards.first_device_only(equation, number):
                 operands[number] = jnp.where(jax.lax.axis_index(tuple(axes)) == 0, operand, jnp.zeros_like(operand))
         is_shared = self._has_shared_operand(equation)
@@ -218,7 +223,11 @@ class _Rows(_Evaluation):
         sizes_of_weights = right.shape[1 + len(summed) :]
         left = self._groups.only_rows(left).reshape(-1, depth)
         groups = self._groups.sizes * math.prod(sizes[1:])
-        product = self._product(left, right.reshape(right.shape[0], depth, -1), groups)
+        gates = self._gates.get(equation.outvars[0])
+        if gates is not None:
+            gates = self._groups.only_rows(self._given[gates].reshape(-1, *(1 for _ in sizes[1:])))
+            gates = jnp.broadcast_to(gates, sizes).reshape(-1)
+        product = self._product(left, right.reshape(right.shape[0], depth, -1), groups, gates)
         product = self._groups.only_rows(product.reshape(*sizes, *sizes_of_weights))
         places, places_of_weights = (dict(places_in_product(equation, number)) for number in (other, weight))
         target = [*(places[dim] for dim in (first, *free)), *(places_of_weights[dim] for dim in free_of_weights)]

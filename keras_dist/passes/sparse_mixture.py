@@ -385,11 +385,11 @@ class SparseMixture:
             return [math.prod(sizes)], axes[:1]
         return sizes, axes
 
-    def _product(self, rows: Any, weights: Any, sizes: Any, filled: float) -> Any:
+    def _product(self, rows: Any, weights: Any, sizes: Any, gates: Any, filled: float) -> Any:
         dtype = jnp.promote_types(rows.dtype, weights.dtype)
         form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
         self._forms.add(form)
-        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled)
+        return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled, gates)
 
 
 _READING = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")

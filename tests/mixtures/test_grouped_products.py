@@ -83,6 +83,26 @@ def test_rows_of_no_expert_change_nothing(form, sizes):
         np.testing.assert_allclose(each, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["blocks", "batched", "megablox"])
+@pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (16, 0, 5, 20), (0, 0, 64, 0)])
+@pytest.mark.usefixtures("megablox_on_cpus")
+def test_gates_multiply_rows_and_no_product_is_kept(form, sizes):
+    rows, weights, _, gradient = operands((64, 0, 0, 0), "float32")
+    gates, sizes, used = jnp.cos(jnp.arange(64.0)), jnp.asarray(sizes, "int32"), sum(sizes)
+    output, pull = jax.vjp(
+        lambda rows, weights, gates: grouped_product(rows, weights, sizes, form, gates=gates), rows, weights, gates
+    )
+    expected, pull_expected = jax.vjp(
+        lambda rows, weights, gates: dense(rows, weights, sizes) * gates[:, None], rows[:used], weights, gates[:used]
+    )
+    found = output, *pull(gradient)
+    for each, right in zip(found, (expected, *pull_expected(gradient[:used])), strict=True):
+        np.testing.assert_allclose(each[: len(right)], right, rtol=0, atol=1e-4)
+    kept = {getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(pull)}
+    assert rows.shape in kept
+    assert output.shape not in kept
+
+
 @pytest.fixture
 def megablox_on_cpus(monkeypatch):
     """The kernels of megablox run in Pallas's interpreter."""
