@@ -148,7 +148,10 @@ def _after(equation: Any, known: Sequence[Fact | None]) -> Fact | None:
     return _computed(equation, known)
 
 
-_KEEPING = (*UNCHANGED, "broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "stop_gradient", "transpose")
+_KEEPING = (
+    *(*UNCHANGED, "broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "stop_gradient"),
+    "transpose",
+)
 
 
 def _moved(fact: Fact, equation: Any, number: int = 0) -> Fact | None:
@@ -163,7 +166,9 @@ def _moved(fact: Fact, equation: Any, number: int = 0) -> Fact | None:
         return None if place is None else _Positions(place)
     tokens = moved(fact.tokens, groups)
     if isinstance(fact, _Indices):
-        dims = moved(fact.dims, groups)
+        # A slice has some of the chosen experts of each token.
+        is_slice, shape = equation.primitive.name == "slice", equation.outvars[0].aval.shape
+        dims = tuple(dim for dim in fact.dims if shape[dim] > 1) if is_slice else moved(fact.dims, groups)
         return None if tokens is None or dims is None else _Indices(fact.choice, tokens, dims)
     expert = moved_dim(fact.expert, groups)
     return None if tokens is None or expert is None else Unchosen(fact.choice, fact.number, expert, tokens)

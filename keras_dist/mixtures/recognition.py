@@ -197,13 +197,13 @@ class _Finder:
     def mixture(self, equation: Any, number: int, fact: Unchosen) -> Mixture | None:
         """Returns the mixture that an equation sums over experts; None if it has no product with their weights."""
         tokens = moved(fact.tokens, kept_dims(equation, number))
-        if tokens is None:
+        todo = None if tokens is None else _operands(equation, Place(None, tokens))
+        if todo is None:  # such as what experts compute of the tokens that fit into their buffers
             return None
         is_single = fact.choice.num_tokens == 1
         last = self._producers[equation.outvars[0]]
         numbers: set[int] = {last}
         places, reasons = {equation.outvars[0]: Place(None, tokens)}, []
-        todo = _operands(equation, Place(None, tokens)) or []
         for other, expert in _partners(equation, number, fact.expert):
             todo[other] = todo[other][0], Place(expert, todo[other][1].tokens)
         while todo:
@@ -233,8 +233,10 @@ class _Finder:
                 places.update(dict.fromkeys(self._equations[producer].outvars, place))
                 todo += operands
         mixture = Mixture(fact.choice, [self._equations[each] for each in sorted(numbers)], places)
-        if all(mixture.weight_of(each) is None for each in mixture.equations):
-            return None
+        products = ((each, mixture.weight_of(each)) for each in mixture.equations)
+        weights = [each.invars[number] for each, number in products if number is not None]
+        if not weights or any(self._depends(each, fact.choice.indices) for each in weights):
+            return None  # for example if each expert has a buffer of the tokens that chose it
         inner = {variable for each in mixture.equations[:-1] for variable in each.outvars}
         if any(self._users.get(variable, set()) - numbers for variable in inner):
             reasons.append("what each expert computes for each token is used elsewhere, too")
@@ -243,42 +245,75 @@ class _Finder:
         return mixture
 
     def unproven(self, known: Collection[int]) -> Iterator[Refusal]:
-        """Finds sums over experts of products with their weights, by scores among which tokens choose, and loops."""
-        chosen: dict[Any, int] = {}  # by scores
+        """Finds products with weights of all experts of which a layer uses some, in ways that are not followed."""
+        routers: list[Any] = []
         in_loops: set[Any] = set()
         for equation in self._equations:
             if equation.primitive.name == "top_k":
-                chosen[equation.invars[0]] = equation.outvars[0].aval.shape[-1]
+                routers.append(equation)
             for number, variable in enumerate(() if id(equation) in known else equation.invars):
                 fact = None if isinstance(variable, Literal) else self.facts.get(variable)
                 if fact is None:
-                    yield from self._unproven_sums(equation, number, chosen)
+                    yield from self._unproven_sums(equation, number, routers)
                 elif _takes_one_expert(equation, number, fact) and fact.choice not in in_loops:
                     in_loops.add(fact.choice)
                     reason = "it takes the gates of single experts, as in a loop over them"
                     yield Refusal(equation, fact.choice.num_experts, fact.choice.num_chosen, reason)
 
-    def _unproven_sums(self, equation: Any, number: int, chosen: dict[Any, int]) -> Iterator[Refusal]:
-        for dim in {*summed_dims(equation, number)} if chosen else ():
+    def _unproven_sums(self, equation: Any, number: int, routers: Sequence[Any]) -> Iterator[Refusal]:
+        """Finds sums over experts by values of a router, and lookups of the results of experts that it chooses."""
+        is_lookup = equation.primitive.name == "gather" and number == 0
+        looked_up = equation.params["dimension_numbers"].start_index_map if is_lookup else ()
+        for dim in {*summed_dims(equation, number), *looked_up} if routers else ():
             values = [*self._per_pair(equation.invars[number], Place(dim, ()))]
-            if not any(has_weights for _, _, has_weights in values):
-                continue
-            # Its scores have the same experts, in their last dim.
-            candidates = (v for v, place, _ in values if v in chosen and place.expert == v.aval.ndim - 1)
-            for scores in itertools.islice(candidates, 1):
-                size, count = scores.aval.shape[-1], chosen[scores]
-                is_all = count == size
-                reason = "each token chooses all of them" if is_all else "nothing proves that the others are zero"
-                yield Refusal(equation, size, count, reason)
+            pairs = max((pairs for _, _, pairs in values), default=0)
+            for router in routers:
+                scores, count = router.invars[0], router.outvars[-1].aval.shape[-1]
+                if not pairs or scores.aval.size > pairs:  # fewer pairs are those that a layer has chosen itself
+                    continue
+                if is_lookup:
+                    is_of_router, reason = self._is_at_choice(equation, router), "it looks up results of chosen ones"
+                else:
+                    is_of_router = any(self._is_of_router(v, place, router) for v, place, _ in values)
+                    reason = "nothing proves that the others are zero"
+                if is_of_router:
+                    size = scores.aval.shape[-1]
+                    yield Refusal(equation, size, count, reason if count < size else "each token chooses all of them")
+                    break
+
+    def _is_of_router(self, variable: Any, place: Place, router: Any) -> bool:
+        """Whether a value has the scores among which a router chooses, or numbers at the indices that it chooses."""
+        producer = self._producers.get(variable)
+        if variable is router.invars[0] or producer is None:
+            return variable is router.invars[0] and place.expert == variable.aval.ndim - 1
+        equation = self._equations[producer]
+        return equation.primitive.name.startswith("scatter") and self._is_at_choice(equation, router)
+
+    def _is_at_choice(self, equation: Any, router: Any) -> bool:
+        """Whether the indices of a lookup or a scatter are computed from those that a router chooses."""
+        indices = equation.invars[1]
+        return not isinstance(indices, Literal) and self._depends(indices, router.outvars[-1])
+
+    def _depends(self, variable: Any, other: Any) -> bool:
+        """Whether a value is computed from another one."""
+        todo, seen = [variable], set()
+        while todo:
+            variable = todo.pop()
+            if variable is other:
+                return True
+            if variable not in seen and (number := self._producers.get(variable)) is not None:
+                todo += [each for each in self._equations[number].invars if not isinstance(each, Literal)]
+            seen.add(variable)
+        return False
 
     def _has_weights(self, variable: Any, place: Place) -> bool:
         """Whether a value is computed from a product with weights of experts."""
-        return any(has_weights for _, _, has_weights in self._per_pair(variable, place))
+        return any(pairs for _, _, pairs in self._per_pair(variable, place))
 
-    def _per_pair(self, variable: Any, place: Place) -> Iterator[tuple[Any, Place, bool]]:
+    def _per_pair(self, variable: Any, place: Place) -> Iterator[tuple[Any, Place, int]]:
         """Yields a value and all that it is computed from for each token and expert.
 
-        Each with its place, and whether it is a product with weights of experts.
+        Each with its place, and for how many pairs of a token and an expert it is a product with weights of experts.
         """
         todo, seen = [(variable, place)], set()
         while todo:
@@ -290,7 +325,7 @@ class _Finder:
             equation = None if number is None else self._equations[number]
             operands = [] if equation is None else _operands(equation, place) or []
             places = [each for _, each in operands]
-            yield variable, place, bool(places) and _weight_of(equation, places) is not None
+            yield variable, place, _num_pairs(equation, places) if places else 0
             todo += operands
 
 
@@ -318,6 +353,16 @@ def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:
         if is_weight and len(rest) > 1 and not {*rest}.isdisjoint(contracted[number]):
             return number
     return None
+
+
+def _num_pairs(equation: Any, places: Sequence[Place]) -> int:
+    """Returns for how many pairs of a token and an expert an equation multiplies with weights of experts."""
+    number = _weight_of(equation, places)
+    if number is None:
+        return 0
+    weights, contracted = equation.invars[number], equation.params["dimension_numbers"][0][number]
+    columns = [dim for dim in places[number].rest(weights) if dim not in contracted]
+    return equation.outvars[0].aval.size // _size(weights, columns)
 
 
 def _size(variable: Any, dims: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ def check_expert_options(mixtures: Sequence[MixtureCall], options: StepOptions) 
     raise OptionWithoutEffectError(
         name,
         f"{name}={getattr(options, name)!r} finds no mixture of experts whose other experts can be left out. "
-        + ("; ".join(reasons) if reasons else "The step has no top_k, by which routers choose experts")
+        + ("; ".join(reasons) if reasons else "The step has no sum over experts that are chosen by top_k")
         + ". Leave the option out to compute all experts for each token, or use keras_dist.experts in the layer.",
     )
 
@@ -39,8 +39,8 @@ def check_expert_axes(mixtures: Sequence[MixtureCall], model: Any, distribution:
     argument, parts = f"expert_dim_name={distribution.expert_dim_name!r}", math.prod(axes.values())
     if not mixtures:
         _raise(
-            f"{argument} finds no mixture of experts to shard over {spell_axes(axes)}: the step has no top_k, by which "
-            f"routers choose experts. Leave the argument out, or use keras_dist.experts in the layer."
+            f"{argument} finds no mixture of experts to shard over {spell_axes(axes)}: the step has no sum over "
+            f"experts that are chosen by top_k. Leave the argument out, or use keras_dist.experts in the layer."
         )
     for mixture in mixtures:
         if mixture.form != DENSE and mixture.num_experts % parts:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from support.expert_layers import CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
+from support.expert_layers import BUFFERS, CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
 
@@ -90,6 +90,8 @@ def test_few_tokens_and_unequal_rows(name, shape):
     [
         ("Threshold", "nothing proves that the others are zero"),
         ("Loop", "gates of single experts, as in a loop"),
+        ("Scattered", "nothing proves that the others are zero"),
+        ("LookedUp", "looks up results of chosen ones"),
         ("AllExperts", "each token chooses all of them"),
     ],
 )
@@ -100,6 +102,14 @@ def test_what_cannot_be_proven_stays_dense_with_a_warning(name, reason):
         found, calls = computed(DENSE[name], shape, "auto", ["uniform"])
     assert {(call.form, call.rows) for call in calls} == {("dense", 0)}
     assert reason in calls[0].reason
+    assert_near(found, expected, 1e-7)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_computes_chosen_experts_itself_is_left_as_it_is(name):
+    expected, _ = computed(BUFFERS[name], (8, 9, WIDTH), "dense")
+    found, calls = computed(BUFFERS[name], (8, 9, WIDTH), "auto")
+    assert calls == []
     assert_near(found, expected, 1e-7)
 
 
@@ -194,7 +204,7 @@ def model_of(layer):
     return model
 
 
-@pytest.mark.parametrize(("layer", "match"), [(DENSE["Loop"], "loop"), (keras.layers.ReLU, "no top_k")])
+@pytest.mark.parametrize(("layer", "match"), [(DENSE["Loop"], "loop"), (keras.layers.ReLU, "by top_k")])
 def test_sparse_experts_that_are_not_found_are_an_error(layer, match):
     start_anew()
     with kd.DataParallel(step_options=kd.StepOptions(experts="sparse")).scope():

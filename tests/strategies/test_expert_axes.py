@@ -296,6 +296,6 @@ def test_a_capacity_for_no_mixture_is_an_error():
     distribution = kd.DataParallel(step_options=kd.StepOptions(expert_capacity=1.5))
     with distribution.scope():
         model = two_layers()
-        with pytest.raises(OptionWithoutEffectError, match=r"expert_capacity=1\.5.*no top_k") as raised:
+        with pytest.raises(OptionWithoutEffectError, match=r"expert_capacity=1\.5.*by top_k") as raised:
             model.fit(np.ones((16, 64)), np.ones((16, 8)), verbose=0)
     assert raised.value.option == "expert_capacity"

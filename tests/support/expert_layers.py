@@ -108,6 +108,15 @@ class OneExpert(Experts):
         return ops.einsum("bsem,emd,bse->bsd", self.hidden(x), self.down, gates)
 
 
+class ChoiceByChoice(Experts):
+    """Gates that are added up over a token's choices."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        one_hots = (ops.one_hot(chosen[..., k], EXPERTS, dtype=x.dtype) for k in range(CHOSEN))
+        gates = sum(one_hot * best[..., k : k + 1] for k, one_hot in enumerate(one_hots))
+        return ops.einsum("bsem,emd,bse->bsd", self.hidden(x), self.down, gates)
+
+
 class Threshold(Experts):
     """All experts whose probability is not less than that of the last chosen one: more of them where two are equal."""
 
@@ -125,6 +134,24 @@ class Loop(Experts):
         return sum(gates[..., e : e + 1] * output for e, output in enumerate(outputs))
 
 
+class Scattered(Experts):
+    """Gates that are put at the indices of chosen experts."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        batch, position, _ = ops.meshgrid(*map(ops.arange, chosen.shape), indexing="ij")
+        indices = ops.reshape(ops.stack([batch, position, chosen], -1), (-1, 3))
+        gates = ops.scatter(indices, ops.reshape(best, (-1,)), probabilities.shape)
+        return ops.einsum("bsem,emd,bse->bsd", self.hidden(x), self.down, gates)
+
+
+class LookedUp(Experts):
+    """Results of chosen experts, looked up among those of all."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        outputs = ops.einsum("bsem,emd->bsed", self.hidden(x), self.down)
+        return ops.sum(ops.take_along_axis(outputs, chosen[..., None], axis=2) * best[..., None], axis=2)
+
+
 class AllExperts(Experts):
     """All experts, as many as there are."""
 
@@ -134,10 +161,43 @@ class AllExperts(Experts):
         return ops.sum(ops.einsum("bsem,emd->bsed", self.hidden(x), self.down) * gates[..., None], axis=2)
 
 
+class Buffers(Experts):
+    """Experts with buffers, into which the first tokens that choose them are put, those of each row of the batch."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        gates = ops.sum(ops.one_hot(chosen, EXPERTS, dtype=x.dtype) * best[..., None], axis=-2)
+        is_chosen = ops.cast(gates > 0, x.dtype)
+        place = ops.cast(ops.cumsum(is_chosen, axis=-2) * is_chosen - 1, "int32")
+        return self.computed(x, gates, ops.one_hot(place, 4, dtype=x.dtype))  # nowhere for -1 and for 4 and more
+
+    def computed(self, x, gates, buffers):
+        given = ops.einsum("bsec,bsd->becd", buffers, x)
+        hidden = ops.relu(ops.einsum("becd,edm->becm", given, self.up) + self.bias[:, None])
+        results = ops.einsum("becm,emd->becd", hidden, self.down)
+        return ops.einsum("bsec,becd->bsd", buffers * gates[..., None], results)
+
+
+class FlatBuffers(Buffers):
+    """The same, of all rows."""
+
+    def mixed(self, x, probabilities, best, chosen):
+        flat, probabilities = ops.reshape(x, (-1, WIDTH)), ops.reshape(probabilities, (-1, EXPERTS))
+        outputs = super().mixed(flat, probabilities, *ops.top_k(probabilities, CHOSEN))
+        return ops.reshape(outputs, ops.shape(x))
+
+    def computed(self, x, gates, buffers):
+        given = ops.einsum("tec,td->ecd", buffers, x)
+        hidden = ops.relu(ops.einsum("ecd,edm->ecm", given, self.up) + self.bias[:, None])
+        results = ops.einsum("ecm,emd->ecd", hidden, self.down)
+        return ops.einsum("tec,ecd->td", buffers * gates[..., None], results)
+
+
 SPARSE = {
-    each.__name__: each for each in (ThreeOperands, MaskedProbabilities, MaskedScores, NormalizedExperts, OneExpert)
+    each.__name__: each
+    for each in (ThreeOperands, MaskedProbabilities, MaskedScores, NormalizedExperts, OneExpert, ChoiceByChoice)
 }
-DENSE = {each.__name__: each for each in (Threshold, Loop, AllExperts)}
+DENSE = {each.__name__: each for each in (Threshold, Loop, Scattered, LookedUp, AllExperts)}
+BUFFERS = {each.__name__: each for each in (Buffers, FlatBuffers)}
 
 
 def rules_for_width_and_experts(mesh):
