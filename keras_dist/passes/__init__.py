@@ -8,5 +8,6 @@
 * `fourier.py`: Fourier transforms.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
 * `sparse_mixture.py`: what one of them becomes.
-* `flattened_tokens.py`: their tokens, where batch and positions are sharded and flattened.
+* `weight_reads.py`: what is between its weights, as they are stored, and the products that read them.
+* `flattened_tokens.py`: the tokens of mixtures, where batch and positions are sharded and flattened.
 """

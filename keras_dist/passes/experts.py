@@ -10,8 +10,9 @@ from jax.extend.core import ClosedJaxpr, Literal, Var  # pyright: ignore[reportP
 from keras_dist.mixtures.choices import number_of_experts
 from keras_dist.mixtures.recognition import DENSE, MixtureCall, find_mixtures
 from keras_dist.passes.flattened_tokens import flattened_per_device
-from keras_dist.passes.sparse_mixture import Scope, SparseMixture
+from keras_dist.passes.sparse_mixture import SparseMixture
 from keras_dist.passes.step_program import StepProgram
+from keras_dist.passes.weight_reads import Scope
 from keras_dist.tracing.jaxpr_evaluation import (
     all_equations,
     equations_in_place_of,

@@ -21,6 +21,7 @@ from keras_dist.mixtures.recognition import Mixture, MixtureCall
 from keras_dist.mixtures.rows import compute_one_token, tokens_first
 from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
+from keras_dist.passes.weight_reads import Scope, gathers, layouts
 from keras_dist.sharding.per_device import call_per_device, pad_to_multiple
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.tracing.jaxpr_evaluation import (
@@ -28,46 +29,7 @@ from keras_dist.tracing.jaxpr_evaluation import (
     equations_in_place_of,
     equations_of,
     scope_of,
-    with_gradients,
 )
-from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
-from keras_dist.tracing.primitives import UNCHANGED
-
-
-class Scope:
-    """An open jaxpr, and what computes its values and inputs."""
-
-    def __init__(
-        self,
-        jaxpr: Any,
-        trained: Collection[Any],
-        outer: "Scope | None" = None,
-        inputs: Mapping[Any, Any] | None = None,
-    ):
-        """`trained`: inputs that have gradients. `inputs`: variables of the outer scope, by inputs of this one."""
-        self._jaxpr, self._outer, self._inputs = jaxpr, outer, inputs or {}
-        self.trained = with_gradients(jaxpr, trained)
-        self._producers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is a part of a program, such as one that is computed again."""
-        return self._outer is not None
-
-    def own_producer(self, variable: Any) -> Any:
-        """Returns the equation that computes a variable here; None if there is none."""
-        return self._producers.get(variable)
-
-    def producer(self, variable: Any) -> Any:
-        """Returns the equation that computes a variable here or outside; None if there is none."""
-        if self._outer is None or variable in self._producers:
-            return self.own_producer(variable)
-        return self._outer.producer(self._inputs.get(variable, variable))
-
-    def with_only(self, equation: Any) -> Any:
-        """Returns a jaxpr of one equation."""
-        variables = {"invars": equation.invars, "outvars": equation.outvars, "constvars": []}
-        return self._jaxpr.replace(eqns=[equation], **variables)
 
 
 class SparseMixture:
@@ -267,8 +229,8 @@ class SparseMixture:
 
     def _is_gathered_again(self) -> bool:
         """Whether a part that is computed again gathers weights of the mixture."""
-        readings = (self._reading(weight, self._scope.own_producer) for weight in self._weights)
-        return self._scope.is_part and any(_gathers(each) for each, _ in itertools.chain.from_iterable(readings))
+        readings = (self._reading(weight, is_own=True) for weight in self._weights)
+        return self._scope.is_part and any(gathers(each) for each, _ in itertools.chain.from_iterable(readings))
 
     @property
     def _may_stay_stored(self) -> bool:
@@ -311,9 +273,9 @@ class SparseMixture:
 
     def _layouts_of(self, weight: Any) -> Iterator[tuple[Sequence[tuple[str, ...]], int | None]]:
         """Yields the axes of the dims of a weight before it is gathered for this mixture, then as layers compute."""
-        for equation, expert in self._reading(weight, self._scope.producer):
-            if _gathers(equation):
-                yield [axis_tuple(entry) for entry in _layouts(equation)[0].axes], expert
+        for equation, expert in self._reading(weight):
+            if gathers(equation):
+                yield [axis_tuple(entry) for entry in layouts(equation)[0].axes], expert
         yield self._program.axes_of(weight), self._mixture.places[weight].expert
 
     def gathers_of_others(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
@@ -321,14 +283,14 @@ class SparseMixture:
         is_of_one = self._mixture.num_tokens == 1
         if self._shards.exchange or self._stored_axes is not None:
             for weight in self._weights:
-                for equation, expert in self._reading(weight, self._scope.producer):
-                    if expert is not None and _gathers(equation):
+                for equation, expert in self._reading(weight):
+                    if expert is not None and gathers(equation):
                         gather = functools.partial(self._with_experts_sharded, equation, expert)
                         yield equation, (lambda weight: weight) if is_of_one else gather
 
     def _from_stored_weights(self, operands: list[Any]) -> tuple[Callable, list[Any]]:
         """Returns the function of operands as they are before their weights are gathered, and these operands."""
-        reads = {weight: self._reading(weight, self._scope.own_producer) for weight in self._weights}
+        reads = {weight: self._reading(weight, is_own=True) for weight in self._weights}
 
         def computed(*values: Any) -> Any:
             pairs = zip(operands, values, strict=True)
@@ -340,22 +302,12 @@ class SparseMixture:
         stored = [reads[each][0][0].invars[0] if reads.get(each) else each for each in operands]
         return jax.checkpoint(computed, policy=is_kept), stored
 
-    def _reading(self, weight: Any, producer: Callable[[Any], Any]) -> list[tuple[Any, int | None]]:
-        """Returns the equations from a stored weight to an operand of the mixture, each with the dim of experts."""
-        stored, dim = weight, self._mixture.places[weight].expert
-        found: list[tuple[Any, int | None]] = []
-        while (equation := producer(stored)) is not None and len(equation.invars) == 1:
-            if not _gathers(equation):
-                if equation.primitive.name not in (*_READING, *UNCHANGED):
-                    break
-                dim = None if dim is None else moved_dim(dim, reversed_groups(kept_dims(equation, 0)))
-            (stored,) = equation.invars
-            found.insert(0, (equation, dim))
-        return found
+    def _reading(self, weight: Any, is_own: bool = False) -> list[tuple[Any, int | None]]:
+        return self._scope.reading(weight, self._mixture.places[weight].expert, is_own)
 
     def _read(self, reading: Sequence[tuple[Any, int | None]], value: Any) -> Any:
         for equation, expert in reading:
-            if self._shards.exchange and expert is not None and _gathers(equation):
+            if self._shards.exchange and expert is not None and gathers(equation):
                 value = self._with_experts_sharded(equation, expert, value)
             else:
                 (value,) = as_function(self._scope.with_only(equation))(value)
@@ -363,7 +315,7 @@ class SparseMixture:
 
     def _with_experts_sharded(self, gather: Any, expert: int, value: Any) -> Any:
         """Gathers a weight as an equation does, but not over the expert axes."""
-        stored, compute = _layouts(gather)
+        stored, compute = layouts(gather)
         entries = list(compute.axes)
         entries[expert] = self._shards.expert_axes
         summed_axes = [name for name in self._batch_axes if name not in self._shards.expert_axes]
@@ -390,27 +342,6 @@ class SparseMixture:
         form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
         self._forms.add(form)
         return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled, gates)
-
-
-_READING = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
-
-
-def _gathers(equation: Any) -> bool:
-    """Whether an equation changes the layout of a weight that is stored in another one, by `to_compute_layout`."""
-    if equation.primitive.name != "custom_jvp_call":
-        return False
-    return all(each.primitive.name == "sharding_constraint" for each in equation.params["call_jaxpr"].eqns)
-
-
-def _layouts(gather: Any) -> tuple[TensorLayout, TensorLayout]:
-    """Returns the layout in which a weight is stored, and that in which layers compute with it."""
-    shardings = [each.params["sharding"] for each in gather.params["call_jaxpr"].eqns]
-    rank = gather.invars[0].aval.ndim
-    stored, compute = (
-        TensorLayout([*each.spec, *[None] * (rank - len(each.spec))], each.mesh)
-        for each in (shardings[0], shardings[-1])
-    )
-    return stored, compute
 
 
 def _in_per_device() -> bool:
