@@ -14,7 +14,7 @@ from keras_dist.attention.exchange import ALL_TO_ALL, Exchange, choose_exchange
 from keras_dist.attention.kernels import KEPT, Kernel
 from keras_dist.attention.mask import AttentionMask, pad_queries
 from keras_dist.layout.tensor_layout import axis_names
-from keras_dist.sharding.per_device import call_per_device, pad_dim
+from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_dim
 from keras_dist.tracing.dim_axes import axes_of_dim
 
 # Name of the scope of a fused kernel, followed by the fraction of pairs of a query and a key that see each other. A
@@ -106,7 +106,7 @@ def usable_axes(axes: Sequence[str], mesh: Mesh, positions: int) -> tuple[str, .
     """Returns the axes to exchange operands over: none for less than one position a device, or in a `shard_map`."""
     axes = tuple(name for name in axes if mesh.shape[name] > 1)
     is_shardable = positions >= math.prod(mesh.shape[name] for name in axes)
-    return axes if is_shardable and not jax.sharding.get_abstract_mesh().manual_axes else ()
+    return axes if is_shardable and not in_shard_map() else ()
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def _after(equation: Any, known: Sequence[Fact | None]) -> Fact | None:
 
 
 _KEEPING = (
-    *(*UNCHANGED, "broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "stop_gradient"),
-    "transpose",
+    *(*UNCHANGED, "broadcast_in_dim", "convert_element_type", "reshape"),
+    *("slice", "squeeze", "stop_gradient", "transpose"),
 )
 
 

@@ -283,9 +283,10 @@ class _Finder:
 
     def _is_of_router(self, variable: Any, place: Place, router: Any) -> bool:
         """Whether a value has the scores among which a router chooses, or numbers at the indices that it chooses."""
-        producer = self._producers.get(variable)
-        if variable is router.invars[0] or producer is None:
-            return variable is router.invars[0] and place.expert == variable.aval.ndim - 1
+        if variable is router.invars[0]:
+            return place.expert == variable.aval.ndim - 1
+        if (producer := self._producers.get(variable)) is None:
+            return False
         equation = self._equations[producer]
         return equation.primitive.name.startswith("scatter") and self._is_at_choice(equation, router)
 

@@ -20,6 +20,7 @@ from keras_dist.tracing.jaxpr_evaluation import (
     live,
     never,
     scope_of,
+    shape_of,
     unless_same,
     with_programs,
 )
@@ -33,7 +34,7 @@ def may_have_experts(program: ClosedJaxpr) -> bool:
         return False
     products = (equation for equation in all_equations(program) if equation.primitive.name == "dot_general")
     operands = itertools.chain.from_iterable(equation.invars for equation in products)
-    shapes = (getattr(variable.aval, "shape", ()) for variable in (*program.jaxpr.invars, *operands))
+    shapes = map(shape_of, (*program.jaxpr.invars, *operands))
     return any(len(shape) > 2 and not sizes.isdisjoint(shape) for shape in shapes)
 
 
@@ -43,7 +44,7 @@ def experts(program: StepProgram) -> ClosedJaxpr:
     sizes = {number_of_experts(equation) for equation in all_equations(traced)}
 
     def has_weights(equation: Any) -> bool:
-        return any(len(shape) == 3 and shape[0] in sizes for shape in map(_shape, equation.invars))
+        return any(len(shape) == 3 and shape[0] in sizes for shape in map(shape_of, equation.invars))
 
     def is_in_parts(equation: Any) -> bool:
         """Whether a part is computed again that has weights of experts or their router, and not both.
@@ -64,10 +65,6 @@ def experts(program: StepProgram) -> ClosedJaxpr:
         if changed is not None:
             return whole.replace(jaxpr=changed)
     return traced
-
-
-def _shape(variable: Any) -> Sequence[int]:
-    return getattr(variable.aval, "shape", ())
 
 
 class _Rewriting:

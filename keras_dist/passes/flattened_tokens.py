@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.sharding.per_device import on_devices
-from keras_dist.tracing.jaxpr_evaluation import equations_in_place_of, with_equations
-from keras_dist.tracing.kept_dims import Groups, kept_dims, moved_dim
+from keras_dist.tracing.jaxpr_evaluation import equations_in_place_of, shape_of, with_equations
+from keras_dist.tracing.kept_dims import Groups, index_dims, kept_dims, moved_dim
 from keras_dist.tracing.primitives import REDUCTIONS, REMATERIALIZATIONS
 
 
@@ -132,7 +132,7 @@ class _Reading:
         """
         program = self._program
         merges = [
-            (tuple(_shape(equation.invars[0])[dim] for dim in before), _Reshape(equation, before, after))
+            (tuple(shape_of(equation.invars[0])[dim] for dim in before), _Reshape(equation, before, after))
             for equation in equations
             if equation.primitive.name == "reshape" and program.partitioned_mesh(equation) is program.mesh
             for before, after in kept_dims(equation, 0)
@@ -178,7 +178,7 @@ class _Reading:
         """Returns the dims that a reshape splits tokens into, if these are those that were merged."""
         if equation.primitive.name != "reshape":
             return None
-        shape = _shape(equation.outvars[0])
+        shape = shape_of(equation.outvars[0])
         found = (after for before, after in kept_dims(equation, 0) if before == (dim,))
         return next((after for after in found if tuple(shape[each] for each in after) == tokens.sizes), None)
 
@@ -208,7 +208,7 @@ class _Reading:
             variable = self._outer[variable]
         equation = None if isinstance(variable, Literal) else self._producers.get(variable)
         if equation is None:
-            return _shape(variable)[dim] == 1
+            return shape_of(variable)[dim] == 1
         if equation.primitive.name == "iota":
             return equation.params["dimension"] != dim
         if equation.primitive.name == "broadcast_in_dim":
@@ -226,16 +226,11 @@ def _kept(equation: Any, number: int) -> Groups:
     """Returns the dims of an operand that its results keep, also of a lookup, such as `take_along_axis` does."""
     if equation.primitive.name != "gather":
         return kept_dims(equation, number)
-    numbers, rank = equation.params["dimension_numbers"], len(_shape(equation.outvars[0]))
-    of_indices = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    numbers, places = equation.params["dimension_numbers"], index_dims(equation)
     if number == 1:
-        return [((dim,), (place,)) for dim, place in enumerate(of_indices)]
+        return [((dim,), (place,)) for dim, place in enumerate(places)]
     batch = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    return [((dim,), (of_indices[other],)) for dim, other in batch]
-
-
-def _shape(variable: Any) -> Sequence[int]:
-    return variable.aval.shape
+    return [((dim,), (places[other],)) for dim, other in batch]
 
 
 _IN_ANY_ORDER = {*REDUCTIONS} - {"argmax", "argmin"}
@@ -253,7 +248,7 @@ def _per_device(
             found[dim] = names
         return found
 
-    shape = _shape(reshape.equation.outvars[0])
+    shape = shape_of(reshape.equation.outvars[0])
     before, after = axes_of(reshape.before, value.ndim), axes_of(reshape.after, len(shape))
     sizes = [size // program.num_shards(names) for size, names in zip(shape, after, strict=True)]
     reshaped = on_devices(

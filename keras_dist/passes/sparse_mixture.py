@@ -22,14 +22,9 @@ from keras_dist.mixtures.rows import compute_one_token, tokens_first
 from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.weight_reads import Scope, gathers, layouts
-from keras_dist.sharding.per_device import call_per_device, pad_to_multiple
+from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_to_multiple
 from keras_dist.sharding.resharding import to_compute_layout
-from keras_dist.tracing.jaxpr_evaluation import (
-    as_function,
-    equations_in_place_of,
-    equations_of,
-    scope_of,
-)
+from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
 
 
 class SparseMixture:
@@ -182,7 +177,7 @@ class SparseMixture:
         return value
 
     def _read_shards(self) -> Shards:
-        if _in_per_device():  # all operands are shards already
+        if in_shard_map():  # all operands are shards already
             return UNSHARDED
         program, places = self._program, self._mixture.places
         axes: dict[Any, Any] = {}
@@ -234,7 +229,7 @@ class SparseMixture:
 
     @property
     def _may_stay_stored(self) -> bool:
-        return not (self._program.is_trained or _in_per_device())
+        return not (self._program.is_trained or in_shard_map())
 
     def _choose_stored_axes(self, axes_of_weights: Mapping[Any, Sequence[Sequence[str]]]) -> tuple[str, ...] | None:
         """Returns the axes of experts, if each device is to compute all tokens with the experts that it stores.
@@ -246,10 +241,10 @@ class SparseMixture:
         (_, axes_of_own), (sizes, axes) = self._tokens(()), self._tokens(expert_axes)
         num_tokens = math.prod(sizes) / self._program.num_shards({*itertools.chain.from_iterable(axes)})
         are_few = num_tokens * mixture.choice.num_chosen <= MIN_ROWS * mixture.choice.num_experts
-        weights = self._gathered({*expert_axes}.intersection(self._batch_axes), axes_of_weights)
-        sends_less = num_tokens * mixture.token_bytes(()) <= mixture.choice.num_chosen * sum(weights.values())
         if not (are_few or {*expert_axes}.isdisjoint(itertools.chain.from_iterable(axes_of_own))):
             return None
+        weights = self._gathered({*expert_axes}.intersection(self._batch_axes), axes_of_weights)
+        sends_less = num_tokens * mixture.token_bytes(()) <= mixture.choice.num_chosen * sum(weights.values())
         return expert_axes if sends_less else None
 
     def _axes_of_experts(self) -> tuple[str, ...]:
@@ -342,10 +337,6 @@ class SparseMixture:
         form = choose_form(self._program.device, rows.shape[0], weights.shape, dtype)
         self._forms.add(form)
         return grouped_product(rows.astype(dtype), weights.astype(dtype), sizes, form.name, filled, gates)
-
-
-def _in_per_device() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _bytes(variable: Any) -> int:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.tracing.jaxpr_dims import read_dims
+from keras_dist.tracing.jaxpr_evaluation import shape_of
 
 DimAxes = Sequence[tuple[str, ...]]
 """The axes of the mesh over which each dim of a value is sharded; `()` for an unsharded dim."""
@@ -53,9 +54,8 @@ class StepProgram:
         A dim of which nothing is known has none, so a value may be sharded over more axes than these. Positions
         that an operation computes along others, such as those after a convolution, are positions too.
         """
-        shape: Any = getattr(variable.aval, "shape", ())
         nodes = () if isinstance(variable, Literal) else self._graph.find(self._graph.dims.get(variable, ()))
-        nodes = nodes or (None,) * len(shape)
+        nodes = nodes or (None,) * len(shape_of(variable))
         found: list[tuple[str, ...]] = []
         for node in nodes:
             names = () if node is None else self._axes_of_nodes.get(node, ())

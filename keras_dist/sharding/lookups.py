@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
-from keras_dist.sharding.per_device import on_devices
+from keras_dist.sharding.per_device import in_shard_map, on_devices
 from keras_dist.sharding.resharding import WeightLayouts, reduce_summands, to_compute_layout
 
 
@@ -50,7 +50,7 @@ class Lookup:
             and bool(self._row_axes)
             and not self.placer.sequence_axes
             and not axis_names(self.layouts.compute.axes)
-            and not jax.sharding.get_abstract_mesh().manual_axes
+            and not in_shard_map()
         )
 
     @property

@@ -17,6 +17,11 @@ def free_axes(mesh: Mesh | AbstractMesh) -> set[str]:
     return {*mesh.axis_names} - {*mesh.manual_axes}
 
 
+def in_shard_map() -> bool:
+    """Whether what is traced is part of a `jax.shard_map`, so that arrays are shards already."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def on_devices(
     function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any, axes: Collection[str] | None = None
 ) -> Callable:
@@ -49,7 +54,7 @@ def call_per_device(
     must be computed alone. As in `jax.shard_map`, `out_spec` is one for all outputs, or a structure that begins as
     that of the outputs does.
     """
-    if mesh.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
+    if mesh.size == 1 or in_shard_map():
         return function(*arguments)
     arguments, sizes = _padded(arguments, specs, mesh)
     differentiable = len(summed_axes)

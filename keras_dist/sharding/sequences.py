@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.mesh.devices import is_on_mesh
+from keras_dist.sharding.per_device import in_shard_map
 
 _ANY = PartitionSpec.UNCONSTRAINED
 
@@ -59,7 +60,7 @@ class SequenceSharding:
         return self._map(lambda tensor: self._constrained(tensor, _ANY, None), tensors)
 
     def _is_inactive(self) -> bool:
-        return not self.placer.sequence_axes or bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return not self.placer.sequence_axes or in_shard_map()
 
     def _shard_input(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tracer) or not self.placer.is_sequence(leaf.shape):

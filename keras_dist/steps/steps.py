@@ -166,11 +166,10 @@ class Steps:
                 traced = _Traced(function, state, batch)
             arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             axes = self.axes_in_step("train", _num_rows(arrays))
-            program = self._program(traced.jaxpr, model, state, arrays, axes, has_gradients=True)
             capacity = self._options.expert_capacity
-            is_logged = step_state().is_monitored or capacity is not None
-            figures = [] if is_logged else None
-            program = replace(program, figures=figures, expert_capacity=capacity, is_trained=True)
+            figures = [] if step_state().is_monitored or capacity is not None else None
+            known = {"num_trained": len(state[0]), "is_trained": True, "figures": figures, "expert_capacity": capacity}
+            program = self._program(traced.jaxpr, model, state, arrays, axes, **known)
             program = self._improved(program, passes, model)
             if not (names := program.figures):
                 return traced.evaluate(program.jaxpr, state, batch)
@@ -206,8 +205,9 @@ class Steps:
 
         traced = _Traced(call, state, arrays)
         axes = self._placer.axes_for(_num_rows(arrays))
-        program = self._program(traced.jaxpr, model, state, arrays, axes, has_gradients=True)  # as far as is known
-        program = replace(program, is_trained=current.is_in_step)
+        # What is differentiated outside of train steps is not known: all that could be.
+        known = {"num_trained": len(state[0]), "is_trained": current.is_in_step}
+        program = self._program(traced.jaxpr, model, state, arrays, axes, **known)
         forward = [each for each in forward if each.may_find(traced.jaxpr)]
         program = self._improved(program, forward, model if current.is_in_step else None)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
@@ -250,13 +250,14 @@ class Steps:
         check_expert_axes(mixtures, model, self._distribution)
 
     def _program(
-        self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...], has_gradients: bool = False
+        self, jaxpr: Any, model: Any, state: Any, arrays: list, row_axes: tuple[str, ...], **known: Any
     ) -> StepProgram:
+        """Returns a program of a step's state and arrays of a batch; `known`: further fields."""
         rows = _num_rows(arrays)
         axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
         expert_axes = axis_tuple(self._distribution.expert_dim_name)
-        input_axes, num_trained = [*self._axes_of_state(model, state), *axes], len(state[0]) if has_gradients else 0
-        return StepProgram(jaxpr, self._placer, row_axes, input_axes, num_trained, expert_axes)
+        input_axes = [*self._axes_of_state(model, state), *axes]
+        return StepProgram(jaxpr, self._placer, row_axes, input_axes, expert_axes=expert_axes, **known)
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
         """Returns the axes of the dims of each array of a step's state; only those of weights are known."""

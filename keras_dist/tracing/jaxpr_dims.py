@@ -54,7 +54,7 @@ from jax.extend.core import Literal
 
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
-from keras_dist.tracing.kept_dims import interleaved_dims, regrouped
+from keras_dist.tracing.kept_dims import index_dims, interleaved_dims, regrouped
 from keras_dist.tracing.primitives import GATHERED_DIMS
 
 
@@ -342,12 +342,11 @@ class _Equation:
         numbers = self.params["dimension_numbers"]
         operand, indices = self.dims[0], self.dims[1]
         output = list(self.graph.new_dims(self.out_shapes[0]))
-        index_dims = [dim for dim in range(len(output)) if dim not in numbers.offset_dims]
-        for out_dim, node in zip(index_dims, indices, strict=False):
+        for out_dim, node in zip(index_dims(self.equation), indices, strict=False):
             output[out_dim] = node
             self._all_reduce_gradient(node, 0)
-        for dim, index_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-            self.graph.unite(operand[dim], indices[index_dim])
+        for dim, other in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self.graph.unite(operand[dim], indices[other])
         for dim in numbers.collapsed_slice_dims:
             self._all_reduce_outputs(operand[dim])
         removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)

@@ -146,6 +146,11 @@ def with_gradients(jaxpr: Jaxpr, trained: Collection[Any]) -> set[Any]:
     return found
 
 
+def shape_of(variable: Any) -> Sequence[int]:
+    """Returns the shape of a variable or literal; () for a value that is no array, such as a token."""
+    return getattr(variable.aval, "shape", ())
+
+
 def scope_of(equation: Any) -> str:
     """Returns the name of the layer that an equation is computed in, such as "model/dense"; "" if it is in none."""
     # The scope of a gradient is "transpose(jvp(layer))", that of an einsum ends in its subscripts.

@@ -52,6 +52,12 @@ def kept_dims(equation: Any, number: int) -> Groups:
     return []
 
 
+def index_dims(lookup: Any) -> list[int]:
+    """Returns the dims of the result of a `gather` that are those of its indices, in their order."""
+    offset_dims = lookup.params["dimension_numbers"].offset_dims
+    return [dim for dim in range(len(lookup.outvars[0].aval.shape)) if dim not in offset_dims]
+
+
 def interleaved_dims(params: dict, shape: Sequence[int], result: Sequence[int]) -> list[int]:
     """Returns the dims of which a slice takes every n-th element. Of shards that n divides, it takes these of each."""
     sizes = zip(params["start_indices"], params["strides"] or (), shape, result, strict=False)

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from passes.test_exchanged_experts import fsdp
 from support.expert_layers import SPARSE, WIDTH
 from support.keras_scenarios import start_anew
 
@@ -15,13 +16,6 @@ from keras_dist.steps.step_state import recorded_calls
 from keras_dist.steps.steps import stateless_step
 
 LENGTH = 18
-
-
-def exchanging(**options):
-    mesh = kd.create_device_mesh("data:4,expert:2")
-    return kd.FullyShardedDataParallel(
-        mesh, shard_axis=mesh.axis_names, expert_dim_name="expert", min_shard_bytes=0, **options
-    )
 
 
 def sharding_experts():
@@ -47,7 +41,7 @@ def traced_step(distribution, trainable, before=True, step="train"):
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize(
     ("distribution", "has_rounds"),
-    [(kd.DataParallel, False), (exchanging, True), (sharding_experts, True)],
+    [(kd.DataParallel, False), (fsdp, True), (sharding_experts, True)],
     ids=["all experts", "exchange", "shards of experts"],
 )
 def test_no_gradients_of_frozen_weights_are_computed(distribution, has_rounds):
@@ -80,5 +74,5 @@ def test_what_is_sent_depends_on_gradients(trainable, before, options, step, sen
     The 18 tokens of a device have 2 rows of 16 + 1 numbers and 2 results of 16: 1188 in all, or twice with gradients.
     """
     start_anew()
-    _, (exchange,) = traced_step(exchanging(**options), trainable, before, step)
+    _, (exchange,) = traced_step(fsdp(**options), trainable, before, step)
     assert exchange == f"{sent} over 'expert'"
