@@ -87,28 +87,11 @@ def splash_attention(
         mask_function=mask_function,
         interpret=False,
     )
-    segments = _splash_segments(kernels.SegmentIds, mask, query.shape[0], (num_queries, num_keys), lengths)
-    output = _computed_by(kernel, segments, *(tensor.transpose(0, 2, 1, 3) for tensor in (query, key, value)))
+    output: Any = jax.vmap(kernel)(
+        *(tensor.transpose(0, 2, 1, 3) for tensor in (query, key, value)),
+        _splash_segments(kernels.SegmentIds, mask, query.shape[0], (num_queries, num_keys), lengths),
+    )
     return output.transpose(0, 2, 1, 3)[:, :num_queries]
-
-
-@jax.custom_vjp
-def _computed_by(kernel: Callable, segments: Any, *tensors: jax.Array) -> jax.Array:
-    """Returns what a kernel for one row computes of many."""
-    return jax.vmap(kernel)(*tensors, segments)
-
-
-def _computed_forward(kernel, segments, *tensors):
-    # The kernel returns each sum of exponentials 128 times. XLA would keep all of them, and slice them when the
-    # backward pass needs them.
-    return jax.lax.optimization_barrier(jax.vjp(lambda *each: jax.vmap(kernel)(*each, segments), *tensors))
-
-
-def _computed_backward(pull, cotangent):
-    return None, None, *pull(cotangent)
-
-
-_computed_by.defvjp(_computed_forward, _computed_backward)
 
 
 def _block_sizes(run: int, num_queries: int, num_keys: int) -> tuple[int, int]:
