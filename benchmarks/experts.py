@@ -48,7 +48,7 @@ def build():
 FORMS = "dense", "sparse", "exchanged", "dense, TP", "sparse, TP"
 
 
-def planned(target: str, form: str) -> kd.Plan:
+def planned(target: str, form: str, reserved: int = 0) -> kd.Plan:
     """Plans the step on all eight devices of a target: under FSDP, or with tensor parallelism over four of them."""
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
     batch = {"token_ids": tokens, "padding_mask": tokens}, tokens
@@ -59,16 +59,19 @@ def planned(target: str, form: str) -> kd.Plan:
         expert_dim_name="data" if form == "exchanged" else None,
         step_options=kd.StepOptions(experts="dense" if "dense" in form else "sparse"),
     )
-    return kd.plan(build, distribution, batch=batch, progress=False)
+    options = {"xla_tpu_user_reserved_hbm_bytes": reserved * 2**20} if reserved else None
+    return kd.plan(build, distribution, batch=batch, compiler_options=options, progress=False)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", nargs="+", default=["v5e:2x4", "h100:8"])
+    parser.add_argument("--reserved", type=int, default=0, help="MiB of memory that a TPU's compiler must leave free")
+    arguments = parser.parse_args()
     print("| | GFLOP a device | MiB sent | MiB of temporaries | forecast, ms |\n|---|---|---|---|---|")
-    for target in parser.parse_args().targets:
+    for target in arguments.targets:
         for form in FORMS:
-            plan = planned(target, form)
+            plan = planned(target, form, arguments.reserved)
             figures = plan.flops / 1e9, plan.wire_bytes / 2**20, plan.memory.temporaries / 2**20
             row = [f"{target}, {form}", *(f"{each:.1f}" for each in figures)]
             print(f"| {' | '.join(row)} | {plan.roofline.forecast.seconds * 1e3:.2f} |", flush=True)
