@@ -17,7 +17,7 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "experts.py"
 
 
 @functools.cache
-def planned(target, experts, reserved=0):
+def planned(target, experts, reserved):
     specification = importlib.util.spec_from_file_location("experts_benchmark", PATH)
     benchmark = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(benchmark)
@@ -32,7 +32,7 @@ def planned(target, experts, reserved=0):
     ],
 )
 def test_a_step_computes_chosen_experts_and_sends_what_fsdp_sends(target, form, temporaries):
-    plan = planned(target, "sparse")
+    plan = planned(target, "sparse", 0)
     (mixtures,) = plan.mixtures
     assert (mixtures.form, mixtures.calls, mixtures.rows, mixtures.reason) == (form, 2, 8192, None)
     assert mixtures.flops == 2 * 2 * 8192 * (512 * 512 + 256 * 512)  # two layers, gate and up in one
@@ -49,7 +49,7 @@ def test_a_step_computes_chosen_experts_and_sends_what_fsdp_sends(target, form, 
     ],
 )
 def test_an_exchange_sends_fewer_bytes_than_the_weights_have(target, form, temporaries):
-    plan = planned(target, "exchanged")
+    plan = planned(target, "exchanged", 0)
     (mixtures,) = plan.mixtures
     assert (mixtures.form, mixtures.calls, mixtures.rows, mixtures.reason) == (form, 2, 8192, None)
     assert plan.flops <= 85e9
