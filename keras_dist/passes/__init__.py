@@ -9,5 +9,7 @@
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
 * `sparse_mixture.py`: what one of them becomes.
 * `weight_reads.py`: what is between its weights, as they are stored, and the products that read them.
+* `chunked_loss.py`: losses of a large dim such as logits, computed for some tokens at a time.
+* `token_part.py`: where such a loss begins and ends; `token_chunks.py`: what it computes for some tokens.
 * `flattened_tokens.py`: the tokens of mixtures, where batch and positions are sharded and flattened.
 """

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
+from keras_dist.passes.chunked_loss import chunked_loss, may_have_losses
 from keras_dist.passes.experts import experts, may_have_experts
 from keras_dist.passes.fourier import fourier
 from keras_dist.passes.rewriting import Pass
@@ -28,8 +29,11 @@ class ForwardPass(NamedTuple):
     """Whether it may find something in a program, also in that of a step with gradients. If not, it costs nothing."""
 
     improve: Callable[[StepProgram], ClosedJaxpr]
-    """Returns the program, changed or the same object. Mixtures that it finds are added to `program.mixtures`."""
+    """Returns the program, changed or the same object. What it finds is added to lists of the `StepProgram`."""
 
 
-FORWARD_PASSES: dict[str, ForwardPass] = {"experts": ForwardPass(may_have_experts, experts)}
+FORWARD_PASSES: dict[str, ForwardPass] = {
+    "experts": ForwardPass(may_have_experts, experts),
+    "chunked_loss": ForwardPass(may_have_losses, chunked_loss),
+}
 """The forward passes, by name."""

@@ -22,7 +22,7 @@ from keras_dist.mixtures.rows import compute_one_token, tokens_first
 from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.weight_reads import Scope, gathers, layouts
-from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_to_multiple
+from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_with_first
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
 
@@ -164,16 +164,10 @@ class SparseMixture:
         return result.transpose(sorted(range(len(order)), key=order.__getitem__))
 
     def _in_equal_shards(self, value: jax.Array, axes: Sequence[Sequence[str]]) -> jax.Array:
-        """Pads the leading dims of a value, those of tokens, to equal shards with copies of the first ones.
-
-        Zeros might be divided by, and infinite derivatives times the gradient of a padding token, 0, are not 0.
-        """
+        """Pads the leading dims of a value, those of tokens, to equal shards with copies of the first ones."""
         for dim, names in enumerate(axes):
-            size, count = value.shape[dim], self._program.num_shards(names)
-            if size % count:
-                padded = pad_to_multiple(value, dim, count)
-                is_own = jax.lax.broadcasted_iota("int32", padded.shape, dim) < size
-                value = jnp.where(is_own, padded, jax.lax.slice_in_dim(value, 0, 1, axis=dim))
+            size = value.shape[dim]
+            value = pad_with_first(value, dim, size + -size % self._program.num_shards(names))
         return value
 
     def _read_shards(self) -> Shards:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.mixtures.recognition import MixtureCall
+from keras_dist.passes.token_part import LossCall
 from keras_dist.tracing.jaxpr_dims import read_dims
 from keras_dist.tracing.jaxpr_evaluation import shape_of
 
@@ -28,10 +29,13 @@ class StepProgram:
     row_axes: tuple[str, ...]  # over which the rows of the batch are split
     input_axes: Sequence[DimAxes]  # of each input
     num_trained: int = 0  # the leading inputs that have gradients
+    num_state: int = 0  # the leading inputs that are state; the others are arrays of a batch
     expert_axes: tuple[str, ...] = ()  # over which experts are sharded, and tokens, too
     mixtures: list[MixtureCall] = field(default_factory=list)  # filled with those that are found
     figures: list[str] | None = None  # if wanted, filled with the names of figures, which follow the program's outputs
     expert_capacity: float | None = None  # that of the options, in a train step
+    loss_chunk: int | None = None  # that of the options
+    losses: list[LossCall] = field(default_factory=list)  # filled with those that are found
     token_dims: dict[Any, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     """Of variables with tokens that each device has flattened: their dim and its axes. Filled by a pass."""
     is_trained: bool = False  # whether it is that of a train step

@@ -1,18 +1,22 @@
 """Step options with which a training step fits into memory that does not fit without them: found by compiling."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
+from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.steps.options import OptionWithoutEffectError, StepOptions
 from keras_dist.strategies.base import Distribution
 
-SEARCHED = ("remat", "microbatches", "offload")
+SEARCHED = ("loss_chunk", "remat", "microbatches", "offload")
+_LOSS_CHUNK = 1024  # tokens; fewer need little less memory, and products of so few rows take more time
 # The fields of `StepOptions` that each option changes, in the order in which ladders add them.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "offload": ("offload",),
+    "loss_chunk": ("loss_chunk",),
     "remat": ("remat",),
     "microbatches": ("microbatches", "reduce_gradients"),
 }
@@ -37,6 +41,7 @@ def plan_with_fitting_options(
 
     Options are tried in ladders. Each rung costs more than the one below, and needs less memory:
 
+    * `loss_chunk` where the largest value comes from a product, as logits do;
     * `remat`: "attention" where it holds logits, then "dots", then "full";
     * with the last of them, 2, 4 and 8 microbatches;
     * a second ladder has the same with optimizer state in host memory, which is slow.
@@ -141,6 +146,9 @@ class _Search:
 
     def _rungs(self, options: StepOptions) -> list[StepOptions]:
         rungs, planned = [], self._planned
+        if "loss_chunk" in self.usable and options.loss_chunk is None and _may_be_logits(planned.largest_values[:1]):
+            options = replace(options, loss_chunk=_LOSS_CHUNK)
+            rungs.append(options)
         if "remat" in self.usable and options.remat is None:
             holds_logits = any(attention.logits_bytes for attention in planned.attention)
             modes = ("attention", "dots", "full") if holds_logits else ("dots", "full")
@@ -153,3 +161,8 @@ class _Search:
             top = rungs[-1] if rungs else options
             rungs += [replace(top, microbatches=number, reduce_gradients=reduced) for number in (2, 4, 8)]
         return rungs
+
+
+def _may_be_logits(values: Sequence[LargeValue]) -> bool:
+    """Whether values were computed by products of the forward pass, or by a loss."""
+    return any(re.search(r"jvp\(.*(/dot_general$|compile_loss)", value.op_name) for value in values)

@@ -277,6 +277,7 @@ def _plan(
         largest_values=compiled.largest_values,
         attention=compiled.attention,
         mixtures=compiled.mixtures,
+        losses=compiled.losses,
         notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
         depth=depth,

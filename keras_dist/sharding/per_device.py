@@ -147,6 +147,18 @@ def pad_dim(array: jax.Array, dim: int, size: int, value: Any = 0) -> jax.Array:
     return jnp.pad(array, widths, constant_values=value)
 
 
+def pad_with_first(array: jax.Array, dim: int, size: int) -> jax.Array:
+    """Pads a dim at its end, up to a size, with copies of its first index.
+
+    Zeros might be divided by, and infinite derivatives times the gradient of padding, 0, are not 0.
+    """
+    padded = pad_dim(array, dim, size)
+    if padded is array:
+        return array
+    is_own = jax.lax.broadcasted_iota("int32", padded.shape, dim) < array.shape[dim]
+    return jnp.where(is_own, padded, jax.lax.slice_in_dim(array, 0, 1, axis=dim))
+
+
 def pad_to_multiple(array: jax.Array, dim: int, multiple: int, value: Any = 0) -> jax.Array:
     size = array.shape[dim]
     return pad_dim(array, dim, size + -size % multiple, value)

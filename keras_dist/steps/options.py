@@ -55,6 +55,11 @@ class StepOptions:
             "optimizer": state of the optimizer, of all weights larger than 64 KiB. The step fetches it where the weight
             is updated and puts it back, so each step sends its bytes over the link to the host twice. "activations":
             what `remat="dots"` keeps of each block, from the end of the block to its backward pass.
+        loss_chunk: Number of tokens for which a device computes logits at a time, such as 1024. Whatever dim of each
+            token is reduced before the step uses it elsewhere, such as the vocabulary of a language model or classes of
+            pixels, is computed in chunks: the product that makes it, losses, metrics and gradients. So no device stores
+            logits, which are often the largest arrays of a step, for a little time. Gradients of the head are added up
+            in float32. Requires that nothing else uses the logits. By default they are computed at once.
         experts: How mixtures of experts are computed. "auto": only the experts that each token chooses, where it can be
             proven that the others have no part in the result; a warning names mixtures for which it cannot. "sparse":
             the same, and it is an error if there is none. "dense": as the model is written, which for most models means
@@ -86,6 +91,7 @@ class StepOptions:
     optimizer_state_dtype: str | None = None
     remat: Mode | Literal["auto"] | keras.RematScope | None = None
     offload: str | tuple[str, ...] = ()
+    loss_chunk: int | None = None
     experts: _Experts = "auto"
     expert_capacity: float | None = None
     without_passes: str | tuple[str, ...] = ()
@@ -95,6 +101,12 @@ class StepOptions:
             raise ValueError(
                 f"microbatches={self.microbatches!r} must be a positive integer: the number of parts that each batch "
                 "is split into. 1 does not split batches."
+            )
+        chunk = self.loss_chunk
+        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+            raise ValueError(
+                f"loss_chunk={chunk!r} must be a positive integer, the number of tokens for which a device computes "
+                "logits at a time, such as 1024. Leave it out to compute them at once."
             )
         for name, known in (("reduce_gradients", _OFTEN), ("gather_weights", _OFTEN), ("experts", _Experts)):
             if getattr(self, name) not in get_args(known):

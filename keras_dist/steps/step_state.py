@@ -15,11 +15,12 @@ from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.attention.attention import AttentionCall
 from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.passes.registry import ForwardPass
+from keras_dist.passes.token_part import LossCall
 from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.rematerialization import Rematerialization
 from keras_dist.tracing.traced_values import TracedWeights
 
-Call = AttentionCall | MixtureCall
+Call = AttentionCall | MixtureCall | LossCall
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class StepState:
     rematerialization: Rematerialization | None = None
     is_update_unconditional: bool = False  # whether the update of the weights is that of accumulated gradients
     with_options: list[bool] | None = None  # filled by train steps that are computed with the options
-    calls: list[Call] | None = None  # filled with how attention and mixtures are computed, if somebody wants to know
+    calls: list[Call] | None = None  # filled with how attention, mixtures and losses are computed, if somebody asks
     is_monitored: bool = False  # whether the step returns the load of experts among its logs
     call: Any = None  # the innermost call of a model or layer, a `ModelCall`
     compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program

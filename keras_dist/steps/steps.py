@@ -27,7 +27,7 @@ from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
-from keras_dist.steps.expert_checks import check_expert_axes, check_expert_options
+from keras_dist.steps.effect_checks import check_expert_axes, check_expert_options, check_loss_chunk
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
@@ -144,9 +144,11 @@ class Steps:
         with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
             traced = _Traced(function, state, batch)
             forward = [each for each in self._forward_passes if each.may_find(traced.jaxpr)]
-            if not forward:
+            if FORWARD_PASSES["experts"] not in forward:
                 self._check_experts((), model)
-            elif not is_improved:
+            if FORWARD_PASSES["chunked_loss"] not in forward and not is_improved:
+                check_loss_chunk((), self._options)
+            if forward and not is_improved:
                 with changed(forward_passes=forward, weights=TracedWeights()):
                     traced = _Traced(function, state, batch)
         if splits:
@@ -171,6 +173,7 @@ class Steps:
             known = {"num_trained": len(state[0]), "is_trained": True, "figures": figures, "expert_capacity": capacity}
             program = self._program(traced.jaxpr, model, state, arrays, axes, **known)
             program = self._improved(program, passes, model)
+            check_loss_chunk(program.losses, self._options)
             if not (names := program.figures):
                 return traced.evaluate(program.jaxpr, state, batch)
             outputs, figures = traced.evaluate(program.jaxpr, state, batch, further=len(names))
@@ -218,14 +221,16 @@ class Steps:
 
     @property
     def _forward_passes(self) -> Sequence[ForwardPass]:
-        return [] if self._options.experts == "dense" else [*FORWARD_PASSES.values()]
+        options = self._options
+        left_out = {"experts": options.experts == "dense", "chunked_loss": options.loss_chunk is None}
+        return [each for name, each in FORWARD_PASSES.items() if not left_out[name]]
 
     def _improved(self, program: StepProgram, passes: Sequence[ForwardPass], checked: Any) -> StepProgram:
         """Returns what passes make of a program. `checked`: the model whose step has to have what options name."""
         for each in passes:
             program = replace(program, jaxpr=each.improve(program))
         if (calls := step_state().calls) is not None:
-            calls.extend(program.mixtures)
+            calls.extend((*program.mixtures, *(each for each in program.losses if each.chunk)))
         self._warn_of_dense(program.mixtures)
         if checked is not None:
             self._check_experts(program.mixtures, checked)
@@ -257,6 +262,7 @@ class Steps:
         axes = [batch_axes(each, rows, row_axes, self._placer) for each in arrays]
         expert_axes = axis_tuple(self._distribution.expert_dim_name)
         input_axes = [*self._axes_of_state(model, state), *axes]
+        known |= {"num_state": len(input_axes) - len(arrays), "loss_chunk": self._options.loss_chunk}
         return StepProgram(jaxpr, self._placer, row_axes, input_axes, expert_axes=expert_axes, **known)
 
     def _axes_of_state(self, model: Any, state: Any) -> list[DimAxes]:
@@ -303,9 +309,9 @@ def _compute_with_options(distribution: Any, model: Any, step: Callable, state: 
     with distribution.train_steps.scope(model) as current:
         outputs = step(state, batch)
     options = distribution.step_options
-    if options.splits_gradients and not current.with_options:
+    if (options.splits_gradients or options.loss_chunk) and not current.with_options:
         raise OptionWithoutEffectError(
-            "microbatches",
+            "microbatches" if options.splits_gradients else "loss_chunk",
             f"{type(model).__name__}.train_step computes its gradients itself, so {options} would have "
             "no effect. Call super().train_step(state, data) in it, override compute_loss instead, or leave "
             "out the options.",

@@ -85,6 +85,8 @@ class TrainSteps:
         if accumulation is not None and not accumulation.is_in(state.optimizer):
             accumulation = None  # called in a loop of the user's own, with the values of the variables
         splits, improve = self._options.splits_gradients, self._distribution.steps.improve_of(model)
+        if (found := step_state().with_options) is not None:
+            found.append(True)
         if not splits and accumulation is None and not kept:
             if improve is None:
                 return keras_train_step(model, state, batch)
@@ -97,8 +99,6 @@ class TrainSteps:
             is_split = row_axes(batch, self._placer) == self._placer.batch_axes
             kept = set(map(id, model.trainable_variables)) if is_split else set()
         if splits:
-            if (found := step_state().with_options) is not None:
-                found.append(True)
             gradients = Microbatches(model, for_keras, batch, self._options, self._placer, layouts, improve).gradients()
         else:
             gradients = gradients_of_batch(model, for_keras, batch, self._placer, kept, improve)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import Mesh, PartitionSpec
 
@@ -32,7 +31,8 @@ from keras_dist.sharding.resharding import WeightLayouts, reduce_summands
 from keras_dist.tracing.dim_graph import DimGraph
 from keras_dist.tracing.jaxpr_dims import read_dims
 from keras_dist.tracing.jaxpr_evaluation import Values, evaluate_inlined, with_body
-from keras_dist.tracing.primitives import LINEAR, REMATERIALIZATIONS, SUMS
+from keras_dist.tracing.linearity import has_number, is_linear, is_zero
+from keras_dist.tracing.primitives import REMATERIALIZATIONS, SUMS
 
 
 class Summands(NamedTuple):
@@ -122,14 +122,14 @@ class _Program:
                 body = self._bodies[number] = _Program(equation.params["jaxpr"], rows)
                 found = zip(equation.outvars, equation.params["jaxpr"].outvars, strict=True)
                 self.sums.update({outer: body.sums[inner] for outer, inner in found if body._is_sum(inner)})
-            elif summed and _is_linear(equation, [self._is_sum(variable) for variable in equation.invars]):
+            elif summed and is_linear(equation, [self._is_sum(variable) for variable in equation.invars]):
                 output = equation.outvars[0]
                 dtypes = jnp.result_type(*(self.sums[variable] for variable in summed)), output.aval.dtype
                 self.sums[output] = min(dtypes, key=lambda dtype: dtype.itemsize)  # what is cast has no more digits
             elif row_dims := _dims_of_summed_rows(equation, rows, zeros):
                 self._row_dims[number] = row_dims
                 self.sums[equation.outvars[0]] = equation.outvars[0].aval.dtype
-            elif equation.primitive.name == "broadcast_in_dim" and _is_zero(equation.invars[0]):
+            elif equation.primitive.name == "broadcast_in_dim" and is_zero(equation.invars[0]):
                 zeros.add(equation.outvars[0])
 
     def _is_sum(self, variable: Any) -> bool:
@@ -189,7 +189,7 @@ class _Program:
 def _dims_of_summed_rows(equation: Any, rows: _Rows, zeros: Collection[Any]) -> tuple[int | None, ...] | None:
     """Returns the dim of each operand along which an operation sums over rows; None if it does not."""
     name, params, operands = equation.primitive.name, equation.params, equation.invars
-    if not _has_number(equation):
+    if not has_number(equation):
         return None
     if name == "reduce_sum":
         return next(((dim,) for dim in rows.dims_of(operands[0]) if dim in params["axes"]), None)
@@ -218,34 +218,6 @@ def _sum_on_each_device(
     in_specs = tuple(PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, rows.axes) for dim in row_dims)
     call = on_devices(on_device, rows.mesh, in_specs, PartitionSpec(rows.axes), rows.axes)
     return Summands(call(*operands), None)
-
-
-def _is_linear(equation: Any, summed: Sequence[bool]) -> bool:
-    """Whether an operation is linear in the operands that are sums over rows, of which there is at least one."""
-    name = equation.primitive.name
-    if not _has_number(equation):
-        return False
-    if name == "mul":
-        return sum(summed) == 1
-    if name == "div":
-        return not summed[1]
-    if name == "pad":
-        return not summed[1] and _is_zero(equation.invars[1])
-    return name in LINEAR or name in SUMS
-
-
-def _has_number(equation: Any) -> bool:
-    """Whether the output of an operation consists of numbers that have gradients."""
-    dtypes = [getattr(variable.aval, "dtype", None) for variable in equation.outvars]
-    return bool(dtypes) and dtypes[0] is not None and jnp.issubdtype(dtypes[0], jnp.inexact)
-
-
-def _is_zero(variable: Any) -> bool:
-    # What JAX passes as the gradient of an integer, in dtype float0, cannot be compared.
-    if not isinstance(variable, Literal):
-        return False
-    value = np.asarray(variable.val)
-    return jnp.issubdtype(value.dtype, jnp.inexact) and bool(np.all(value == 0))
 
 
 def _apply_linear(equation: Any, operands: Sequence[Any]) -> Summands:

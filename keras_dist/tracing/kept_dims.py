@@ -45,6 +45,8 @@ def kept_dims(equation: Any, number: int) -> Groups:
     if name == "dot_general":
         return _single(places_in_product(equation, number), shape, result)
     is_indexwise = name in INDEXWISE or name in UNCHANGED or activation(equation) is not None
+    if name == "bitcast_convert_type" and shape != result:
+        return []
     if is_indexwise or name in (*GATHERED_DIMS, *_ALONG_OTHERS, "rev"):
         along = () if is_indexwise else GATHERED_DIMS.get(name, _dims_along)(params, len(result))
         same = (dim for dim in range(len(shape)) if dim not in along and len({each[dim] for each in results}) == 1)

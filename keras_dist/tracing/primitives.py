@@ -29,11 +29,12 @@ ELEMENTWISE = {
 
 INDEXWISE = {
     *(*ELEMENTWISE, "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
+    *("bitcast_convert_type", "nextafter", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
     *("digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "is_finite", "lgamma", "log"),
     *("log1p", "logistic", "pow", "reduce_precision", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square"),
     *("stop_gradient", "tan", "tanh"),
 }
-"""All elementwise operations that layers use."""
+"""All elementwise operations that layers use. A bitcast to a dtype of another size is none."""
 
 REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),

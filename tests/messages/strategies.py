@@ -139,6 +139,20 @@ class Paired(keras.Model):
         return self.dense(x[0]) + keras.ops.sum(x[1])
 
 
+class Centered(keras.Model):
+    """A model whose loss needs the outputs of all rows."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean((y - y_pred + keras.ops.mean(y_pred, axis=0)) ** 2)
+
+
+def fit_scaled():
+    with kd.DataParallel(step_options=kd.StepOptions(loss_chunk=2)).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+        model.compile("sgd", "mse")
+        model.train_on_batch(np.ones((8, 4)), np.ones((8, 4)))
+
+
 def fit_with(kind=keras.Model, more=None, **options):
     """Trains two dense layers on one batch with step options."""
     with kd.DataParallel(step_options=kd.StepOptions(**options)).scope():
@@ -191,6 +205,10 @@ CASES = {
     "a capacity of experts below 1": lambda: kd.StepOptions(expert_capacity=0.5),
     "a capacity of experts that are computed as written": lambda: kd.StepOptions(experts="dense", expert_capacity=1.5),
     "a capacity of experts for a model without them": lambda: fit_with(expert_capacity=1.5),
+    "a chunk of a loss that is no positive integer": lambda: kd.StepOptions(loss_chunk=0),
+    "chunks of a loss that compares the rows of a batch": lambda: fit_with(Centered, loss_chunk=2),
+    "chunks of a loss of a model without products": fit_scaled,
+    "chunks of a loss whose step computes its own gradients": lambda: fit_with(OwnStep, loss_chunk=2),
     "an unknown pass": lambda: kd.StepOptions(without_passes="window"),
     "a pass that fails": fit_with_a_pass_that_fails,
     "something else as rematerialization": lambda: kd.StepOptions(remat=True),

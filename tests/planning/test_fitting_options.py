@@ -14,6 +14,7 @@ from support.example_plans import GIB, MEMORY, example_plan
 import keras_dist as kd
 from keras_dist.planning import plan as plan_module
 from keras_dist.planning.fitting_options import SEARCHED, plan_with_fitting_options
+from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.search.choice import NothingFitsError
 from keras_dist.steps import rematerialization
 from keras_dist.steps.options import OptionWithoutEffectError
@@ -39,16 +40,18 @@ NEEDED = {
 DISTRIBUTION = kd.FullyShardedDataParallel(kd.create_device_mesh("data:2,model:4"))
 
 
-def search_fully(capacity, without=(), searched=SEARCHED, state=1, needed=NEEDED, failing=lambda options: None):
+def search_fully(
+    capacity, without=(), searched=SEARCHED, state=1, needed=NEEDED, failing=lambda options: None, **others
+):
     """Returns what is found for a capacity in GiB, and all options that were compiled or failed.
 
-    `failing` returns the error that compiling with some options ends in.
+    `failing` returns the error that compiling with some options ends in. `others`: further fields of the plans.
     """
     memory = dataclasses.replace(MEMORY, weights=0, optimizer=state * GIB, temporaries=16 * GIB)
 
     def planned(options, size):
         placed = dataclasses.replace(memory, temporaries=int((size - state) * GIB), capacity=int(capacity * GIB))
-        return example_plan(step_options=options, memory=placed, fits=size <= capacity)
+        return example_plan(step_options=options, memory=placed, fits=size <= capacity, **others)
 
     compiled = []
 
@@ -83,6 +86,18 @@ def test_state_that_exceeds_the_memory_needs_the_host():
     found, compiled = search(3.5, state=4)
     assert found is not None
     assert all("offload" in text for text in compiled)
+
+
+def test_logits_are_computed_in_chunks_first():
+    """If a product makes the largest value, as logits are made."""
+    needed = NEEDED | {"loss_chunk=1024": 14} | {f"{text}, loss_chunk=1024": size - 1 for text, size in NEEDED.items()}
+    logits = (LargeValue(GIB, "bf16[8,2048,65536]", "jit(train_step)/jvp(head)/dot_general", "fusion.9"),)
+    assert search(14, needed=needed, largest_values=logits)[0] == "loss_chunk=1024"
+    found, compiled = search(12, needed=needed, largest_values=logits)
+    assert found == "remat='dots', loss_chunk=1024"
+    assert len(compiled) <= 4
+    assert search(12, without=["loss_chunk"], needed=needed, largest_values=logits)[0] == "remat='dots'"
+    assert search(14, needed=needed)[0] == "remat='dots'"
 
 
 def test_options_without_effect_are_left_out():

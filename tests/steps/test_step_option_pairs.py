@@ -27,6 +27,7 @@ OPTIONS = [
     {"remat": "auto"},
     {"offload": "optimizer"},
     {"remat": "dots", "offload": "activations"},
+    {"loss_chunk": 3},
 ]
 
 

@@ -4,6 +4,7 @@ import math
 
 import keras_dist as kd
 from keras_dist._report.variable_groups import PlacedVariable
+from keras_dist.passes.token_part import LossCall
 from keras_dist.planning.compiling.compilation import Attention, Mixtures, Traffic
 from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.costs.roofline import Roofline
@@ -66,6 +67,10 @@ def example_plan(**changed) -> Plan:
             Mixtures("megablox", None, 32, 4, 12.0, 8192, 1.5e11),
             Mixtures("megablox", None, 32, 4, 2.0, 8192, 2.5e10, "tokens over 'expert'"),
             Mixtures("dense", "nothing proves that the others are zero", 8, 2, 1.0, 0, 0.0),
+        ),
+        "losses": (
+            LossCall("head", 128_256, 16_384, 1024, 3, None),
+            LossCall("other", 32_000, 16_384, 1024, 4, "the loss is not linear in its results: sqrt in loss"),
         ),
         "attention": (
             Attention("splash attention", 12.0, 0, None),

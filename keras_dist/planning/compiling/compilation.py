@@ -18,6 +18,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.mesh.topology import coordinates_of, networks_of
 from keras_dist.mixtures.recognition import MixtureCall
+from keras_dist.passes.token_part import LossCall
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, notes_on_batch, warn_of_constants
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.costs.forecast import TimeModel
@@ -146,6 +147,7 @@ class Compilation:
     largest_values: tuple[LargeValue, ...] = ()
     attention: tuple[Attention, ...] = ()
     mixtures: tuple[Mixtures, ...] = ()
+    losses: tuple[LossCall, ...] = ()
     refusal: str | None
     notes: tuple[str, ...]
     seconds: float
@@ -189,7 +191,7 @@ def compile_step(
     seconds = time.perf_counter() - started
     if compiled is None:
         refused = _refused(step, str(refusal), model_flops, seconds)
-        compilation = replace(refused, attention=_attention(calls), mixtures=_mixtures(calls))
+        compilation = replace(refused, attention=_attention(calls), mixtures=_mixtures(calls), losses=_losses(calls))
     else:
         show_progress("Reading the compiled program")
         networks = networks_of(devices)
@@ -210,6 +212,7 @@ def compile_step(
             largest_values=costs.largest_values,
             attention=_attention(calls),
             mixtures=_mixtures(calls),
+            losses=_losses(calls),
             refusal=refusal,
             notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_here)),
             seconds=seconds,
@@ -382,3 +385,7 @@ def _mixtures(calls: Iterable[Call]) -> tuple[Mixtures, ...]:
         Mixtures(*key, len(group), max(call.rows for call in group), sum(call.flops for call in group), exchange)  # pyright: ignore
         for (*key, exchange), group in groups.items()
     )
+
+
+def _losses(calls: Iterable[Call]) -> tuple[LossCall, ...]:
+    return tuple(dict.fromkeys(call for call in calls if isinstance(call, LossCall)))

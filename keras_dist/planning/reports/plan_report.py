@@ -17,6 +17,7 @@ from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVa
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.topology import networks_of
+from keras_dist.passes.token_part import LossCall
 from keras_dist.planning.compiling.compilation import Attention, Mixtures, Traffic
 from keras_dist.planning.costs.roofline import Roofline, times_by_resource
 from keras_dist.planning.frozen_mapping import FrozenMapping
@@ -113,6 +114,7 @@ class Plan(Report):
         largest_values: The largest temporaries.
         attention: How the calls of `keras.ops.dot_product_attention` are computed.
         mixtures: How mixtures of experts are computed.
+        losses: How losses are computed in chunks of tokens, with `StepOptions(loss_chunk=...)`.
         notes: Caveats about these figures.
         compile_seconds: Time that the compiler took.
         depth: Number of blocks extrapolated to; None if the full model was compiled.
@@ -142,6 +144,7 @@ class Plan(Report):
     largest_values: tuple[LargeValue, ...]
     attention: tuple[Attention, ...]
     mixtures: tuple[Mixtures, ...]
+    losses: tuple[LossCall, ...]
     notes: tuple[str, ...]
     compile_seconds: float = dataclasses.field(compare=False)
     depth: int | None = None
@@ -224,6 +227,8 @@ class Plan(Report):
             yield "Attention", [Lines(tuple(map(_attention_text, self.attention)))]
         if self.mixtures:
             yield "Mixtures of experts", [Lines(tuple(map(_mixtures_text, self.mixtures)))]
+        if self.losses:
+            yield "Losses in chunks", [Lines(tuple(map(_loss_text, self.losses)))]
         yield _collectives(self)
         yield _variables(self)
         if self.notes:
@@ -367,6 +372,12 @@ def _mixtures_text(mixtures: Mixtures) -> str:
     if mixtures.exchange:
         text += f", which sends {mixtures.exchange}"
     return f"{text}: {mixtures.reason}." if mixtures.reason else f"{text}."
+
+
+def _loss_text(loss: LossCall) -> str:
+    text = f"{loss.layer or 'A product'}: {loss.size:,} numbers a token, {loss.chunk:,} of {loss.tokens:,} tokens of a "
+    text += f"device at a time, {loss.products} products"
+    return f"{text}: {loss.reason}." if loss.reason else f"{text}."
 
 
 def _collectives(plan: Plan) -> Section:

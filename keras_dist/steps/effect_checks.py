@@ -1,4 +1,4 @@
-"""Errors of options and axes for mixtures of experts, once it is known which mixtures a step has."""
+"""Errors of options and axes that have no effect, once it is known which mixtures of experts and losses a step has."""
 
 import itertools
 import math
@@ -9,6 +9,7 @@ from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
+from keras_dist.passes.token_part import LossCall
 from keras_dist.steps.options import OptionWithoutEffectError, StepOptions
 
 
@@ -28,6 +29,21 @@ def check_expert_options(mixtures: Sequence[MixtureCall], options: StepOptions) 
         f"{name}={getattr(options, name)!r} finds no mixture of experts whose other experts can be left out. "
         + ("; ".join(reasons) if reasons else "The step has no sum over experts that are chosen by top_k")
         + ". Leave the option out to compute all experts for each token, or use keras_dist.experts in the layer.",
+    )
+
+
+def check_loss_chunk(losses: Sequence[LossCall], options: StepOptions) -> None:
+    """Raises an error if losses are to be computed in chunks, and a step has none that can be."""
+    if options.loss_chunk is None or any(loss.products for loss in losses):
+        return
+    largest = max(losses, key=lambda loss: loss.size, default=None)
+    found = "the step has no product of a batch with a matrix"
+    if largest is not None:
+        found = f"the largest product, of {largest.layer or 'the step'!r}, is not only reduced: {largest.reason}"
+    raise OptionWithoutEffectError(
+        "loss_chunk",
+        f"loss_chunk={options.loss_chunk} finds no logits that are only used by losses and metrics of each token: "
+        f"{found}. Leave the option out, or compute in the model's loss and metrics what uses the logits.",
     )
 
 
