@@ -190,8 +190,8 @@ class _Chunks:
         product = self.part.product
         if self.part.places[variable] or [e for e in self.part.equations if variable in e.invars] != [product]:
             return False
-        dtypes = {jnp.dtype(each.aval.dtype) for each in (*product.invars, *product.outvars)}
-        return len(dtypes) == 1 and dtypes != {jnp.promote_types(*dtypes, "float32")}
+        dtype, *others = {jnp.dtype(each.aval.dtype) for each in (*product.invars, *product.outvars)}
+        return not others and dtype != jnp.promote_types(dtype, "float32")
 
     def _has_tokens(self, number: int) -> bool:
         return bool(self.part.places[self.part.operands[number]])

@@ -238,6 +238,8 @@ def test_masked_language_model_of_keras_hub():
     def build():
         backbone = keras_hub.models.BertBackbone(VOCABULARY, 2, 2, WIDTH, 32, dropout=0, max_sequence_length=LENGTH)
         model = keras_hub.models.BertMaskedLM(backbone)
+        for weight in model.weights:  # no probability is so small that it is clipped
+            weight.assign(weight * 0.1)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(), weighted_metrics=["accuracy"])
         return model
 
@@ -257,3 +259,28 @@ def test_positions_that_are_sharded(axes):
         return kd.DataParallel(mesh, sequence_dim_name="sequence", step_options=kd.StepOptions(**options))
 
     assert_chunks_change_nothing(functools.partial(build, "sgd"), x, y, distribution, chunk=3, batch_size=8)
+
+
+def test_gradients_in_bfloat16_are_as_exact():
+    """The gradient of the head is added up over 32 chunks in float32, and that of what is before it is rounded once."""
+    x, y = random.normal(size=(8, 128, 64)).astype("float32"), random.integers(0, 256, (8, 128))
+    start = random.normal(size=(64, 256)).astype("float32") * 0.3
+
+    def gradients(dtype, chunk):
+        with on_one_device(loss_chunk=chunk).scope():
+            hidden, head = layers.Dense(64, use_bias=False, dtype=dtype), layers.Dense(256, dtype=dtype)
+            model = keras.Sequential([keras.Input((128, 64)), hidden, head])
+            model.compile(keras.optimizers.SGD(1.0), sparse())
+            hidden.kernel.assign(np.eye(64))
+            head.kernel.assign(start)
+            before = model.get_weights()
+            model.train_on_batch(x, y)
+            return [old - new for old, new in zip(before, model.get_weights(), strict=True)]
+
+    def errors(chunk):
+        found = gradients("mixed_bfloat16", chunk)
+        return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(found, exact, strict=True)]
+
+    exact = gradients("float32", None)
+    for chunked, stored in zip(errors(32), errors(None), strict=True):
+        assert chunked <= 1.25 * stored
