@@ -144,7 +144,8 @@ class _Chunks:
     def _with_known_gradients(self, operands: dict[int, Any], cotangents: list[Any]) -> tuple[Any, list[Any]]:
         """Returns a term of 0, whose gradient is that of the loss, and the results."""
         # Functions of a gradient are traced later, so they must not refer to values of this trace.
-        zero = partial(jnp.zeros, (), self._program.jaxpr.jaxpr.outvars[0].aval.dtype)
+        loss: Any = self._program.jaxpr.jaxpr.outvars[0].aval
+        zero = partial(jnp.zeros, loss.shape, loss.dtype)
 
         @jax.custom_vjp
         def call(operands: dict[int, Any], cotangents: list[Any]) -> tuple[Any, list[Any]]:
@@ -190,7 +191,8 @@ class _Chunks:
         product = self.part.product
         if self.part.places[variable] or [e for e in self.part.equations if variable in e.invars] != [product]:
             return False
-        dtype, *others = {jnp.dtype(each.aval.dtype) for each in (*product.invars, *product.outvars)}
+        avals: list[Any] = [each.aval for each in (*product.invars, *product.outvars)]
+        dtype, *others = {jnp.dtype(aval.dtype) for aval in avals}
         return not others and dtype != jnp.promote_types(dtype, "float32")
 
     def _has_tokens(self, number: int) -> bool:

@@ -260,6 +260,13 @@ def _plan(
         notes = (f"The compiler reports: {compiled.refusal}",)
     else:
         notes = _notes_on_idle_axes(distribution, fields["variables"], compiled.traffic)
+    chip = hardware_of(mesh.backend_mesh.devices.flat[0])
+    if compiled.host_traffic and chip is not None and chip.platform != "cpu" and chip.host_bytes_per_second is None:
+        notes += (
+            f"How long copies to the host and back take is unknown, and so is the forecast, because hardware "
+            f"{chip.name!r} has no host_bytes_per_second. Plan for kd.hardware.register(dataclasses.replace("
+            f"kd.hardware[{chip.name!r}], name=..., host_bytes_per_second=..., sources=...)).",
+        )
     return Plan(
         **{**fields, "memory": memory},
         mesh=mesh,

@@ -68,6 +68,7 @@ class _Update:
         self._values = Values(self._jaxpr, traced.consts, jax.tree.leaves(arguments))
         on_host = [(index, layout) for index, layout in enumerate(layouts) if layout is not None]
         self._to_fetch = {self._jaxpr.invars[index]: layout for index, layout in on_host}
+        self._num_weights = len(weights)
         self._to_put = {len(weights) + index: layout for index, layout in on_host}  # by the index of the output
         self._put: dict[int, Any] = {}
         self._latest: Any = None  # state that was put back, and its layout
@@ -76,7 +77,7 @@ class _Update:
 
     def run(self) -> tuple[list, list]:
         pending: list[Any] = []
-        for equation in self._jaxpr.eqns:
+        for equation in _last_first(self._jaxpr, self._num_weights):
             used = [v for v in equation.invars if not isinstance(v, Literal) and v in self._to_fetch]
             if used:
                 self._evaluate(pending)
@@ -108,11 +109,26 @@ class _Update:
         return _fetched_after(self._waits_for, value, layout)
 
 
+def _last_first(jaxpr: Any, num_weights: int) -> list[Any]:
+    """Returns the equations of an update in another order: for the last weight first, whose gradient is known first."""
+    producers = {variable: index for index, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
+    order: dict[int, None] = {}
+    for output in (*reversed(jaxpr.outvars[:num_weights]), *jaxpr.outvars[num_weights:]):
+        needed, pending = set(), [output]
+        while pending:
+            index = None if isinstance(variable := pending.pop(), Literal) else producers.get(variable)
+            if index is not None and index not in order and index not in needed:
+                needed.add(index)
+                pending += jaxpr.eqns[index].invars
+        order.update(dict.fromkeys(sorted(needed)))
+    return [jaxpr.eqns[index] for index in order]
+
+
 def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
     """Returns an array in the memory of the devices, copied once a device has a token.
 
-    XLA:TPU removes barriers before it schedules copies, so that the copy is in a branch of a condition there. XLA:GPU
-    would wait for such a condition on the host, so it gets a barrier, although it removes them, too.
+    XLA removes barriers before it schedules copies, so the copy is in a branch of a condition. XLA:GPU waits for such a
+    condition on the host, which takes far less time than the copy.
     """
     mesh, spec = as_device_mesh(layout.device_mesh).backend_mesh, layout.backend_layout.spec
 
@@ -120,8 +136,6 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
         return jax.device_put(value, jax.memory.Space.Device)
 
     def on_device(token: Any, value: Any) -> Any:
-        if mesh.devices.flat[0].platform != "tpu":
-            return fetched(jax.lax.optimization_barrier((value, token))[0])
         return jax.lax.cond(is_known(token), fetched, lambda value: jnp.zeros(value.shape, value.dtype), value)
 
     return on_devices(on_device, mesh, (PartitionSpec(), spec), spec)(token, value)

@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
 from support.slow_cases import slow
 
 import keras_dist as kd
@@ -164,6 +164,30 @@ def test_optimizer_state_is_in_host_memory(target, strategy):
     assert 0.98 * 2 * state <= plan.host_traffic <= 1.02 * 2 * state
     assert plan.memory.padding <= held.memory.padding + 2**16
     assert plan.wire_bytes <= 1.02 * held.wire_bytes
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param("v5e:1x1", marks=needs_libtpu), pytest.param("h100:1", marks=needs_cuda)]
+)
+def test_a_device_never_holds_much_optimizer_state(target):
+    """512 MiB, of which about 16 MiB are fetched ahead, and gradients wait no longer for their updates."""
+
+    def build():
+        inputs = x = keras.Input((1024,))
+        for _ in range(8):
+            x = layers.Dense(1024)(layers.Dense(4096, activation="relu")(x))
+        model = keras.Model(inputs, x)
+        model.compile("adam", "mse")
+        return model
+
+    mesh = kd.create_device_mesh("data:1", devices=kd.target(target))
+    held, plan = (
+        kd.plan(build, kd.DataParallel(mesh, step_options=kd.StepOptions(offload=names)), batch=4096, progress=False)
+        for names in ((), "optimizer")
+    )
+    assert plan.memory.total <= held.memory.total - 0.7 * held.memory.optimizer
+    assert plan.roofline.host_seconds > held.roofline.host_seconds
+    assert plan.roofline.forecast.seconds > held.roofline.forecast.seconds + plan.roofline.host_seconds
 
 
 OFFLOADED = {"remat": "dots", "offload": "activations"}

@@ -196,7 +196,8 @@ def compile_step(
         show_progress("Reading the compiled program")
         networks = networks_of(devices)
         memory = compiled.memory_analysis()
-        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware)
+        batch_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(step.batch)))
+        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware, batch_bytes)
         compilation = Compilation(
             argument_bytes=memory.argument_size_in_bytes,
             outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -232,17 +233,18 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[Call]) -> float | None
 
 
 def _costs_and_times(
-    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None
+    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None, batch_bytes: float
 ) -> tuple[ModuleCosts, Roofline]:
     """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast."""
     devices = mesh.backend_mesh.devices
     reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
     costs = reader.module_costs()
-    bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives)
-    times = TimeModel.of(hardware, devices, costs.collectives)
+    host = batch_bytes, costs.host_bytes
+    bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives, *host)
+    times = TimeModel.of(hardware, devices, costs.collectives, costs.host_bytes)
     if times is None or bounds.seconds is None:
         return costs, bounds
-    forecast, seconds = walk_schedule(reader, times, bounds.seconds)
+    forecast, seconds = walk_schedule(reader, times, max(bounds.seconds, times.of_host_copy(batch_bytes)))
     return reader.module_costs(seconds), replace(bounds, forecast=forecast)
 
 

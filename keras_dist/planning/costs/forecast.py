@@ -1,5 +1,6 @@
 """A forecast of step time: the schedule of the compiled program, with the times of its parts on some hardware."""
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,14 +41,15 @@ def _peak(hardware: Hardware, element_type: str) -> float | None:
 class Forecast:
     """The time that one step probably takes on a device, in seconds.
 
-    The device computes, or waits for collectives or for copies between its memories. Where the sum of these is less
-    than the lower bound on step time, `seconds` is that bound.
+    The device computes, or waits for collectives or for copies between memories. Meanwhile the next batch is copied to
+    it. `seconds` is no less than that takes, nor than the lower bound on step time.
 
     Attributes:
         seconds: The whole step.
         compute_seconds: The device computes.
         exposed_seconds: It waits for collectives, which compute does not hide.
-        copy_seconds: It waits for copies, such as prefetches from HBM to the on-chip memory of a TPU.
+        copy_seconds: It waits for copies, such as prefetches from HBM to the on-chip memory of a TPU, or state that is
+            in the memory of the host.
         estimated_seconds: The part of `compute_seconds` that the compiler estimated. For the rest, FLOP and bytes count
             at the rates that programs commonly reach.
 
@@ -88,6 +90,8 @@ class _Reached:
     * GPU memory and small kernels: 94% and 1.5 us on an H100: Austin et al., "How to Scale Your Model" (2025), "How to
       Think About GPUs", https://jax-ml.github.io/scaling-book/gpus, question 7.
     * ICI: 82% of the 200 GB/s of both directions of a v5p's link, 86% for a v5e: the same chapter, appendix B.
+    * Link to the host: 50 of the 64 GB/s of an H200, "Plans against steps on a GPU" in docs/benchmarks.md. What is
+      published of TPUs is a rate that is reached.
     * NVLink: 310 to 362 of 450 GB/s in XLA's table of measurements on 8 H100s, `default_collective_perf_table`.
     """
 
@@ -95,15 +99,14 @@ class _Reached:
     attention: float
     memory: float
     links: float
+    host: float
     matmul_start_seconds: float
     start_seconds: float
 
 
 _REACHED = {
-    "tpu": _Reached(matmul=0.85, attention=0.5, memory=0.83, links=0.82, matmul_start_seconds=0.0, start_seconds=0.0),
-    "gpu": _Reached(
-        matmul=0.775, attention=0.55, memory=0.94, links=0.75, matmul_start_seconds=6.1e-6, start_seconds=1.5e-6
-    ),
+    "tpu": _Reached(0.85, 0.5, memory=0.83, links=0.82, host=1.0, matmul_start_seconds=0.0, start_seconds=0.0),
+    "gpu": _Reached(0.775, 0.55, memory=0.94, links=0.75, host=0.78, matmul_start_seconds=6.1e-6, start_seconds=1.5e-6),
 }
 
 
@@ -125,12 +128,17 @@ class TimeModel:
 
     @classmethod
     def of(
-        cls, hardware: Hardware | None, devices: np.ndarray, collectives: Iterable[Collective]
+        cls, hardware: Hardware | None, devices: np.ndarray, collectives: Iterable[Collective], host_bytes: float = 0.0
     ) -> "TimeModel | None":
-        """Returns the times of a step with these collectives; None if a figure that they need is unknown."""
+        """Returns the times of a step with these collectives that copies so many bytes from the host and back.
+
+        Returns None if a figure that they need is unknown.
+        """
         if hardware is None or hardware.platform not in _REACHED or not hardware.flops_per_second:
             return None
         if hardware.memory_bytes_per_second is None or compute_seconds(hardware, {"f32": 1.0}) is None:
+            return None
+        if host_bytes and hardware.host_bytes_per_second is None:
             return None
         times = cls(hardware, devices)
         is_known = all(times._seconds(each) is not None for each in collectives if each.wire_bytes > 0)
@@ -162,6 +170,10 @@ class TimeModel:
 
     def of_copy(self, memory_bytes: float) -> float:
         return memory_bytes / self._memory_bytes_per_second
+
+    def of_host_copy(self, host_bytes: float) -> float:
+        """Returns the seconds of a copy from the host or back; 0 if the bandwidth of the link is unknown."""
+        return host_bytes / ((self._hardware.host_bytes_per_second or math.inf) * self._reached.host)
 
     def of_collective(self, collective: Collective) -> float:
         seconds = self._seconds(collective)

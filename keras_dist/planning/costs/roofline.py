@@ -28,6 +28,7 @@ class Roofline:
         link: Name of the links within a slice or host: `"ICI"` for TPUs, `"NVLink"` or `"PCIe"` for GPUs.
         network: Name of the network between slices or hosts: `"DCN"` for TPUs, `"network"` otherwise.
         forecast: The time that a step probably takes; None if a figure of the hardware that it needs is unknown.
+        host_seconds: Copies between the memories of host and device: the next batch, and what is in host memory.
 
     Example:
 
@@ -42,6 +43,7 @@ class Roofline:
     link: str = "ICI"
     network: str = "DCN"
     forecast: Forecast | None = None
+    host_seconds: float | None = 0.0
 
     @classmethod
     def unknown(cls, platform: str) -> "Roofline":
@@ -49,7 +51,7 @@ class Roofline:
 
     @property
     def bound(self) -> str | None:
-        """What takes longest: `"compute"`, `"memory"`, `link` or `network`; None if no known part takes time."""
+        """What takes longest: a key of `times_by_resource`, such as `"compute"`; None if no known part takes time."""
         known = self._known()
         longest = max(known, key=lambda part: known[part], default=None)
         return longest if longest is not None and known[longest] > 0 else None
@@ -74,8 +76,13 @@ class Roofline:
 
 def times_by_resource(roofline: Roofline) -> dict[str, float | None]:
     """Returns the lower bounds in seconds, by the names that `Roofline.bound` has."""
-    seconds = roofline.compute_seconds, roofline.memory_seconds, roofline.ici_seconds, roofline.dcn_seconds
-    return dict(zip(("compute", "memory", roofline.link, roofline.network), seconds, strict=True))
+    return {
+        "compute": roofline.compute_seconds,
+        "memory": roofline.memory_seconds,
+        roofline.link: roofline.ici_seconds,
+        roofline.network: roofline.dcn_seconds,
+        "host link": roofline.host_seconds,
+    }
 
 
 def roofline(
@@ -84,6 +91,8 @@ def roofline(
     flops_by_dtype: Mapping[str, float],
     memory_bytes: float,
     collectives: Iterable[Collective],
+    batch_bytes: float = 0.0,
+    host_bytes: float = 0.0,
 ) -> Roofline:
     """Computes a lower bound on step time for one device; `devices` are in the shape of the mesh.
 
@@ -92,6 +101,8 @@ def roofline(
     * Collectives: wire bytes of one device / its bandwidth within its group, times the number of runs, for the slowest
       group; `Interconnect` has the details. Those that use a common link run one after another, and the busiest link
       counts. They have no latency, so that small ones take longer in practice.
+    * Link to the host: `batch_bytes`, which each device gets, and `host_bytes`, which a step copies from the host and
+      back, over the bandwidth of one direction. As the link has two, the sum counts half.
 
     >>> from keras_dist import mock_tpus
     >>> from keras_dist.planning.hardware.registry import hardware
@@ -121,8 +132,14 @@ def roofline(
         _longest(busy[False].values()),
         _longest(busy[True].values()),
         *_LINK_AND_NETWORK.get(platform, gpu_links),
+        host_seconds=_host_seconds(hardware, max(batch_bytes, (batch_bytes + host_bytes) / 2)),
     )
 
 
 def _longest(seconds: Collection[float | None]) -> float | None:
     return None if None in seconds else max(filter(None, seconds), default=0.0)
+
+
+def _host_seconds(hardware: Hardware, sent: float) -> float | None:
+    # The memory of a CPU device is that of the host.
+    return 0.0 if hardware.platform == "cpu" else seconds_for(sent, inverse(hardware.host_bytes_per_second))

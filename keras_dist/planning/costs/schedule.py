@@ -25,7 +25,7 @@ from keras_dist.planning.hlo.trip_counts import trip_count
 
 # What the walk adds up, besides ("total", key) and ("exposed", key) of each collective.
 _COMPUTE, _ESTIMATED, _COPIES = ("compute", ""), ("estimated", ""), ("copies", "")
-_COPY_LINK, _ASYNC_WORK_LINK = "copies", "asynchronous work"
+_COPY_LINK, _HOST_LINK, _ASYNC_WORK_LINK = "copies", "host", "asynchronous work"
 _PASSES_ON = frozenset({"get-tuple-element", "bitcast", "opt-barrier"})
 
 
@@ -105,7 +105,7 @@ class _Walk:
             self._wait(self._pending.pop(_rendezvous(_source(computation, instruction)), ()))
         elif opcode.endswith("-done") and opcode != "send-done":
             self._wait(self._pending.pop((computation.name, _source(computation, instruction).name), ()))
-        elif opcode != "recv" and is_collective(instruction):
+        elif (opcode != "recv" and is_collective(instruction)) or self._is_host_copy(computation, instruction):
             self._wait([self._begin(computation, instruction)])
         elif opcode not in ("recv", "send-done", "async-update"):
             self._advance(computation, instruction)
@@ -145,6 +145,7 @@ class _Walk:
         called = self._reader.module.called(instruction).name
         costs = self._reader.costs(called, instruction.base_opcode == "fusion")
         begun = [self._begin_collective(key, 0.0) for key in costs.counts]
+        begun += [self._begin_host_copy(key) for key in self._reader.host_copies if key[0] == called]
         if not begun:  # work on other units of the device, such as a SparseCore
             seconds, _ = self._times.of_work(costs.flops, costs.memory_bytes)
             begun = [self._put_on_links((_ASYNC_WORK_LINK,), _COMPUTE, seconds)]
@@ -157,7 +158,16 @@ class _Walk:
             return self._begin_collective(f"{computation.name}/{instruction.name}", moved)
         if instruction.opcode == "send":
             return None
+        if self._is_host_copy(computation, instruction):
+            return self._begin_host_copy((computation.name, instruction.name))
         return self._put_on_links((_COPY_LINK,), _COPIES, self._times.of_copy(moved)) if moved else None
+
+    def _is_host_copy(self, computation: Computation, instruction: Instruction) -> bool:
+        return (computation.name, instruction.name) in self._reader.host_copies
+
+    def _begin_host_copy(self, key: tuple[str, str]) -> _Transfer:
+        copied, is_to_host = self._reader.host_copies[key]
+        return self._put_on_links(((_HOST_LINK, is_to_host),), _COPIES, self._times.of_host_copy(copied))
 
     def _begin_collective(self, key: str, moved: float) -> _Transfer | None:
         collective = self._reader.collectives.get(key)

@@ -60,6 +60,7 @@ class Hardware:
         links: Number of links: NVLinks of a GPU, 0 if PCIe joins those of a host; or ICI links of a TPU chip (4 in a 2D
             torus, 6 in a 3D torus), which several devices may share.
         network_bytes_per_second: Bandwidth of one device to other slices or hosts, in one direction.
+        host_bytes_per_second: Bandwidth between a device and its host in one direction: PCIe or NVLink-C2C of a GPU.
         sources: Public source of each figure, by field name. Ignored in comparisons.
         compiler_target: What the compiler needs to know of a GPU; None for TPUs and CPUs.
         clock_hz: Clock rate of a TPU's TensorCore, in which XLA:TPU estimates times; None for other hardware.
@@ -95,6 +96,7 @@ class Hardware:
     clock_hz: float | None = None
     link_latency_seconds: float | None = None
     network_latency_seconds: float | None = None
+    host_bytes_per_second: float | None = None
 
     def __post_init__(self):
         for field in ("flops_per_second", "sources"):

@@ -156,19 +156,19 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     return size_of_result + sum(sizes)
 
 
-def host_bytes(computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that an instruction copies from host memory to the device, or back."""
+def host_copy(computation: Computation, instruction: Instruction) -> tuple[float, bool] | None:
+    """Returns the bytes that an instruction copies from host memory to the device, or back, and whether to the host."""
     opcode = instruction.base_opcode
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
-        return 0
+        return None
     source = next(leaves(computation.operand(instruction, 0).shape))
     if opcode == "dynamic-update-slice":
         update = next(leaves(computation.operand(instruction, 1).shape))
-        return update.bytes if update.is_on_host != source.is_on_host else 0
+        return (update.bytes, source.is_on_host) if update.is_on_host != source.is_on_host else None
     arrays = list(leaves(instruction.shape))
     # The start of a copy returns the result, the source and its state; that of a slice the source first.
     result = arrays[-2] if instruction.opcode.endswith("slice-start") else arrays[0]
-    return result.bytes if result.is_on_host != source.is_on_host else 0
+    return (result.bytes, result.is_on_host) if result.is_on_host != source.is_on_host else None
 
 
 def written_arrays(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[Array, Array]]:

@@ -102,7 +102,8 @@ class ModuleReader:
     slices, it is the i-th device of every slice.
 
     `collectives` are by "computation/instruction", with a count of 1. `chains` has the key of each collective that TPUs
-    split into fragments, and `memory_bytes` those of each instruction outside of fusions that has any.
+    split into fragments, `memory_bytes` those of each instruction outside of fusions that has any, and `host_copies`
+    those of each that copies between the memories of host and device, and whether to the host.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class ModuleReader:
         self.collectives: dict[str, Collective] = {}
         self.chains: dict[tuple[str, str | None], str] = {}
         self.memory_bytes: dict[tuple[str, str], float] = {}
+        self.host_copies: dict[tuple[str, str], tuple[float, bool]] = {}
         self.large_values: list[LargeValue] = []
         self.opaque_calls: set[str] = set()
         self.closed_forms: set[str] = set()
@@ -167,7 +169,9 @@ class ModuleReader:
             if moved := instruction_costs.memory_bytes(self.module, computation, instruction):
                 self.memory_bytes[computation.name, instruction.name] = moved
                 costs.memory_bytes += moved
-            costs.host_bytes += instruction_costs.host_bytes(computation, instruction)
+            if copied := instruction_costs.host_copy(computation, instruction):
+                self.host_copies[computation.name, instruction.name] = copied
+                costs.host_bytes += copied[0]
         if is_collective(instruction):
             if self._is_counted(computation, instruction):
                 found = read_collective(self.module, computation, instruction, in_fusion, self._axes, self._slices)

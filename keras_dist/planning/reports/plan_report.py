@@ -334,12 +334,15 @@ def _memory(plan: Plan) -> tuple[str, list[Bars]]:
 
 
 def _time(plan: Plan) -> Section:
-    amounts = flops_text(plan.flops), bytes_text(plan.memory_traffic), "", ""
-    bounds = zip(bound_bars(plan.roofline), amounts, strict=True)
-    bars = tuple(dataclasses.replace(bar, figures=(amount, *bar.figures)) for bar, amount in bounds)
+    amounts = {"compute": flops_text(plan.flops), "HBM": bytes_text(plan.memory_traffic)}
+    amounts["host link"] = bytes_text(plan.memory.batch + plan.host_traffic)
     networks = networks_of(plan.mesh.backend_mesh.devices.ravel().tolist())
-    if plan.roofline.dcn_seconds == 0 and len(set(networks.tolist())) == 1:
-        bars = bars[:-1]  # there is no network
+    has_network = plan.roofline.dcn_seconds != 0 or len(set(networks.tolist())) > 1
+    bars = tuple(
+        dataclasses.replace(bar, figures=(amounts.get(bar.label, ""), *bar.figures))
+        for bar in bound_bars(plan.roofline)
+        if has_network or bar.label != plan.roofline.network
+    )
     return "Lower bound on step time", [Bars(bars), Lines((_bound_sentence(plan),))]
 
 

@@ -144,7 +144,7 @@ class Search:
             self.candidates[changed], self.plans[changed] = under, plan
             return plan
 
-        # What is in host memory takes time that forecasts do not know, so it is for models that fit nowhere else.
+        # What is in host memory takes long to fetch, so it is for models that fit nowhere else.
         searched = SEARCHED if self.best is None else [name for name in SEARCHED if name != "offload"]
         found = plan_with_fitting_options(self.plans[candidate], distribution, compile, searched)
         self.notes += [f"{candidate}: {note}" for note in found.notes]

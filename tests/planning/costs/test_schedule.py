@@ -28,6 +28,9 @@ class Seconds:
     def of_copy(self, memory_bytes):
         return memory_bytes / 100
 
+    def of_host_copy(self, host_bytes):
+        return host_bytes / 100
+
     def links(self, collective):
         return collective.axes
 
@@ -185,6 +188,17 @@ class TestAsynchronous:
         ends = [f"%{n}.e = f32[100]{{0:S(1)}} copy-done(%{n})" for n in ("c", "d")]
         found = walk(*copies, work("a", 5), *ends, END, others=FUSED, times=Seconds())
         assert (found.seconds, found.copy_seconds, found.exposed_seconds) == (8, 3, 0)
+
+    def test_copies_from_the_host_and_back_have_links_of_their_own(self):
+        fetched = [f"%{n} = (f32[100]{{0}}, f32[100]{{0:S(5)}}, u32[]) copy-start(%h)" for n in ("c", "d")]
+        put = "%p = (f32[100]{0:S(5)}, f32[100]{0}, u32[]) copy-start(%x)"
+        ends = [f"%{n}.e = f32[100]{{0}} copy-done(%{n})" for n in ("c", "d")]
+        ends.append("%p.e = f32[100]{0:S(5)} copy-done(%p)")
+        host = "%h = f32[100]{0:S(5)} parameter(1)"
+        found = walk(host, *fetched, put, work("a", 3), *ends, END, others=FUSED)
+        assert (found.seconds, found.copy_seconds) == (8, 5)  # two of 4 seconds on one link
+        found = walk(host, "%c = f32[100]{0} copy(%h)", work("a", 3), END, others=FUSED)
+        assert (found.seconds, found.copy_seconds) == (7, 4)
 
     @pytest.mark.parametrize("opcode", ["async", "fusion"])
     def test_an_asynchronous_computation_begins_its_collective(self, opcode):
