@@ -6,12 +6,14 @@ Shapes: B rows, T queries, S keys, N query heads, K key and value heads (N is a 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from keras_dist.attention.mask import AttentionMask
 from keras_dist.attention.splash_blocks import QueryRuns, band_function, block_tables
@@ -169,10 +171,11 @@ def cudnn_attention(
     scale: float,
     soft_cap: None,
 ) -> jax.Array:
-    """Computes attention by cuDNN.
+    """Computes attention by cuDNN. Queries that see no key get the mean of all values, but for `query_valid`.
 
-    cuDNN takes the number of keys of each row. So padding that is not at the end is left to XLA, in blocks of queries;
-    which one runs is decided on the device.
+    cuDNN takes the number of keys of each row. For padding that is not at the end, and queries that see no key, it is
+    passed a value for each pair of a query and a key, or XLA computes blocks of queries if these would be large. Which
+    one runs is decided on the device. XLA's blocks take more than twice as long to compile as all the rest of a model.
     """
     num_queries, num_keys, head_size = query.shape[1], key.shape[1], value.shape[-1]
     bias = bias if bias is None else jnp.broadcast_to(bias, (*bias.shape[:2], num_queries, num_keys))
@@ -186,19 +189,30 @@ def cudnn_attention(
             local_window_size=window, implementation="cudnn",
         )  # fmt: skip
 
+    def by_dense_mask():
+        return _cudnn_with_dense_mask(query, key, value, bias, mask.to_dense(num_queries, num_keys), scale)
+
     has_odd_bias = bias is not None and (num_queries % 2 or num_keys % 2)
     if (mask.has_band and not is_causal) or mask.dense is not None or mask.segments is not None or has_odd_bias:
-        output = _cudnn_with_dense_mask(query, key, value, bias, mask.to_dense(num_queries, num_keys), scale)
-    elif mask.key_valid is None:
-        output = fused()
+        return by_dense_mask()[..., :head_size]
+    seen = replace(mask, query_valid=None).sees_a_key(num_queries, num_keys)
+    if seen is None:
+        return fused()[..., :head_size]
+    # Otherwise XLA transposes what enters and leaves a conditional.
+    query, key, value = with_layout_constraint((query, key, value), Layout((0, 1, 2, 3)))
+    key_valid = jnp.broadcast_to(True if mask.key_valid is None else mask.key_valid, key.shape[:2])
+    lengths = key_valid.sum(axis=1, dtype=jnp.int32)
+    is_at_end = key_valid == (jnp.arange(num_keys) < lengths[:, None])
+    # With the memory of queries, outputs and their gradients. JAX 0.10 has no gradients of biases with masks.
+    if bias is None and num_keys <= 4 * math.prod(query.shape[2:]):
+        # Keeps what the other branch keeps, so that XLA keeps it once, and not the mask.
+        otherwise = jax.checkpoint(by_dense_mask, policy=lambda primitive, *_, **__: "attention" in primitive.name)
     else:
-        key_valid = jnp.broadcast_to(mask.key_valid, key.shape[:2])
-        lengths = key_valid.sum(axis=1, dtype=jnp.int32)
-        output = jax.lax.cond(
-            (key_valid == (jnp.arange(num_keys) < lengths[:, None])).all(),  # all padding is at the end
-            lambda: fused(jnp.maximum(lengths, 1)),
-            lambda: xla_attention_in_blocks(query, key, value, bias, mask, scale=scale),
-        )
+
+        def otherwise():
+            return xla_attention_in_blocks(query, key, value, bias, mask, scale=scale)
+
+    output = jax.lax.cond(is_at_end.all() & seen.all(), lambda: fused(jnp.maximum(lengths, 1)), otherwise)
     return output[..., :head_size]
 
 
@@ -318,10 +332,11 @@ class Kernel(NamedTuple):
     why_not: Callable[..., str | None]
     run_multiple: int | None  # divides the lengths of runs of queries; None if it takes all positions only
     max_pairs: float = math.inf  # of a query and a key that it takes under a mask
+    computes_mean: bool = False  # of all values, for valid queries that see no key
 
 
 FUSED_KERNELS = {
     "tpu": Kernel("splash attention", splash_attention, why_not_splash, _LANES, MAX_SPLASH_PAIRS),
-    "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None),
+    "gpu": Kernel("cuDNN", cudnn_attention, why_not_cudnn, None, computes_mean=True),
 }
 XLA_IN_BLOCKS = Kernel("XLA in blocks", xla_attention_in_blocks, lambda *operands: None, 1)

@@ -135,7 +135,8 @@ class ShardedCall:
             mask = mask.with_queries(query.shape[1])
             bias = pad_queries(bias, 2, query.shape[1])
         output = self._on_shards(query, key, value, bias, mask, values.shape[1])[:, :length]
-        return _with_mean_where_all_is_masked(output, values, self.mask)
+        hidden_by = AttentionMask(query_valid=self.mask.query_valid) if self.kernel.computes_mean else self.mask
+        return _with_mean_where_all_is_masked(output, values, hidden_by)
 
     def _on_shards(self, query: Any, key: Any, value: Any, bias: Any, mask: AttentionMask, num_keys: int) -> jax.Array:
         """Computes attention on each device. Keys beyond `num_keys` are padding, which no query may see."""

@@ -15,6 +15,7 @@ from support.kernels_on_cpus import KERNEL, use_kernel_of
 from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
+from keras_dist.attention import kernels
 from keras_dist.steps.step_state import recorded_calls
 
 ROWS, HEADS, SIZE = 8, 2, 16
@@ -192,6 +193,22 @@ def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeyp
     seen[0, :, 3] = False  # a query that sees no key
     options = {"bias": jnp.ones((1, HEADS, 1, lengths[1])) * jnp.arange(lengths[1]) / 50} if biased else {}
     calls = assert_equals_one_device(kd.DataParallel(), *operands(*lengths), lambda: jnp.asarray(seen), **options)
+    assert calls == [("cuDNN", None)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask"),
+    [
+        (128, lambda: padding([128] * 8, 128, first=3)[:, None, None]),
+        (127, lambda: causal(128, 127) & padding([0, *LENGTHS[1:]], 127)[:, None, None]),
+        (128, lambda: causal(128, 128) & causal(147, 147)[19:, :128].T & padding(LENGTHS, 128)[:, None, None]),
+    ],
+    ids=["in front", "rows without keys, odd", "window, queries without keys"],
+)
+def test_cudnn_computes_padding_anywhere_without_blocks(keys, mask, monkeypatch):
+    use_kernel_of("gpu", monkeypatch)
+    monkeypatch.setattr(kernels, "xla_attention_in_blocks", None)
+    calls = assert_equals_one_device(kd.DataParallel(), *operands(128, keys), mask)
     assert calls == [("cuDNN", None)]
 
 

@@ -75,8 +75,12 @@ class Costs:
     kernels: int = 0  # calls of fused attention kernels
 
     def rank(self) -> tuple[float, ...]:
-        """Ranks the branches of a conditional. One without a fused kernel stands in where the kernel cannot run."""
-        return self.kernels, self.wire_bytes, self.host_bytes, sum(self.flops.values()), self.memory_bytes
+        """Ranks the branches of a conditional. One without a fused kernel stands in where the kernel cannot run.
+
+        If all have kernels, the last ones stand in where the cheapest cannot run.
+        """
+        moved = -self.memory_bytes if self.kernels else self.memory_bytes
+        return self.kernels, self.wire_bytes, self.host_bytes, sum(self.flops.values()), moved
 
     def add(self, other: "Costs", times: int = 1) -> None:
         for key, count in other.counts.items():
@@ -93,8 +97,8 @@ class Costs:
 class ModuleReader:
     """Visits the computations that a module, `compiled.as_text()`, runs, each once.
 
-    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts; if one calls
-    a fused attention kernel, that one counts.
+    Loop bodies count once per iteration. Of the branches of a conditional, the one that sends most counts; if some call
+    a fused attention kernel, the one of them that moves the fewest bytes does.
 
     `axes` are the sizes of the mesh axes, outermost first. For each position in the flattened mesh, `networks` has the
     number of its slice (None: one slice) and `ids` its device id (None: the devices of each slice are in the order of
