@@ -536,6 +536,7 @@ def compile_case(name: str, case: Case, target: str) -> Iterator[dict[str, Any]]
             "memory GB": (compiled.argument_bytes + compiled.outputs + compiled.temporaries) / 1e9,
             "bound ms": 1e3 * (compiled.roofline.seconds or 0),
             "forecast ms": 1e3 * forecast.seconds if forecast else None,
+            "compile s": compiled.seconds,
         }
         yield line | rounded(numbers | ratios | further)
 

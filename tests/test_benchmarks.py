@@ -1,5 +1,6 @@
 """The benchmark for GPUs runs without one, with small models, so that it is ready when a GPU is there."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from support.compilers import needs_cuda
 
 pytestmark = pytest.mark.multiprocess
 FILE = pathlib.Path(__file__).parent.parent / "benchmarks" / "one_gpu.py"
@@ -64,6 +66,25 @@ def test_the_llama_by_hand_is_that_of_keras_hub(monkeypatch):
     loss = jax_loss(weights, tokens, targets, Llama(**sizes, rows=4, length=16), "xla", "float32")
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
     np.testing.assert_allclose(loss, model.evaluate(inputs, targets, verbose=0), rtol=1e-5)
+
+
+@pytest.mark.compiler
+@needs_cuda
+def test_a_step_for_a_gpu_costs_no_more_than_that_of_keras(monkeypatch):
+    pytest.importorskip("keras_hub")
+    monkeypatch.syspath_prepend(FILE.parent)
+    from one_gpu import CASES, compile_case  # pyright: ignore[reportMissingImports]
+
+    sizes = {"vocabulary": 512, "blocks": 1, "width": 128, "heads": 4, "key_heads": 2, "hidden": 256}
+    case = dataclasses.replace(CASES["llama"], sizes=sizes | {"rows": 8, "length": 256})
+    policy = keras.config.dtype_policy()
+    try:
+        keras_line, line, _ = compile_case("llama", case, "h100:1")
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert [keras_line["by"], line["by"]] == ["keras", "keras_dist"]
+    for figure in ("TFLOP", "GB accessed", "temporaries, GB"):
+        assert line[f"{figure} / Keras's"] <= 1
 
 
 def test_a_failure_is_a_line():

@@ -128,7 +128,7 @@ class TrainSteps:
         XLA reduces the gradients of both uses. Not under context parallelism, where both would be reduced over the
         sequence axes nevertheless, apart from the batch axes.
         """
-        if self._placer.sequence_axes or not row_axes(batch, self._placer):
+        if self._placer.num_batch_shards == 1 or self._placer.sequence_axes or not row_axes(batch, self._placer):
             return set()
         return model_structure.tied_tables(model) & set(map(id, model.trainable_variables))
 
