@@ -6,6 +6,7 @@
 * `windows.py`: convolutions, and gradients of maxima over windows.
 * `scatters.py`: sums and assignments by index, such as the gradients of lookups.
 * `fourier.py`: Fourier transforms.
+* `gates.py`: gradients of products of two activations.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
 * `sparse_mixture.py`: what one of them becomes.
 * `weight_reads.py`: what is between its weights, as they are stored, and the products that read them.

@@ -1,12 +1,12 @@
 """The program of a step, and what passes want to know of it: which axes of the mesh shard the dims of its values."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -39,6 +39,7 @@ class StepProgram:
     token_dims: dict[Any, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     """Of variables with tokens that each device has flattened: their dim and its axes. Filled by a pass."""
     is_trained: bool = False  # whether it is that of a train step
+    _found: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -51,6 +52,12 @@ class StepProgram:
 
     def num_shards(self, axes: Collection[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
+
+    def found(self, find: Callable[[Jaxpr], Iterable[Any]]) -> Collection[Any]:
+        """Returns the variables that a function of the open jaxpr finds. It is called once."""
+        if find not in self._found:
+            self._found[find] = set(find(self.jaxpr.jaxpr))
+        return self._found[find]
 
     def axes_of(self, variable: Any) -> DimAxes:
         """Returns the axes of each dim of a value, as they follow from those of the inputs.

@@ -23,7 +23,7 @@ from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.mixtures.figures import summed_up
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
-from keras_dist.passes.registry import FORWARD_PASSES, PASSES, ForwardPass
+from keras_dist.passes.registry import FORWARD_PASSES, ON_ONE_DEVICE, PASSES, ForwardPass
 from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradients
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
@@ -281,9 +281,9 @@ class Steps:
 
     @property
     def _passes(self) -> list[Pass]:
-        """The passes over whole steps. One device needs none."""
-        left_out = PASSES if self._is_alone else self._options.without_passes
-        return [each for name, each in PASSES.items() if name not in left_out]
+        """The passes over whole steps. One device needs few."""
+        names = ON_ONE_DEVICE if self._is_alone else PASSES
+        return [PASSES[name] for name in names if name not in self._options.without_passes]
 
     def _splits(self, step: str, rows: int) -> bool:
         is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows
