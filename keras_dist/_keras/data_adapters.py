@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from keras_dist._keras.internals import missing_names_are_errors
@@ -40,14 +38,3 @@ def adapter_after(adapter, epochs: int) -> Any:
         adapter = copy.copy(adapter)
         set_finished_epochs(adapter, epochs)
     return adapter
-
-
-def batches_of_execution(batches: Iterator, count: int) -> Iterator:
-    """Returns an iterator from which Keras's function of a step takes what it needs for one execution of some steps.
-
-    Where adapters can stack batches, that is one item: a stack, or a list of batches that are computed one by one.
-    """
-    if count == 1 or not STACK_BATCHES:
-        return batches
-    found = PartialBatchList(itertools.islice(batches, count))
-    return iter([found] if found else [])

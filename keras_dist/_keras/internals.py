@@ -166,6 +166,11 @@ def computes_train_step_as_keras(model) -> bool:
     return is_compiled and type(model).train_step is JaxTrainer.train_step
 
 
+def compiles_steps(model) -> bool:
+    """Whether Keras compiles the steps of a model by `jax.jit`, not by `nnx.jit`."""
+    return model.jit_compile and not model.run_eagerly and not keras.config.is_nnx_enabled()
+
+
 def is_embedding_table(path: str) -> bool:
     return path.endswith("/embeddings")
 

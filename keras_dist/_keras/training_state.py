@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from keras_dist._keras.data_adapters import batches_of_execution
 from keras_dist._keras.internals import STEPS, StatelessScope
 
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
@@ -94,8 +93,7 @@ def step_function(
             if iterator is NOTHING_LEFT:
                 with StatelessScope(state_mapping=list(zip(model.metrics_variables, state[-1], strict=True))):
                     return model.get_metrics_result(), between_steps(state)
-            batches = batches_of_execution(iterator, model.steps_per_execution)
-            outputs, new_state = keras_function(state, batches)
+            outputs, new_state = keras_function(state, iterator)
         except BaseException:
             _fill_from_state(model, step, given)
             for part in given:

@@ -50,6 +50,7 @@ class EpochIterator(trainer.JAXEpochIterator):
     def __init__(self, distribution, *args, **kwargs):
         self._distribution = distribution
         self._step: str | None = None  # what the batches are for, once that is known
+        self._is_compiled = False  # whether that step is
         self._model: Callable[[], Any] = lambda: None  # the model that is trained
         self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
@@ -63,6 +64,8 @@ class EpochIterator(trainer.JAXEpochIterator):
             self._step,
             self.steps_per_epoch,
             ResumableIterator.position if position.is_tracked(self) else None,
+            self.steps_per_execution,
+            self._is_compiled,
         )
 
     def _enumerate_iterator(self) -> Any:
@@ -142,11 +145,11 @@ class EpochIterator(trainer.JAXEpochIterator):
         return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
 
 
-def announce_step(step: str, model: keras.Model) -> None:
+def announce_step(step: str, model: keras.Model, is_compiled: bool) -> None:
     """Tells the newest iterator in this thread what its batches are for."""
     newest = _newest_iterator.get()()
     if newest is not None and newest._step is None:
-        newest._step = step
+        newest._step, newest._is_compiled = step, is_compiled
         if step == "train":
             newest._model = weakref.ref(model)
 

@@ -1,11 +1,13 @@
 """Patches of the steps of `fit`, `evaluate` and `predict`: their functions, their batches, and optimizer state."""
 
+import collections
 import functools
 import itertools
 import types
 import weakref
 from typing import Any
 
+import jax
 import keras
 
 from keras_dist._keras import internals, model_structure
@@ -23,9 +25,11 @@ from keras_dist._keras.training_state import put_values_back, state_variables, s
 from keras_dist._patches.epoch_iterator import announce_step, check_values_agree
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batches import InputPipeline, select_local_rows
+from keras_dist.data.executions import batches_of_execution
 from keras_dist.diagnostics.layout_warning import check_rules
 from keras_dist.multihost.failure_watch import begin_step
 from keras_dist.multihost.program_comparison import compare_programs
+from keras_dist.steps.looped_steps import looped
 from keras_dist.steps.step_state import changed, step_state
 from keras_dist.variables.variable_layouts import (
     check_placement,
@@ -132,6 +136,8 @@ def _compile(original, distribution, self, *args, **kwargs):
         _check_layout_map(distribution, self)
 
 
+_IN_FLIGHT = 2  # executions of several steps
+
 # What was checked last, by distribution and model.
 _checked: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[keras.Model, tuple]]" = weakref.WeakKeyDictionary()
 
@@ -162,14 +168,17 @@ def _add_variable_from_reference(original, distribution, self, reference_variabl
 @INSTALLED.patch(trainer, "jit")
 def _jit(original, distribution, *args, **kwargs):
     """Without it, processes that run different programs train with wrong numbers, or abort; XLA:CPU computes NaN for
-    convolutions in bfloat16.
+    convolutions in bfloat16; each of the steps of an execution is a call of its own.
     """
     if "donate_argnums" not in kwargs:  # how outputs are concatenated
         return original(*args, **kwargs)
     if not keras.config.is_nnx_enabled():  # then it is `nnx.jit`, which has no options
         kwargs["compiler_options"] = distribution.steps.compiler_options
-    function, name = original(*args, **kwargs), step_state().compared_model
-    return function if name is None else compare_programs(function, name)
+    state = step_state()
+    if state.looped_step is not None:
+        args = looped(args[0], state.looped_step == "predict"), *args[1:]
+    function = original(*args, **kwargs)
+    return function if state.compared_model is None else compare_programs(function, state.compared_model)
 
 
 def _patch_make_function(step: str) -> None:
@@ -193,7 +202,6 @@ def _patch_make_function(step: str) -> None:
                 setattr(self, attribute, with_own_arrays(self, step, made))
             return None
         put_values_back(self)
-        announce_step(step, self)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in model_structure.seed_generator_states(self)}
@@ -205,21 +213,43 @@ def _patch_make_function(step: str) -> None:
             _check_layout_map(distribution, self)
             distribution.check_processes_agree(step, self, variables)
             compared = self.name if distribution.is_multi_process else None
-            with distribution.steps.replaced(self, step), changed(compared_model=compared):
+            is_compiled = internals.compiles_steps(self)
+            looped_step = step if is_compiled else None
+            with distribution.steps.replaced(self, step), changed(compared_model=compared, looped_step=looped_step):
                 original(self, force=True)
-            keras_function, finish = getattr(self, attribute), None
+            keras_function, finish = _executing(getattr(self, attribute), self, step, is_compiled), None
             if distribution.is_multi_process:
                 keras_function = _counted(keras_function)
                 finish = _outputs_of_process if step == "predict" else None
             accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
             function = step_function(self, step, keras_function, finish, accumulation)
-            function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
+            function.made_under, function.is_compiled = distribution, is_compiled  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
+        announce_step(step, self, getattr(getattr(self, attribute), "is_compiled", False))
         return None
 
 
 for _step in STEPS:
     _patch_make_function(_step)
+
+
+def _executing(function, model, step, is_compiled):
+    """Wraps Keras's function of a step: it takes the batches of an execution, of which few are in flight."""
+    in_flight = collections.deque()  # functions that return an output of each
+
+    def execute(state, iterator):
+        count = model.steps_per_execution
+        outputs, state = function(state, batches_of_execution(iterator, count, is_compiled))
+        if count > 1 and is_compiled:
+            # JAX runs many calls ahead, which would all have their batches on the devices.
+            smallest = min(jax.tree.leaves(outputs), key=lambda leaf: leaf.size, default=None)
+            # Predictions are large, and Keras keeps them as long as it needs.
+            in_flight.append(weakref.ref(smallest) if step == "predict" and smallest is not None else lambda: smallest)
+            if len(in_flight) > _IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft()())
+        return outputs, state
+
+    return execute
 
 
 def _counted(function):

@@ -1,6 +1,7 @@
 """`TrainingCheckpoint`: training that is interrupted at any moment resumes as if it had not been."""
 
 import contextlib
+import math
 import os
 import sys
 import weakref
@@ -43,7 +44,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     Args:
         directory: Where to save. All processes must share it, and each `fit` of a program needs its own. If a `fit`
             that had reached its last epoch is restarted, it has nothing left to do.
-        save_freq: `"epoch"`, or a number of batches.
+        save_freq: `"epoch"`, or a number of batches: a multiple of the model's `steps_per_execution`.
         max_to_keep: Number of newest checkpoints to keep, None for all.
         save_on_background: Whether training continues while a checkpoint is written. Either way, the state of the step
             at which saving started is written.
@@ -151,6 +152,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                     "restore its own state. Pass one. For copies that training does not continue from, use "
                     "keras.callbacks.ModelCheckpoint."
                 )
+        self._require_executions(self.model)
         _running.add(self)
         at_end_of_fit(self._abandon)
         self._preemption = Preemption(self.signals)
@@ -173,6 +175,17 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             warn(
                 f"fit of {model.name!r} trains nothing: the checkpoint in {self.directory!r} is that of epoch {done}, "
                 f"and epochs={epochs}. Pass more epochs to continue, or another directory to start anew."
+            )
+
+    def _require_executions(self, model: Any) -> None:
+        """Raises ValueError if a save is due in the middle of an execution of several steps."""
+        size = model.steps_per_execution
+        if self._interval is not None and self._interval % size:
+            raise ValueError(
+                f"TrainingCheckpoint cannot save after every {self._interval} batches (save_freq={self._interval}): "
+                f"{model.name!r} was compiled with steps_per_execution={size}, and callbacks are called after every "
+                f"{size} batches. Pass save_freq={-(-self._interval // size) * size}, or compile the model with "
+                f"steps_per_execution={math.gcd(self._interval, size)}."
             )
 
     def on_epoch_begin(self, epoch, logs=None):

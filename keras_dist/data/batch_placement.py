@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
@@ -39,6 +40,8 @@ class BatchPlacer:
         self._subsets.sort(key=lambda pair: -pair[0])
         self.num_batch_shards = self._subsets[0][0]
         self._has_warned = False
+        devices = device_mesh.backend_mesh.devices
+        self.is_one_cpu = devices.size == 1 and devices.flat[0].platform == "cpu" and jax.process_count() == 1
 
     def axes_for(self, rows: int) -> tuple[str, ...]:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
@@ -102,6 +105,43 @@ class BatchPlacer:
             placed = jax.device_put(leaves, [self._target_sharding(leaf) for leaf in leaves])
         return jax.tree.unflatten(structure, placed)
 
+    def place_for_compiled_step(self, batch: Any) -> Any:
+        """Places a batch as `place` does, except that host arrays stay where they are if the only device is a CPU.
+
+        A compiled function takes host arrays on one CPU in a tenth of the time of `jax.device_put`.
+        """
+        if not self.is_one_cpu:
+            return self.place(batch)
+        leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
+        return jax.tree.unflatten(structure, [self._on_one_cpu(_as_array(leaf)) for leaf in leaves])
+
+    def _on_one_cpu(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jax.device_put(leaf, self._target_sharding(leaf))
+
+    def place_stacked(self, batches: Sequence[Any], rows: Sequence[Sequence[int]] | None = None) -> Any | None:
+        """Places batches of equal structure, shapes and dtypes as one, whose new dim 0 counts them, in one transfer.
+
+        With `rows`, as for `place_local`, they are this process's rows. Then the result is None if a shard of an array
+        has rows of two processes.
+        """
+        structure = jax.tree.structure(batches[0])
+        columns = [list(map(_as_array, column)) for column in zip(*map(jax.tree.leaves, batches), strict=True)]
+        if rows is not None:
+            placed = [self._stack_local(column, counts) for column, counts in zip(columns, rows, strict=True)]
+            return None if None in placed else jax.tree.unflatten(structure, placed)
+        if jax.process_count() > 1:
+            shardings = [_with_dim_0(self.sharding(column[0].shape)) for column in columns]
+            placed = list(map(_from_host, map(_stack_on_host, columns), shardings))
+        else:
+            stacks = [_stack_on_host(c) if isinstance(c[0], np.ndarray) else _stack_on_devices(c) for c in columns]
+            if self.is_one_cpu:
+                placed = list(map(self._on_one_cpu, stacks))
+            else:
+                placed = jax.device_put(stacks, [_with_dim_0(self._target_sharding(column[0])) for column in columns])
+        return jax.tree.unflatten(structure, placed)
+
     def place_local(self, batch: Any, rows: Sequence[Sequence[int]]) -> Any:
         """Places this process's rows of a batch on its devices, for `assemble`. Nothing is sent between processes yet.
 
@@ -146,14 +186,20 @@ class BatchPlacer:
         if np.ndim(leaf) == 0:
             return self._place_global(leaf)
         leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-        shape, starts = (sum(rows), *leaf.shape[1:]), list(itertools.accumulate(rows, initial=0))
+        shape = (sum(rows), *leaf.shape[1:])
         sharding = self.sharding(shape)
-        device_indices: Any = sharding.devices_indices_map(shape)
-        for device, index in device_indices.items():
-            start, stop, _ = index[0].indices(shape[0])
-            if not starts[device.process_index] <= start <= stop <= starts[device.process_index + 1]:
-                return self._place_padded_shards(leaf, rows, sharding)
+        if not _processes_have_own_shards(sharding, shape, rows):
+            return self._place_padded_shards(leaf, rows, sharding)
         return jax.make_array_from_process_local_data(sharding, leaf, shape)
+
+    def _stack_local(self, column: Sequence[Any], rows: Sequence[int]) -> jax.Array | None:
+        stack, shape = _stack_on_host(column), (sum(rows), *column[0].shape[1:])
+        if column[0].ndim == 0:
+            return _from_host(stack, self.sharding(()))
+        sharding = self.sharding(shape)
+        if not _processes_have_own_shards(sharding, shape, rows):
+            return None
+        return jax.make_array_from_process_local_data(_with_dim_0(sharding), stack, (len(column), *shape))
 
     def _place_padded_shards(self, leaf: np.ndarray, rows: Sequence[int], sharding) -> "LocalShards":
         """Places the rows of each process on its own devices, padded to shards of one size.
@@ -185,6 +231,32 @@ def _sharding_over(
 ) -> jax.sharding.NamedSharding:
     entries = [rows or None, sequence] if sequence else [rows] if rows else []
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*entries))
+
+
+@functools.lru_cache
+def _with_dim_0(sharding: Any) -> jax.sharding.NamedSharding:
+    """Returns the sharding of a stack of arrays, given the `NamedSharding` of each."""
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _stack_on_host(arrays: Sequence[Any]) -> np.ndarray:
+    return np.stack(arrays, dtype=jax.dtypes.canonicalize_dtype(arrays[0].dtype))
+
+
+@jax.jit
+def _stack_on_devices(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack(arrays)
+
+
+def _processes_have_own_shards(
+    sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], rows: Sequence[int]
+) -> bool:
+    """Whether the rows that each device has of an array are those of its own process, given those of each."""
+    starts = list(itertools.accumulate(rows, initial=0))
+    device_indices: Any = sharding.devices_indices_map(shape)
+    bounds = ((device.process_index, index[0].indices(shape[0])) for device, index in device_indices.items())
+    return all(starts[process] <= start <= stop <= starts[process + 1] for process, (start, stop, _) in bounds)
 
 
 class LocalShards(NamedTuple):

@@ -1,5 +1,6 @@
 """The batches of a distribution: how `fit`, `train_on_batch` and `model(x)` get them onto the mesh."""
 
+import collections
 import dataclasses
 import functools
 import heapq
@@ -18,6 +19,7 @@ from keras_dist._keras import internals
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, assemble, is_global
 from keras_dist.data.consistency import BatchComparison
+from keras_dist.data.executions import StackedBatches, num_stacked
 from keras_dist.data.position import DataPosition
 from keras_dist.data.prefetch import Prefetcher
 from keras_dist.mesh.devices import is_on_mesh
@@ -37,12 +39,21 @@ class LocalRows(NamedTuple):
     total: int  # rows of the global batch
 
 
-_END = object()
+class _Read(NamedTuple):
+    """A batch that was read from the source."""
+
+    batch: Any
+    rows: list[list[int]] | None  # of each process, by array; None with one process
+    position: DataPosition | None
+    compared: tuple[float, float] | None
+    warnings: tuple[str, ...]
 
 
 class _Prepared(NamedTuple):
-    batch: Any  # _END after the last one
-    local_rows: LocalRows | None = None
+    """The batches of one execution."""
+
+    batches: list[Any]  # each a batch or `StackedBatches`; none after the last execution
+    local_rows: list[LocalRows | None] = []
     position: DataPosition | None = None
     compared: tuple[float, float] | None = None
     warnings: tuple[str, ...] = ()
@@ -59,6 +70,8 @@ class BatchProducer:
     steps_per_epoch: int | None = None
     position_of: Callable[[Any], DataPosition] | None = None  # of the iterator over host batches
     warning_for: Callable[[int], str | None] = lambda rows: None  # given the number of rows of the first batch
+    steps_per_execution: int = 1
+    is_compiled: bool = False  # whether the steps are
     is_closed: threading.Event = dataclasses.field(default_factory=threading.Event)  # no more batches are wanted
     number: int = 0
 
@@ -69,34 +82,64 @@ class BatchProducer:
         settings = (self.auto_shard_dataset, self.step, self.steps_per_epoch)
         return self._prepare_all(BatchComparison(f"data {self.number}", *settings, self.is_closed.is_set))
 
+    @property
+    def batches_per_item(self) -> int:
+        """The most batches that are prepared as one item: those of an execution if a compiled loop takes them."""
+        return self.steps_per_execution if self.is_compiled else 1
+
     def _prepare_all(self, comparison: BatchComparison | None) -> Iterator[_Prepared]:
         try:
-            iterator = iter(self.batches())
-            for number, batch in enumerate(iterator):
-                position = None if self.position_of is None else self.position_of(iterator)
-                rows, own, compared, found = None, None, None, ()
-                if comparison is not None:
-                    begin = time.perf_counter()
-                    rows = comparison.compare_batch(batch)
-                    if rows is None:
-                        break
-                    compared, found = (begin, time.perf_counter()), comparison.take_warnings()
-                if rows is None or self.auto_shard_dataset:
-                    placed = self.placer.place(batch)
-                else:
-                    own, placed = local_rows(rows), self.placer.place_local(batch, rows)
-                if number == 0:  # the last batch of an epoch may be small
-                    first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
-                    message = self.warning_for(next(first_rows, 0) if own is None else own.total)
-                    found += () if message is None else (message,)
-                yield _Prepared(placed, own, position, compared, found)
+            batches, is_first = self._read_all(comparison), True
+            while read := list(itertools.islice(batches, self.batches_per_item)):
+                yield self._prepared(read, is_first)
+                is_first = False
         except Exception as error:
             if comparison is not None:
                 comparison.report_error(error)
             raise
         if comparison is not None:
             comparison.report_end()
-            yield _Prepared(_END, warnings=comparison.take_warnings())
+            yield _Prepared([], warnings=comparison.take_warnings())
+
+    def _read_all(self, comparison: BatchComparison | None) -> Iterator[_Read]:
+        iterator = iter(self.batches())
+        for batch in iterator:
+            position = None if self.position_of is None else self.position_of(iterator)
+            rows, compared, found = None, None, ()
+            if comparison is not None:
+                begin = time.perf_counter()
+                rows = comparison.compare_batch(batch)
+                if rows is None:
+                    return
+                compared, found = (begin, time.perf_counter()), comparison.take_warnings()
+            yield _Read(batch, rows, position, compared, found)
+
+    def _prepared(self, read: list[_Read], is_first: bool) -> _Prepared:
+        last, found = read[-1], tuple(itertools.chain.from_iterable(each.warnings for each in read))
+        own = [None if each.rows is None or self.auto_shard_dataset else local_rows(each.rows) for each in read]
+        if is_first:  # the last batch of an epoch may be small
+            first_rows = (np.shape(leaf)[0] for leaf in jax.tree.leaves(read[0].batch) if np.ndim(leaf))
+            message = self.warning_for(next(first_rows, 0) if own[0] is None else own[0].total)
+            found += () if message is None else (message,)
+        compared = last.compared
+        if compared is not None and len(read) > 1:  # what was read in between is no comparison
+            seconds = sum(end - begin for begin, end in (each.compared or (0.0, 0.0) for each in read))
+            compared = compared[1] - seconds, compared[1]
+        return _Prepared(self._placed(read), own, last.position, compared, found)
+
+    def _placed(self, read: list[_Read]) -> list[Any]:
+        count, stack = num_stacked([(each.batch, each.rows) for each in read]), None
+        if count:
+            rows = None if self.auto_shard_dataset else read[0].rows
+            stack = self.placer.place_stacked([each.batch for each in read[:count]], rows)
+        if stack is None:
+            return list(map(self._placed_alone, read))
+        return [StackedBatches(stack), *map(self._placed_alone, read[count:])]
+
+    def _placed_alone(self, read: _Read) -> Any:
+        if read.rows is not None and not self.auto_shard_dataset:
+            return self.placer.place_local(read.batch, read.rows)
+        return self.placer.place_for_compiled_step(read.batch) if self.is_compiled else self.placer.place(read.batch)
 
 
 class InputPipeline(Prefetcher):
@@ -107,7 +150,10 @@ class InputPipeline(Prefetcher):
 
     def __init__(self, producer: BatchProducer):
         is_limited = producer.step is None or producer.steps_per_epoch is not None
-        super().__init__(producer, 0 if is_limited else None, producer.is_closed)
+        ahead = 2 if producer.batches_per_item == 1 else 1  # an execution of several batches takes longer
+        if producer.is_compiled and producer.placer.is_one_cpu:
+            ahead = 0  # JAX computes while the host reads, and nothing is moved
+        super().__init__(producer, 0 if is_limited else None, producer.is_closed, ahead)
         self._producer = producer
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
@@ -115,6 +161,11 @@ class InputPipeline(Prefetcher):
         # When that batch was compared with those of other processes: begin and end by `time.perf_counter`.
         self.compared: tuple[float, float] | None = None
         self._peeked: _Prepared | None = None
+        self._rest: collections.deque[Any] = collections.deque()  # batches of an execution that has begun
+
+    def allow(self, items: int) -> None:
+        """Allows so many more batches to be prepared before they are requested, if there is a limit."""
+        super().allow(-(-items // self._producer.batches_per_item))
 
     def is_exhausted(self) -> bool:
         """Waits for the next batch and returns whether there is none."""
@@ -131,17 +182,21 @@ class InputPipeline(Prefetcher):
         prepared = super().__next__()
         for message in prepared.warnings:
             warn(message)
-        if prepared.batch is _END:
+        if not prepared.batches:
             heapq.heappush(_free_numbers, self._producer.number)
             self.close()
             raise StopIteration
         return prepared
 
     def __next__(self) -> Any:
-        batch, rows, self.position, self.compared, _ = self._take()
-        self._local_rows.append(rows)
-        self.delivered += 1
-        return assemble(batch)
+        if not self._rest:
+            prepared = self._take()
+            self._rest.extend(prepared.batches)
+            self._local_rows += prepared.local_rows
+            self.delivered += len(prepared.local_rows)
+            self.position, self.compared = prepared.position, prepared.compared
+        batch = self._rest.popleft()
+        return batch if self._producer.auto_shard_dataset else assemble(batch)
 
     def take_local_rows(self) -> list[LocalRows | None]:
         """Returns this process's rows of each batch since the last call; None for a batch that all processes passed."""
@@ -197,11 +252,13 @@ class Batches:
         step: str | None,
         steps_per_epoch: int | None,
         position_of: Callable[[Iterator], Any] | None,
+        steps_per_execution: int,
+        is_compiled: bool,
     ) -> InputPipeline:
         """Returns a pipeline of global batches, made from this process's host batches."""
         warning_for = functools.partial(self._distribution.steps.warning_for, step)
         settings = self._distribution.auto_shard_dataset, step, steps_per_epoch, position_of, warning_for
-        return InputPipeline(BatchProducer(batches, self._placer, *settings))
+        return InputPipeline(BatchProducer(batches, self._placer, *settings, steps_per_execution, is_compiled))
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:
         """Returns the rows of a prediction that this process passed, as arrays that it can read."""

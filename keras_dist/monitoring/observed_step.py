@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from keras_dist._keras.thread_value import ThreadValue
+from keras_dist.data.executions import StackedBatches
 from keras_dist.monitoring.batches import BatchShape, batch_shape
 from keras_dist.monitoring.step_times import Execution
 from keras_dist.steps.step_state import changed
@@ -64,9 +66,12 @@ class StepObserver:
             with changed(is_monitored=True):
                 outputs = function(state, batches)
             dispatched = self._clock()
-            shapes = [batch_shape(batch) for batch in batches.taken]
-            is_compiled = _compilations.value != self._compilations
-            for shape, batch in zip(shapes, batches.taken, strict=True):
+            shapes, is_compiled = [], _compilations.value != self._compilations
+            for item in batches.taken:
+                is_stack = isinstance(item, StackedBatches)
+                batch = item.spec() if is_stack else item
+                shape = batch_shape(batch)
+                shapes += [shape] * (item.count if is_stack else 1)
                 if shape not in self.specs:
                     self.specs[shape] = _specs(tuple(map(list, outputs[1]))), _specs(batch)
             waits = batches.waits, batches.waits_for_others
@@ -99,6 +104,8 @@ def _specs(values: Any) -> Any:
     """Returns shapes, dtypes and shardings of arrays, which need not have values any more."""
 
     def spec(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         is_array = isinstance(leaf, jax.Array)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if is_array else leaf
 

@@ -40,6 +40,7 @@ class StepState:
     is_monitored: bool = False  # whether the step returns the load of experts among its logs
     call: Any = None  # the innermost call of a model or layer, a `ModelCall`
     compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program
+    looped_step: str | None = None  # the step that Keras compiles, if it may take several batches
 
 
 _state: ThreadValue[StepState] = ThreadValue(StepState())

@@ -9,7 +9,8 @@ import pytest
 from support.new_process import run
 
 import keras_dist as kd
-from keras_dist._keras import data_adapters, internals
+from keras_dist._keras import internals
+from keras_dist.data import executions
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,13 @@ def test_adapters_of_keras_read_all_batches(data):
 
 def test_an_execution_of_several_steps_takes_a_list_of_batches_where_keras_expects_one_item(monkeypatch):
     batches = iter(range(5))
-    monkeypatch.setattr(data_adapters, "STACK_BATCHES", True)
-    assert data_adapters.batches_of_execution(batches, 1) is batches
-    taken = [list(data_adapters.batches_of_execution(batches, 2)) for _ in range(4)]
+    monkeypatch.setattr(executions, "STACK_BATCHES", True)
+    assert executions.batches_of_execution(batches, 1) is batches
+    taken = [list(executions.batches_of_execution(batches, 2)) for _ in range(4)]
     assert taken == [[[0, 1]], [[2, 3]], [[4]], []]
-    monkeypatch.setattr(data_adapters, "STACK_BATCHES", False)
-    assert data_adapters.batches_of_execution(batches, 2) is batches
+    monkeypatch.setattr(executions, "STACK_BATCHES", False)
+    batches = iter(range(3))
+    assert [list(executions.batches_of_execution(batches, 2)) for _ in range(3)] == [[0, 1], [2], []]
 
 
 REMOVED = [

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 
 import keras
 import numpy as np
@@ -187,9 +188,19 @@ def test_training_resumes_after_repeated_interruptions(tmp_path):
 
 
 def test_training_resumes_with_several_steps_per_execution(tmp_path):
-    uninterrupted = train(None, "arrays", steps_per_execution=2)
-    train(tmp_path, "arrays", after=4, steps_per_execution=2)
-    assert_resumes(train(tmp_path, "arrays", steps_per_execution=2), uninterrupted, (1, 3))
+    arguments: dict = {"save_freq": 2, "steps_per_execution": 2}
+    uninterrupted = train(None, "arrays", **arguments)
+    train(tmp_path, "arrays", after=4, **arguments)
+    assert_resumes(train(tmp_path, "arrays", **arguments), uninterrupted, (1, 3))
+
+
+@pytest.mark.parametrize(("save_freq", "fixes"), [(1, (4, 1)), (6, (8, 2)), (9, (12, 1))])
+def test_a_checkpoint_within_an_execution_is_an_error_that_names_what_is_possible(save_freq, fixes, tmp_path):
+    with pytest.raises(ValueError) as error:
+        train(tmp_path, "arrays", save_freq=save_freq, steps_per_execution=4)
+    assert {save_freq, 4, *fixes} == set(map(int, re.findall(r"=(\d+)", str(error.value))))
+    train(tmp_path / "a", "arrays", save_freq=fixes[0], steps_per_execution=4)
+    train(tmp_path / "b", "arrays", save_freq=save_freq, steps_per_execution=fixes[1])
 
 
 @pytest.mark.parametrize("save_freq", [slow(100), "epoch"])

@@ -38,6 +38,13 @@ def fit(model, directory="checkpoints"):
     model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(os.path.abspath(directory))])
 
 
+def fit_several_steps_per_execution():
+    with kd.DataParallel().scope():
+        model = new_model(8, 1)
+        model.compile("sgd", "mse", steps_per_execution=4)
+        model.fit(X, Y, verbose=0, callbacks=[kd.TrainingCheckpoint(new_directory(), save_freq=6)])
+
+
 def fit_with_two():
     checkpoints = [kd.TrainingCheckpoint(directory) for directory in (os.path.basename(new_directory()), "others")]
     with kd.DataParallel().scope():
@@ -185,6 +192,7 @@ CASES = {
     "exit_status is out of range": lambda: kd.TrainingCheckpoint("checkpoints", exit_status=256),
     "fit runs in another thread": in_another_thread,
     "fit has two TrainingCheckpoints": fit_with_two,
+    "save_freq is no multiple of steps_per_execution": fit_several_steps_per_execution,
     "the directory is not writable": not_writable,
     "the directory is too small": too_small,
     "the directory is used by another job": used_by_another_job,
