@@ -15,7 +15,7 @@ import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
 from keras_dist._keras.data_adapters import COUNT_EPOCHS, data_adapters, finished_epochs, set_finished_epochs
-from keras_dist._keras.internals import trainer
+from keras_dist._keras.internals import compiles_steps, trainer
 from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
 from keras_dist.data import position
@@ -145,11 +145,11 @@ class EpochIterator(trainer.JAXEpochIterator):
         return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
 
 
-def announce_step(step: str, model: keras.Model, is_compiled: bool) -> None:
+def announce_step(step: str, model: keras.Model) -> None:
     """Tells the newest iterator in this thread what its batches are for."""
     newest = _newest_iterator.get()()
     if newest is not None and newest._step is None:
-        newest._step, newest._is_compiled = step, is_compiled
+        newest._step, newest._is_compiled = step, compiles_steps(model)
         if step == "train":
             newest._model = weakref.ref(model)
 

@@ -1,6 +1,5 @@
 """Patches of the steps of `fit`, `evaluate` and `predict`: their functions, their batches, and optimizer state."""
 
-import collections
 import functools
 import itertools
 import types
@@ -136,8 +135,6 @@ def _compile(original, distribution, self, *args, **kwargs):
         _check_layout_map(distribution, self)
 
 
-_IN_FLIGHT = 2  # executions of several steps
-
 # What was checked last, by distribution and model.
 _checked: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[keras.Model, tuple]]" = weakref.WeakKeyDictionary()
 
@@ -202,6 +199,7 @@ def _patch_make_function(step: str) -> None:
                 setattr(self, attribute, with_own_arrays(self, step, made))
             return None
         put_values_back(self)
+        announce_step(step, self)
         if force or function is None or made_under is not distribution:
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in model_structure.seed_generator_states(self)}
@@ -223,9 +221,8 @@ def _patch_make_function(step: str) -> None:
                 finish = _outputs_of_process if step == "predict" else None
             accumulation = distribution.train_steps.accumulation(self) if step == "train" else None
             function = step_function(self, step, keras_function, finish, accumulation)
-            function.made_under, function.is_compiled = distribution, is_compiled  # pyright: ignore[reportFunctionMemberAccess]
+            function.made_under = distribution  # pyright: ignore[reportFunctionMemberAccess]
             setattr(self, attribute, function)
-        announce_step(step, self, getattr(getattr(self, attribute), "is_compiled", False))
         return None
 
 
@@ -234,19 +231,19 @@ for _step in STEPS:
 
 
 def _executing(function, model, step, is_compiled):
-    """Wraps Keras's function of a step: it takes the batches of an execution, of which few are in flight."""
-    in_flight = collections.deque()  # functions that return an output of each
+    """Wraps Keras's function of a step: it takes the batches of an execution."""
+    before = None  # returns an output of the execution before
 
     def execute(state, iterator):
+        nonlocal before
         count = model.steps_per_execution
         outputs, state = function(state, batches_of_execution(iterator, count, is_compiled))
         if count > 1 and is_compiled:
-            # JAX runs many calls ahead, which would all have their batches on the devices.
-            smallest = min(jax.tree.leaves(outputs), key=lambda leaf: leaf.size, default=None)
+            if before is not None:  # JAX would run many executions ahead, with all their batches on the devices
+                jax.block_until_ready(before())
+            output = min(jax.tree.leaves(outputs), key=lambda leaf: leaf.size, default=None)
             # Predictions are large, and Keras keeps them as long as it needs.
-            in_flight.append(weakref.ref(smallest) if step == "predict" and smallest is not None else lambda: smallest)
-            if len(in_flight) > _IN_FLIGHT:
-                jax.block_until_ready(in_flight.popleft()())
+            before = weakref.ref(output) if step == "predict" and output is not None else lambda: output
         return outputs, state
 
     return execute

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ class _Prepared(NamedTuple):
     """The batches of one execution."""
 
     batches: list[Any]  # each a batch or `StackedBatches`; none after the last execution
-    local_rows: list[LocalRows | None] = []
+    local_rows: Sequence[LocalRows | None] = ()
     position: DataPosition | None = None
     compared: tuple[float, float] | None = None
     warnings: tuple[str, ...] = ()
@@ -103,7 +103,10 @@ class BatchProducer:
 
     def _read_all(self, comparison: BatchComparison | None) -> Iterator[_Read]:
         iterator = iter(self.batches())
+        keeps = self.is_compiled and (self.steps_per_execution > 1 or self.placer.is_one_cpu)
         for batch in iterator:
+            if keeps:  # while the source reads the next batch, maybe into the same arrays
+                batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
             position = None if self.position_of is None else self.position_of(iterator)
             rows, compared, found = None, None, ()
             if comparison is not None:
@@ -139,7 +142,7 @@ class BatchProducer:
     def _placed_alone(self, read: _Read) -> Any:
         if read.rows is not None and not self.auto_shard_dataset:
             return self.placer.place_local(read.batch, read.rows)
-        return self.placer.place_for_compiled_step(read.batch) if self.is_compiled else self.placer.place(read.batch)
+        return self.placer.place(read.batch, self.is_compiled)
 
 
 class InputPipeline(Prefetcher):
@@ -151,8 +154,6 @@ class InputPipeline(Prefetcher):
     def __init__(self, producer: BatchProducer):
         is_limited = producer.step is None or producer.steps_per_epoch is not None
         ahead = 2 if producer.batches_per_item == 1 else 1  # an execution of several batches takes longer
-        if producer.is_compiled and producer.placer.is_one_cpu:
-            ahead = 0  # JAX computes while the host reads, and nothing is moved
         super().__init__(producer, 0 if is_limited else None, producer.is_closed, ahead)
         self._producer = producer
         self._local_rows: list[LocalRows | None] = []

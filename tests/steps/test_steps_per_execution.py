@@ -331,6 +331,24 @@ def test_batches_of_any_kind_give_the_numbers_of_single_steps(name, distribution
     assert_equal(trained(4), trained(1))
 
 
+@pytest.mark.parametrize("distribution", ["DP", "one device"])
+def test_a_source_may_reuse_the_memory_of_a_batch(distribution):
+    class Reused(keras.utils.PyDataset):
+        x = np.empty((BATCH, 4), "float32")
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, number):
+            self.x[:] = number
+            return self.x, np.zeros((BATCH, 1))
+
+    with DISTRIBUTIONS[distribution]().scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="ones")])
+        model.compile("sgd", "mae", steps_per_execution=3)
+        assert model.evaluate(Reused(), verbose=0) == pytest.approx(10)  # 4 * 2.5
+
+
 def test_a_source_that_fails_raises_its_own_error():
     def batches():
         for number in range(6):
@@ -348,7 +366,7 @@ def test_a_source_that_fails_raises_its_own_error():
 def test_logs_of_a_train_step_of_the_user_are_those_of_the_last_batch():
     class Numbered(keras.Model):
         def train_step(self, state, data):
-            logs, state = super().train_step(state, data)
+            _, state = super().train_step(state, data)
             return {"first": data[0][0, 0], "constant": 3}, state
 
     x = np.arange(12, dtype="float32")[:, None]
