@@ -6,13 +6,17 @@ which other programs affect less. Compilations are counted in the first epoch, w
 ones. (On a mesh of one device, Keras does not place new variables on the mesh, but the results of a step are on it, so
 Keras compiles the step for both placements.)
 
+Two last lines are of a tiny model on one device, with `steps_per_execution` of 1 and 32, under keras_dist and under
+Keras without a distribution.
+
 The devices are threads of this machine. On one device a step is short, so the ratio shows all that Keras and this
 package do on the host for each step. With more devices that work overlaps with their computation.
 
-Run: python benchmarks/fit.py [--turns 25] [--devices 8]
+Run: python benchmarks/fit.py [--turns 25] [--devices 8] [--tiny]
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
@@ -22,6 +26,7 @@ import keras_dist as kd
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--turns", type=int, default=25, help="how often each way is timed")
 parser.add_argument("--devices", type=int, default=8, help="how many CPU devices to simulate")
+parser.add_argument("--tiny", action="store_true", help="time the tiny model only")
 arguments = parser.parse_args()
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 kd.simulate_devices(arguments.devices)
@@ -37,22 +42,23 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
-def build(layers: int) -> keras.Model:
+def build(layers: int, steps_per_execution: int = 1) -> keras.Model:
     """Returns a compiled model of `2 * layers` variables."""
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(layers)]
     model = keras.Sequential([keras.Input((WIDTH,)), *dense])
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", steps_per_execution=steps_per_execution)
     return model
 
 
-def fit_under(distribution, layers: int, x, y):
+def fit_under(distribution, layers: int, x, y, steps_per_execution: int = 1):
     """Returns a function that trains one epoch with `fit`."""
-    with distribution.scope():
-        model = build(layers)
+    scope = contextlib.nullcontext if distribution is None else distribution.scope
+    with scope():
+        model = build(layers, steps_per_execution)
 
     def epoch():
-        with distribution.scope():
+        with scope():
             model.fit(x, y, batch_size=ROWS, verbose=0)
         jax.block_until_ready([v.value for v in model.variables])
 
@@ -93,14 +99,46 @@ def main() -> None:
     x = np.random.default_rng(0).random((STEPS * ROWS, WIDTH), dtype=np.float32)
     y = np.random.default_rng(1).random((STEPS * ROWS, WIDTH), dtype=np.float32)
     print(f"jax {jax.__version__}, keras {keras.__version__}; {STEPS} steps an epoch, {arguments.turns} turns, medians")
+    if not arguments.tiny:
+        print(
+            f"{'devices':>7} {'variables':>9} {'ours ms':>8} {'keras/hand':>11} {'ours/hand':>10} {'ours/keras':>11}"
+            "  CPU time  compilations first + later: keras, ours"
+        )
+        for devices in sorted({1, 2, arguments.devices}):
+            names = kd.list_devices()[:devices]
+            for layers in (13, 100):
+                measure(names, layers, x, y)
+    x, y = (np.concatenate([each] * 4) for each in (x, y))
     print(
-        f"{'devices':>7} {'variables':>9} {'ours ms':>8} {'keras/hand':>11} {'ours/hand':>10} {'ours/keras':>11}"
-        "  CPU time  compilations first + later: keras, ours"
+        f"{'devices':>7} {'variables':>9} {'steps_per_execution':>19} {'ours us':>8} {'keras us':>8} {'ours/keras':>10}"
+        "  CPU time"
     )
-    for devices in sorted({1, 2, arguments.devices}):
-        names = kd.list_devices()[:devices]
-        for layers in (13, 100):
-            measure(names, layers, x, y)
+    for steps_per_execution in (1, 32):
+        measure_tiny(steps_per_execution, x, y)
+
+
+def measure_tiny(steps_per_execution: int, x, y) -> None:
+    """Prints the line of a tiny model on one device."""
+    one_device = kd.DataParallel(devices=kd.list_devices()[:1])
+    ways = {
+        "keras": fit_under(None, 2, x, y, steps_per_execution),
+        "ours": fit_under(one_device, 2, x, y, steps_per_execution),
+    }
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    order = np.random.default_rng(0)
+    for turn in range(arguments.turns + 2):
+        for name in order.permutation(list(ways)):
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            ways[name]()
+            if turn >= 2:  # before that, everything is compiled
+                times[name].append([time.perf_counter() - begin, time.process_time() - cpu_begin])
+    ours, alone = (np.array(times[name]) / (len(x) / ROWS) * 1e6 for name in ("ours", "keras"))
+    ratio, cpu_ratio = np.median(ours / alone, axis=0)
+    print(
+        f"{1:7} {4:9} {steps_per_execution:19} {np.median(ours[:, 0]):8.0f} {np.median(alone[:, 0]):8.0f} {ratio:10.2f}"
+        f"  {cpu_ratio:8.2f}",
+        flush=True,
+    )
 
 
 def measure(names: list[str], layers: int, x, y) -> None:

@@ -96,26 +96,23 @@ class BatchPlacer:
 
         With several processes each passes the same global batch and places the rows of its own devices; no data is sent
         between processes. Arrays that are already sharded over these devices, or over several processes, are unchanged.
-        A compiled step on one CPU is passed host arrays.
+        A compiled step on one CPU is passed copies on the host.
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         leaves = [_as_array(leaf) for leaf in leaves]
-        if jax.process_count() > 1:
+        if is_for_compiled_step and self.is_one_cpu:
+            placed = list(map(self._place_on_one_cpu, leaves))
+        elif jax.process_count() > 1:
             placed = [self._place_global(leaf) for leaf in leaves]
         else:
-            placed = self._put(leaves, list(map(self._target_sharding, leaves)), is_for_compiled_step)
+            placed = jax.device_put(leaves, [self._target_sharding(leaf) for leaf in leaves])
         return jax.tree.unflatten(structure, placed)
 
-    def _put(self, leaves: Sequence[Any], shardings: Sequence[Any], is_for_compiled_step: bool) -> list[Any]:
-        if not (is_for_compiled_step and self.is_one_cpu):
-            return jax.device_put(leaves, shardings)
-        # A compiled function takes a host array in a tenth of the time of `jax.device_put`.
-        return [
-            np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-            if isinstance(leaf, np.ndarray)
-            else jax.device_put(leaf, sharding)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
+    def _place_on_one_cpu(self, leaf: Any) -> Any:
+        # A compiled function takes a host array in a tenth of the time of `jax.device_put`, but reads it later.
+        if isinstance(leaf, np.ndarray):
+            return np.array(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return jax.device_put(leaf, self._target_sharding(leaf))
 
     def place_stacked(self, batches: Sequence[Any], rows: Sequence[Sequence[int]] | None = None) -> Any | None:
         """Places batches of equal structure, shapes and dtypes as one, whose new dim 0 counts them, in one transfer.
@@ -130,7 +127,9 @@ class BatchPlacer:
             placed = [_from_host(_stack_on_host(c), _with_dim_0(self.sharding(np.shape(c[0])))) for c in columns]
         else:
             stacks = [_stack_on_host(c) if isinstance(c[0], np.ndarray) else _stack_on_devices(c) for c in columns]
-            placed = self._put(stacks, [_with_dim_0(self._target_sharding(c[0])) for c in columns], True)
+            shardings = [_with_dim_0(self._target_sharding(column[0])) for column in columns]
+            stays = self.is_one_cpu and all(isinstance(stack, np.ndarray) for stack in stacks)
+            placed = stacks if stays else jax.device_put(stacks, shardings)
         is_placed = all(array is not None for array in placed)
         return jax.tree.unflatten(jax.tree.structure(batches[0]), placed) if is_placed else None
 

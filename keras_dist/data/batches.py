@@ -103,9 +103,10 @@ class BatchProducer:
 
     def _read_all(self, comparison: BatchComparison | None) -> Iterator[_Read]:
         iterator = iter(self.batches())
-        keeps = self.is_compiled and (self.steps_per_execution > 1 or self.placer.is_one_cpu)
         for batch in iterator:
-            if keeps:  # while the source reads the next batch, maybe into the same arrays
+            if (
+                self.batches_per_item > 1
+            ):  # it is kept while the source reads the next batch, maybe into the same arrays
                 batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
             position = None if self.position_of is None else self.position_of(iterator)
             rows, compared, found = None, None, ()
@@ -154,6 +155,8 @@ class InputPipeline(Prefetcher):
     def __init__(self, producer: BatchProducer):
         is_limited = producer.step is None or producer.steps_per_epoch is not None
         ahead = 2 if producer.batches_per_item == 1 else 1  # an execution of several batches takes longer
+        if producer.is_compiled and producer.placer.is_one_cpu:
+            ahead = 0  # JAX computes while the host reads, and to change threads takes longer than a small step
         super().__init__(producer, 0 if is_limited else None, producer.is_closed, ahead)
         self._producer = producer
         self._local_rows: list[LocalRows | None] = []

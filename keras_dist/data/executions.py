@@ -77,8 +77,10 @@ def num_stacked(batches: Sequence[tuple[Any, Any]]) -> int:
     All of them, or all but the last, which may have fewer rows. Where shapes change otherwise, the lengths of runs of
     equal batches change as well, and each length would be another program to compile.
     """
+    if len(batches) < 2:
+        return 0
     keys = [_key(*pair) for pair in batches]
-    if len(keys) < 2 or keys[0] is None:
+    if keys[0] is None:
         return 0
     equal = sum(1 for _ in itertools.takewhile(lambda key: key == keys[0], keys))
     return equal if equal >= max(2, len(keys) - 1) else 0

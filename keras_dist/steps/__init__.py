@@ -4,6 +4,7 @@
 * `step_state.py`: what is alive while a step is traced.
 * `steps.py`: a step traced to a program, and computed on rows that are split over all devices; start reading here.
 * `effect_checks.py`: errors of options and axes that have no effect on a step.
+* `looped_steps.py`: several steps in a compiled loop.
 * `layer_calls.py`: the weights that layers read, and which layers are computed again.
 * `train_steps.py`: how gradients are computed and weights updated, and which optimizer state has less precision.
 * `step_gradients.py`: the gradients of a step before they are reduced.
