@@ -76,6 +76,13 @@ def _call_operation(original, distribution, self, *args, **kwargs):
     return distribution.layer_calls.run(self, original, args, kwargs)
 
 
+@INSTALLED.patch(internals.jax_core, "while_loop")
+def _while_loop(original, distribution, cond, body, loop_vars, maximum_iterations=None):
+    """Without it, `generate()` gathers weights, and copies the caches of keys and values, for each token."""
+    loop = functools.partial(original, cond, body, maximum_iterations=maximum_iterations)
+    return distribution.layer_calls.run_loop(loop, loop_vars)
+
+
 @INSTALLED.patch(internals.function_lib.Function, "_run_through_graph")
 def _run_through_graph(original, distribution, self, inputs, operation_fn=lambda op: op, call_fn=None):
     """Without it, blocks of a functional model that are not layers cannot be computed again for the backward pass."""

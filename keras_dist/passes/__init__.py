@@ -5,6 +5,7 @@
 * `registry.py`: the passes, in order.
 * `windows.py`: convolutions, and gradients of maxima over windows.
 * `scatters.py`: sums and assignments by index, such as the gradients of lookups.
+* `decoding_loops.py`: loops that generate tokens.
 * `fourier.py`: Fourier transforms.
 * `gates.py`: gradients of products of two activations.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import keras
 from jax.core import Tracer
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.core import jaxpr_as_fun, set_current_trace, take_current_trace
 
 from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.passes.decoding_loops import with_improved_loops
 from keras_dist.sharding.activations import distribute_tensors
 from keras_dist.sharding.lookups import Lookup
 from keras_dist.sharding.per_device import call_per_device
@@ -80,6 +81,8 @@ class LayerCalls:
     def read_weight(self, variable: keras.Variable, value: Any, cast: Callable[[Any], Any]) -> Any:
         """Returns the value of a variable that a layer reads: in the layout that it computes with, if it is traced."""
         call = step_state().call
+        if step_state().is_generating and isinstance(value, Tracer):
+            return self._resharded(variable, cast(value))
         if call is None or not isinstance(value, Tracer) or call.reads_stored_table:
             return cast(value)
         # Outside of loops: in the trace that the call began in, if the value is known there.
@@ -103,6 +106,20 @@ class LayerCalls:
         value = to_compute_layout(value, stored, used, update, self._placer.batch_axes + self._placer.sequence_axes)
         state.weights.add(value, used.axes)
         return value
+
+    def _resharded(self, variable: keras.Variable, value: Any) -> Any:
+        """Returns a weight that a layer reads in a function that generates, in the layout that it computes with."""
+        layouts = weight_layouts(variable, self._distribution)
+        return to_compute_layout(value, *layouts, self._placer.batch_axes + self._placer.sequence_axes)
+
+    def run_loop(self, loop: Callable, values: Any) -> Any:
+        """Returns `loop(values)`. If it generates, it reads weights before the first token, and copies no caches."""
+        leaves, structure = jax.tree.flatten(values)
+        is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+        if step_state().call is not None or not is_traced or not internals.in_stateless_scope():
+            return loop(values)
+        program, outputs = jax.make_jaxpr(lambda *leaves: loop(structure.unflatten(leaves)), return_shape=True)(*leaves)
+        return jax.tree.structure(outputs).unflatten(jaxpr_as_fun(with_improved_loops(program))(*leaves))
 
     def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
         """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""
@@ -151,7 +168,11 @@ class LayerCalls:
         call, remat = step_state().call, step_state().rematerialization
         is_generating = call is None and internals.in_stateless_scope() and not internals.in_symbolic_scope()
         if is_generating and model_structure.may_have_experts(layer):
-            return _called_stateless(layer, args, kwargs)
+            with changed(is_generating=False):
+                return _called_stateless(layer, args, kwargs)
+        if is_generating:
+            with changed(is_generating=True):
+                return run()
         if call is None or (remat is not None and remat.is_in_block):
             return run()
         if remat is not None and remat.blocks is None and internals.has_attention(layer):

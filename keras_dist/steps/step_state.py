@@ -39,6 +39,7 @@ class StepState:
     calls: list[Call] | None = None  # filled with how attention, mixtures and losses are computed, if somebody asks
     is_monitored: bool = False  # whether the step returns the load of experts among its logs
     call: Any = None  # the innermost call of a model or layer, a `ModelCall`
+    is_generating: bool = False  # whether a layer is called in a function that is no step, such as `generate()`
     compared_model: str | None = None  # the name of the one whose step Keras compiles, if processes compare its program
     looped_step: str | None = None  # the step that Keras compiles, if it may take several batches
 

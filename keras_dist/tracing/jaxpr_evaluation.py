@@ -175,7 +175,7 @@ def equations_in_place_of(equation: Any, function: Callable, operands: Sequence[
     equations, results = equations_of(function, operands, equation.source_info)
     pairs = zip(results, equation.outvars, strict=True)
     names: dict[Any, Any] = {inner: outer for inner, outer in pairs if type(outer).__name__ != "DropVar"}
-    return [_renamed(each, names) for each in equations]
+    return [renamed(each, names) for each in equations]
 
 
 def equations_of(function: Callable, operands: Sequence[Any], source_info: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -187,10 +187,11 @@ def equations_of(function: Callable, operands: Sequence[Any], source_info: Any) 
     if traced.consts or len(results) < len(traced.jaxpr.outvars) or not results <= computed:
         traced = jax.make_jaxpr(jax.jit(function))(*shapes)  # one equation, a call
     names = dict(zip(traced.jaxpr.invars, operands, strict=True))
-    return [_renamed(each, names, source_info) for each in traced.jaxpr.eqns], traced.jaxpr.outvars
+    return [renamed(each, names, source_info) for each in traced.jaxpr.eqns], traced.jaxpr.outvars
 
 
-def _renamed(equation: Any, names: Mapping[Any, Any], source_info: Any = None) -> Any:
+def renamed(equation: Any, names: Mapping[Any, Any], source_info: Any = None) -> Any:
+    """Returns an equation of other variables."""
     invars, outvars = (
         [each if isinstance(each, Literal) else names.get(each, each) for each in variables]
         for variables in (equation.invars, equation.outvars)
