@@ -48,6 +48,8 @@ jax.tree_util.register_pytree_node(
 def state_variables(model, step: str) -> list[list]:
     """Returns the variables that a step takes and returns, in the parts and order of Keras's training state."""
     parts = [model.trainable_variables, model.non_trainable_variables]
+    if step == "generate":
+        return [*parts, model.sampler.variables]
     if step == "train":
         parts.append(model.optimizer.variables)
     if step != "predict":

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,8 @@ def plan(
             `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the model's input;
             int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be passed, if the
             model's inputs have static shapes and its targets follow from its losses.
-        step: `"train"`, `"test"` or `"predict"`.
+        step: `"train"`, `"test"`, `"predict"`, or `"generate"` for a language model of KerasHub: the memory of
+            `generate()`, and FLOP, traffic and times of one token, `plan.tokens_per_second`.
         depth: Number of blocks to extrapolate to. None compiles the full model.
         compile_depths: The two numbers of blocks to compile, if `depth` is given.
         compiler_options: Options of XLA by name, as `compile(compiler_options=...)` of JAX takes them. See
@@ -93,7 +94,7 @@ def plan(
     (2600, 'all-reduce', ('batch',))
     """
     _require_distribution(distribution, batch)
-    require_step(step)
+    require_step(step, (*internals.STEPS, "generate"))
     options = checked_compiler_options(compiler_options)
     if depth is not None:
         require_builder_of_depth(build_model, depth)
@@ -323,9 +324,9 @@ def _require_distribution(distribution: Any, batch: Any) -> None:
     require_one_target(distribution.device_mesh)
 
 
-def require_step(step: Any) -> None:
-    if step not in internals.STEPS:
-        raise ValueError(f"Unknown step {step!r}. Use one of {', '.join(map(repr, internals.STEPS))}.")
+def require_step(step: Any, known: Sequence[str] = internals.STEPS) -> None:
+    if step not in known:
+        raise ValueError(f"Unknown step {step!r}. Use one of {', '.join(map(repr, known))}.")
 
 
 def require_builder_of_depth(build_model: Any, depth: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.active_distribution import active_distribution
-from keras_dist._keras.internals import attributes_replaced, get_keras_mask, set_keras_mask
+from keras_dist._keras.internals import StatelessScope, attributes_replaced, get_keras_mask, set_keras_mask
 from keras_dist._keras.train_step import Improve
+from keras_dist._keras.training_state import state_variables
 from keras_dist._report.user_warnings import warn
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
@@ -54,6 +56,8 @@ def choose_remat_by(function: Callable[[Any, Any, Any], Any]) -> None:
 
 def stateless_step(model: Any, step: str) -> Callable:
     """Returns the function from state and batch to outputs and new state that Keras compiles for a step."""
+    if step == "generate":
+        return functools.partial(_generated, model)
     if step != "predict":
         distribution = active_distribution()
         return getattr(model, f"{step}_step") if distribution is None else distribution.steps.of_model(model, step)
@@ -63,6 +67,13 @@ def stateless_step(model: Any, step: str) -> Callable:
         return outputs, (state[0], non_trainable_variables)
 
     return predict_step
+
+
+def _generated(model: Any, state: Any, batch: Any) -> Any:
+    """Generates tokens as the function that KerasHub compiles does, until all rows are full."""
+    variables = itertools.chain.from_iterable(state_variables(model, "generate"))
+    with StatelessScope(zip(variables, itertools.chain(*state), strict=True)):
+        return model.generate_step(batch[0], None), state
 
 
 class Steps:

@@ -8,7 +8,7 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
-from support.compilers import EIGHT_DEVICES
+from support.compilers import EIGHT_DEVICES, needs_cuda
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow
 from support.strategy_models import scope
@@ -50,6 +50,7 @@ def sharded_twice(devices=None):
 
 
 STRATEGIES = {
+    "ONE": lambda devices: kd.DataParallel(kd.create_device_mesh("batch:1", devices=devices)),
     "DP": lambda devices=None: kd.DataParallel(kd.create_device_mesh("batch:8", devices=devices)),
     "FSDP": lambda devices=None: kd.FullyShardedDataParallel(
         kd.create_device_mesh("fsdp:8", devices=devices), min_shard_bytes=0
@@ -173,3 +174,35 @@ def test_a_token_copies_no_cache(strategy, compiler):
         if each.base_opcode in ("copy", "concatenate") and largest(each) >= per_device // BLOCKS // 2
     ]
     assert not copies
+
+
+@pytest.mark.parametrize("compiler", [pytest.param("h100:1", marks=needs_cuda)])
+def test_plan_reads_weights_and_cache_once_a_token(compiler):
+    """The bound on the time of a token is that of reading all weights but the embedding table, and the cache."""
+    start_anew()
+    distribution = STRATEGIES["ONE"](kd.target(compiler).devices)
+    tokens = jax.ShapeDtypeStruct((16, LENGTH), "int32")
+    batch = ({"token_ids": tokens, "padding_mask": tokens},)
+    plan = kd.plan(lambda: language_model(dtype="bfloat16"), distribution, batch, step="generate", progress=False)
+    weights = plan.memory.weights - 2 * VOCABULARY * WIDTH
+    cache = 2 * 16 * BLOCKS * 2 * LENGTH * WIDTH
+    assert weights + cache < plan.memory_traffic < 1.6 * (weights + cache)  # activations count more in a small model
+    assert plan.memory.temporaries >= cache
+    assert plan.roofline.seconds <= 16 / plan.tokens_per_second
+
+
+def test_plan_of_a_sampler_that_sorts_counts_the_gathered_probabilities():
+    start_anew()
+    batch = ({"token_ids": (8, LENGTH), "padding_mask": (8, LENGTH)},)
+    plan = kd.plan(lambda: language_model("top_k"), STRATEGIES["TP"](), batch, step="generate", progress=False)
+    gathered = {each.axes: each.bytes for each in plan.collectives if each.kind == "all-gather"}
+    assert gathered["model",] == 4 * VOCABULARY * 8 // 2
+    assert sum(each.count for each in plan.traffic if each.kind == "all-reduce") == 2 * BLOCKS + 3
+
+
+def test_models_that_generate_nothing_are_refused():
+    def build():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+    with pytest.raises(ValueError, match="generate"):
+        kd.plan(build, STRATEGIES["DP"](), (8, 4), step="generate", progress=False)

@@ -25,6 +25,7 @@ from keras_dist.strategies.derived.input_shapes import counterparts, is_full, is
 from keras_dist.variables.deferred import require_no_arguments
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
+_WITHOUT_TARGETS = "predict", "generate"  # steps
 LARGE_CONSTANT = 16 * 2**20  # bytes; larger constants in a program deserve a warning
 
 
@@ -130,8 +131,11 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             _build(model, specs, name)
             if name == "train" and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
+            variables = training_state.state_variables(model, name)
             layouts = layouts_of(model, distribution, lambda variable: layout_under(variable, distribution))
-            yield Step(model, name, distribution, training_state.state_variables(model, name), layouts, specs)
+            if name == "generate":
+                layouts |= {id(each): layout_under(each, distribution) for each in variables[-1]}  # of the sampler
+            yield Step(model, name, distribution, variables, layouts, specs)
 
 
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
@@ -190,7 +194,12 @@ def _as_model(model: Any, name: str) -> keras.Model:
             f"build_model returned {model!r} ({type(model).__name__}) instead of a keras.Model. Return the compiled "
             "model."
         )
-    if name != "predict" and (not model.compiled or (name == "train" and model.optimizer is None)):
+    if name == "generate" and not (hasattr(model, "generate_step") and getattr(model, "sampler", None)):
+        raise ValueError(
+            f"Model {model.name!r} ({type(model).__name__}) does not generate: it has no generate_step, or no sampler. "
+            "Plan a language model of KerasHub, such as keras_hub.models.LlamaCausalLM, and compile it."
+        )
+    if name not in _WITHOUT_TARGETS and (not model.compiled or (name == "train" and model.optimizer is None)):
         needs = "a loss and an optimizer" if name == "train" else "a loss"
         raise ValueError(
             f"Model {model.name!r} is not compiled with {needs}, which a {name} step needs. Call model.compile(...) "
@@ -209,7 +218,7 @@ def _build(model: keras.Model, specs: Any, name: str) -> None:
     """Creates the variables that a model, its loss and its metrics create on first use."""
     symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, str(leaf.dtype)), specs)
     with _explained_errors(model, specs, name):
-        if name != "predict":
+        if name not in _WITHOUT_TARGETS:
             internals.symbolic_build(model, symbolic)
         elif not model.built:
             model(symbolic[0])
@@ -230,7 +239,7 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
         fault = f"Cannot trace the {name} step of {model.name!r} with the batch {batch}"
         if dependence := tracing_errors.describe_dependence_on_values(error):
             raise ValueError(f"{fault}: {dependence}") from error
-        if name != "predict" and len(specs) == 1 and model.loss is not None:
+        if name not in _WITHOUT_TARGETS and len(specs) == 1 and model.loss is not None:
             raise ValueError(f"{fault}: it has no targets, and the model has a loss. Pass (x, y).") from error
         raise ValueError(
             f"{fault}: {tracing_errors.describe(error)}. Pass the shapes of a global batch, as fit gets it: x, (x, y) "

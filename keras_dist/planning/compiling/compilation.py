@@ -172,7 +172,7 @@ def compile_step(
     with recorded_calls() as calls:
         traced = step.trace()
     warn_of_constants(step, traced.jaxpr.consts)
-    model_flops = _model_flops(step, traced, calls)
+    model_flops = None if step.name == "generate" else _model_flops(step, traced, calls)
     show_progress(f"Compiling the {step.name} step of {step.model.name} for {counted(mesh.devices.size, 'device')}")
     with _refusals_explained(step):
         lowered = step.lower(traced)
@@ -196,8 +196,9 @@ def compile_step(
         show_progress("Reading the compiled program")
         networks = networks_of(devices)
         memory = compiled.memory_analysis()
-        batch_bytes = sum(map(bytes_on_a_device, jax.tree.leaves(step.batch)))
-        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware, batch_bytes)
+        # A token of `generate()` needs no batch.
+        batch_bytes = 0.0 if step.name == "generate" else sum(map(bytes_on_a_device, jax.tree.leaves(step.batch)))
+        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware, batch_bytes, step.name)
         compilation = Compilation(
             argument_bytes=memory.argument_size_in_bytes,
             outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -215,7 +216,7 @@ def compile_step(
             mixtures=_mixtures(calls),
             losses=_losses(calls),
             refusal=refusal,
-            notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_here)),
+            notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, step.name, model_flops, is_here)),
             seconds=seconds,
         )
     if cache is not None:
@@ -233,11 +234,16 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[Call]) -> float | None
 
 
 def _costs_and_times(
-    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None, batch_bytes: float
+    text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None, batch_bytes: float, step: str
 ) -> tuple[ModuleCosts, Roofline]:
-    """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast."""
+    """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast.
+
+    If it generates, they are those of one token, the body of the largest loop, without the prompt.
+    """
     devices = mesh.backend_mesh.devices
     reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
+    if step == "generate":
+        reader.module = replace(reader.module, entry=reader.module.largest_loop_body)
     costs = reader.module_costs()
     host = batch_bytes, costs.host_bytes
     bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives, *host)
@@ -314,8 +320,10 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
     )
 
 
-def _notes(costs: Any, model_flops: float | None, is_target_attached: bool) -> Iterator[str]:
-    if model_flops is None:
+def _notes(costs: Any, step: str, model_flops: float | None, is_target_attached: bool) -> Iterator[str]:
+    if step == "generate":
+        yield "FLOP, traffic and times are those of one token of each row, after the prompt."
+    elif model_flops is None:
         yield "The model has loops whose trip count is unknown before compilation, so its FLOP are those executed."
     if costs.unknown_loops:
         loops = counted(costs.unknown_loops, "loop", "has", "have")

@@ -115,6 +115,13 @@ class Module:
         return self.computations[names[0]]
 
     @cached_property
+    def largest_loop_body(self) -> str:
+        """The name of the largest loop's body; that of the entry if there is no loop."""
+        instructions = (each for part in self.computations.values() for each in part.instructions.values())
+        bodies = [self.called(each, "body") for each in instructions if each.opcode == "while"]
+        return max(bodies, key=lambda body: len(body.instructions), default=self.computations[self.entry]).name
+
+    @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         """Instructions that call a computation, with the computations that have them, by its name."""
         callers = defaultdict(list)

@@ -91,7 +91,8 @@ class Plan(Report):
 
     Attributes:
         model: Name of the model.
-        step: `"train"`, `"test"` or `"predict"`.
+        step: `"train"`, `"test"`, `"predict"` or `"generate"`. FLOP, traffic and times of the latter are those of one
+            token of each row.
         target: Name of the hardware, or JAX's device kind if the hardware is not registered.
         mesh: The device mesh.
         distribution: The distribution's `repr`.
@@ -162,6 +163,12 @@ class Plan(Report):
     def wire_bytes(self) -> float:
         """Bytes that one device sends in a step."""
         return sum(each.wire_bytes for each in self.traffic)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that a plan of `generate()` forecasts for all rows; None if unknown, or of another step."""
+        rows, forecast = re.search(r"\[(\d+)", str(self.batch)), self.roofline.forecast
+        return int(rows[1]) / forecast.seconds if self.step == "generate" and rows and forecast else None
 
     def largest_holders(self, count: int = 5) -> list[tuple[str, int]]:
         """Returns the largest variables and temporaries of one device.
