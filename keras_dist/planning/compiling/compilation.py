@@ -216,7 +216,7 @@ def compile_step(
             mixtures=_mixtures(calls),
             losses=_losses(calls),
             refusal=refusal,
-            notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, step.name, model_flops, is_here)),
+            notes=(*notes_on_batch(step), *compiler_notes, *_notes(costs, model_flops, is_here, step.name)),
             seconds=seconds,
         )
     if cache is not None:
@@ -320,7 +320,7 @@ def _refused(step: Step, refusal: str, model_flops: float | None, seconds: float
     )
 
 
-def _notes(costs: Any, step: str, model_flops: float | None, is_target_attached: bool) -> Iterator[str]:
+def _notes(costs: Any, model_flops: float | None, is_target_attached: bool, step: str = "train") -> Iterator[str]:
     if step == "generate":
         yield "FLOP, traffic and times are those of one token of each row, after the prompt."
     elif model_flops is None:
