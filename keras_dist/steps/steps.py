@@ -234,7 +234,7 @@ class Steps:
     def _forward_passes(self) -> Sequence[ForwardPass]:
         options = self._options
         left_out = {"experts": options.experts == "dense", "chunked_loss": options.loss_chunk is None}
-        return [each for name, each in FORWARD_PASSES.items() if not left_out[name]]
+        return [each for name, each in FORWARD_PASSES.items() if not left_out.get(name)]
 
     def _improved(self, program: StepProgram, passes: Sequence[ForwardPass], checked: Any) -> StepProgram:
         """Returns what passes make of a program. `checked`: the model whose step has to have what options name."""

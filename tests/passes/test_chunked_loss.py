@@ -119,6 +119,8 @@ CASES = {
     ),
     "squared error": (dense, {"loss": "mse", "metrics": ["mae"]}, {"y": onehot(LABELS)}),
     "loss scale": (dense, {"auto_scale_loss": True, "optimizer": "adam"}, {}),
+    "several steps in an execution": (dense, {"steps_per_execution": 2}, {}),
+    "accumulated": (dense, lambda: {"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, {}),
     "clipped": (dense, lambda: {"optimizer": keras.optimizers.SGD(0.1, global_clipnorm=0.1)}, {}),
 }
 
