@@ -167,7 +167,8 @@ def test_optimizer_state_is_in_host_memory(target, strategy):
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param("v5e:1x1", marks=needs_libtpu), pytest.param("h100:1", marks=needs_cuda)]
+    "target",
+    [pytest.param("v5e:1x1", marks=[needs_libtpu, pytest.mark.slow]), pytest.param("h100:1", marks=needs_cuda)],
 )
 def test_a_device_never_holds_much_optimizer_state(target):
     """512 MiB, of which about 16 MiB are fetched ahead, and gradients wait no longer for their updates."""

@@ -111,7 +111,7 @@ class TestCompiled:
 
     @needs_libtpu
     def test_options_change_the_program(self):
-        """With more on-chip memory for each operation, a large matrix multiplication is faster."""
+        """With more on-chip memory for each operation, a large matrix multiplication is faster, but not its batch."""
         mesh = kd.create_device_mesh("data:1", devices=kd.target("v6e:1x1"))
         options = kd.hardware["v6e"].recommended_compiler_options["large_scoped_vmem"]
 
@@ -121,11 +121,12 @@ class TestCompiled:
             dense = keras.layers.Dense(8192, use_bias=False, dtype=policy, name="dense")
             return keras.Model(inputs, dense(inputs), name="matmul")
 
-        seconds = [
-            kd.plan(build, kd.DataParallel(mesh), 8192, step="predict", compiler_options=each).roofline.forecast.seconds
+        default, faster = (
+            kd.plan(build, kd.DataParallel(mesh), 8192, step="predict", compiler_options=each).roofline.forecast
             for each in (None, options)
-        ]
-        assert seconds[1] < 0.95 * seconds[0]
+        )
+        assert faster.compute_seconds < 0.95 * default.compute_seconds
+        assert faster.seconds == default.seconds  # that the copy of 128 MiB from the host takes
 
     @pytest.mark.parametrize(
         "target", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:8", marks=needs_cuda)]
