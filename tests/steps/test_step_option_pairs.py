@@ -71,7 +71,7 @@ def expected():
 def _small_weights_are_offloaded():
     with pytest.MonkeyPatch.context() as patch:
         for module in ("train_steps", "host_offload"):
-            patch.setattr(f"keras_dist.strategies.{module}.MIN_OFFLOAD_BYTES", 256)
+            patch.setattr(f"keras_dist.steps.{module}.MIN_OFFLOAD_BYTES", 256)
         yield
 
 
