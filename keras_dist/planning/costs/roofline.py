@@ -81,7 +81,7 @@ def times_by_resource(roofline: Roofline) -> dict[str, float | None]:
         "memory": roofline.memory_seconds,
         roofline.link: roofline.ici_seconds,
         roofline.network: roofline.dcn_seconds,
-        "host link": roofline.host_seconds,
+        "host": roofline.host_seconds,
     }
 
 

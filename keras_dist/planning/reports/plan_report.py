@@ -342,7 +342,7 @@ def _memory(plan: Plan) -> tuple[str, list[Bars]]:
 
 def _time(plan: Plan) -> Section:
     amounts = {"compute": flops_text(plan.flops), "HBM": bytes_text(plan.memory_traffic)}
-    amounts["host link"] = bytes_text(plan.memory.batch + plan.host_traffic)
+    amounts["host"] = bytes_text(plan.memory.batch + plan.host_traffic)
     networks = networks_of(plan.mesh.backend_mesh.devices.ravel().tolist())
     has_network = plan.roofline.dcn_seconds != 0 or len(set(networks.tolist())) > 1
     bars = tuple(

@@ -111,7 +111,7 @@ def bound_bars(roofline: Roofline) -> list[Bar]:
     return [
         Bar(names.get(part, part), (seconds_text(time),), 0, (time or 0) / longest)
         for part, time in times_by_resource(roofline).items()
-        if part != "host link" or time is None or time >= 0.01 * longest
+        if part != "host" or time is None or time >= 0.01 * longest
     ]
 
 

@@ -54,7 +54,7 @@ def as_array(devices, shape):
 class TestParts:
     def test_the_link_to_the_host_carries_the_batch_and_copies(self):
         step = roofline(V5E, tpus("v5e:2x2"), {}, 0, [], batch_bytes=15e9, host_bytes=5e9)
-        assert (step.bound, step.seconds) == ("host link", 1.0)
+        assert (step.bound, step.seconds) == ("host", 1.0)
         assert roofline(V5E, tpus("v5e:2x2"), {}, 0, [], batch_bytes=15e9, host_bytes=45e9).seconds == 2.0
         unknown = dataclasses.replace(V5E, host_bytes_per_second=None)
         assert roofline(unknown, tpus("v5e:2x2"), {}, 0, [], batch_bytes=1.0).host_seconds is None
