@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.token_chunks import as_rows, evaluate_chunk, from_rows
-from keras_dist.passes.token_part import LossCall, TokenPart, find_token_parts
+from keras_dist.passes.token_part import LossCall, TokenPart, find_token_parts, variables_of
 from keras_dist.sharding.per_device import on_devices, pad_dim, pad_with_first
-from keras_dist.tracing.jaxpr_evaluation import Values, all_equations, inlined, live, scope_of, with_gradients
+from keras_dist.tracing.jaxpr_evaluation import Values, all_equations, inlined, live, scope_of, shape_of, with_gradients
 from keras_dist.tracing.linearity import is_linear
 from keras_dist.tracing.primitives import REMATERIALIZATIONS
 
@@ -85,7 +85,7 @@ def _split(equations: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any
     """Returns the equations that do not depend on variables, and those that do."""
     dependent, groups = set(variables), ([], [])
     for equation in equations:
-        depends = any(not isinstance(v, Literal) and v in dependent for v in equation.invars)
+        depends = not dependent.isdisjoint(variables_of(equation))
         groups[depends].append(equation)
         if depends:
             dependent.update(equation.outvars)
@@ -131,12 +131,12 @@ class _Chunks:
             term, results = None, self._computed_again(operands)
         sizes = tuple(map(slice, part.tokens))
         for variable, result in zip(part.results, results, strict=True):
-            values.known[variable] = from_rows(part, variable, result[sizes])
+            values.known[variable] = from_rows(part, variable, result[sizes], shape_of(variable))
         return term
 
     def _rows(self, variable: Any, value: Any, pad: Callable) -> jax.Array:
         """Returns a value with the dims of tokens first, in shards of equal sizes."""
-        rows = as_rows(self.part, variable, value)
+        rows = as_rows(self.part, variable, value, self.part.tokens)
         for dim, count in enumerate(self._shards):
             rows = pad(rows, dim, rows.shape[dim] + -rows.shape[dim] % count)
         return rows
@@ -278,8 +278,7 @@ class _LinearTail:
                 continue
             self._equations.append(equation)
             reached.update(numbers)
-            names = [v for v in equation.invars if not isinstance(v, Literal)]
-            reason = next((not_linear[v] for v in names if v in not_linear), None)
+            reason = next((not_linear[v] for v in variables_of(equation) if v in not_linear), None)
             if reason is None and not _is_linear_in(equation, marked, dependent):
                 reason = f"the loss is not linear in its results: {equation.primitive.name} in {scope_of(equation)}"
             if reason is not None:
@@ -290,7 +289,7 @@ class _LinearTail:
         needed = {self._loss}
         for equation in reversed(self._equations):
             if not needed.isdisjoint(equation.outvars):
-                needed.update(v for v in equation.invars if not isinstance(v, Literal))
+                needed.update(variables_of(equation))
         self._equations = [e for e in self._equations if not needed.isdisjoint(e.outvars)]
         self._dependent = dependent
         self.results = [v for v in results if v in reached and v in needed] if self.has_gradient else []
@@ -298,7 +297,7 @@ class _LinearTail:
     def cotangents(self, values: Values) -> list[tuple[Any, Any]]:
         """Returns the results and the gradient of the loss for each, given what does not depend on results."""
         made = {v for equation in self._equations for v in equation.outvars}
-        used = {v for e in self._equations for v in e.invars if not isinstance(v, Literal)} - made
+        used = {v for e in self._equations for v in variables_of(e)} - made
         # Of sums with something else that depends on results, only the gradient matters.
         zeros = {v: jnp.zeros(v.aval.shape, v.aval.dtype) for v in used if v in self._dependent}
         known = {v: values.read(v) for v in used if v not in zeros}

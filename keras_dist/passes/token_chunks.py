@@ -20,15 +20,14 @@ from keras_dist.tracing.jaxpr_evaluation import shape_of
 from keras_dist.tracing.kept_dims import activation
 
 
-def as_rows(part: TokenPart, variable: Any, value: jax.Array) -> jax.Array:
-    """Returns the value of a variable with its dims of tokens first, in the sizes of `part.tokens`."""
+def as_rows(part: TokenPart, variable: Any, value: jax.Array, tokens: Sequence[int]) -> jax.Array:
+    """Returns the value of a variable with its dims of tokens first, in sizes such as `part.tokens`."""
+    return value.transpose(_tokens_first(part, variable)).reshape(*tokens, *part.inner_shape(variable))
+
+
+def from_rows(part: TokenPart, variable: Any, rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns the value of a variable in a shape, given it as `as_rows` returns it."""
     order = _tokens_first(part, variable)
-    return value.transpose(order).reshape(*part.tokens, *part.inner_shape(variable))
-
-
-def from_rows(part: TokenPart, variable: Any, rows: jax.Array) -> jax.Array:
-    """Returns the value of a variable, given it as `as_rows` returns it."""
-    order, shape = _tokens_first(part, variable), shape_of(variable)
     return rows.reshape([shape[dim] for dim in order]).transpose(_inverse(order))
 
 
@@ -47,9 +46,7 @@ def evaluate_chunk(
     values: dict[Any, Any] = {}
     for variable, value in operands.items():
         if part.places[variable]:
-            order = _tokens_first(part, variable)
-            shape = _shape_in_chunk(part, variable, size)
-            value = value.reshape([shape[dim] for dim in order]).transpose(_inverse(order))
+            value = from_rows(part, variable, value, _shape_in_chunk(part, variable, size))
         values[variable] = value
     for equation in part.equations:
         inputs = [each.val if isinstance(each, Literal) else values[each] for each in equation.invars]
@@ -60,10 +57,7 @@ def evaluate_chunk(
             else:
                 outputs = _applied(equation, inputs, shapes[0], part)
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [
-        values[each].transpose(_tokens_first(part, each)).reshape(size, *part.inner_shape(each))
-        for each in part.results
-    ]
+    return [as_rows(part, each, values[each], [size]) for each in part.results]
 
 
 def _applied(equation: Any, operands: Sequence[Any], shape: Sequence[int], part: TokenPart) -> Sequence[Any]:

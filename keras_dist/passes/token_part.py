@@ -140,12 +140,12 @@ class _Search:
         self._add_large_operands()
         equations = [jaxpr.eqns[number] for number in sorted(self._inside)]
         made = {variable for equation in equations for variable in equation.outvars}
-        operands = dict.fromkeys(v for e in equations for v in _variables(e) if v not in made)
+        operands = dict.fromkeys(v for e in equations for v in variables_of(e) if v not in made)
         outside = (e for number, e in enumerate(jaxpr.eqns) if number not in self._inside)
-        used = {*(v for e in outside for v in _variables(e)), *_not_literal(jaxpr.outvars)}
+        used = {*(v for e in outside for v in variables_of(e)), *not_literal(jaxpr.outvars)}
         results = [v for e in equations for v in e.outvars if v in used and v in self._derived]
         for variable in filter(self._is_large, results):
-            users = [scope_of(e) or e.primitive.name for e in jaxpr.eqns if variable in _variables(e)]
+            users = [scope_of(e) or e.primitive.name for e in jaxpr.eqns if variable in variables_of(e)]
             raise NotPerTokenError(f"{users[-1]} uses it as a whole" if users else "the step returns it")
         return TokenPart(equations, self._product, self._places, [*operands], results)
 
@@ -157,7 +157,7 @@ class _Search:
         after: set[Any] = set()  # variables that depend on the part, but are not in it
         for number in range(self._number + 1, len(self._jaxpr.eqns)):
             equation = self._jaxpr.eqns[number]
-            variables = _variables(equation)
+            variables = variables_of(equation)
             derived = [each for each in variables if each in self._derived]
             if not derived and after.isdisjoint(variables):
                 continue
@@ -235,7 +235,7 @@ class _Search:
         equation = self._jaxpr.eqns[number]
         if equation.primitive.name == "dot_general":
             return []
-        others = (each for each in _variables(equation) if each not in self._derived)
+        others = (each for each in variables_of(equation) if each not in self._derived)
         return [each for each in others if self._places[each] and self._is_large(each)]
 
 
@@ -256,9 +256,10 @@ def _kept(equation: Any, number: int) -> Groups:
     return [((dim,), (place,)) for dim, place in paired if sizes[dim] != 1]
 
 
-def _variables(equation: Any) -> list[Any]:
-    return [*_not_literal(equation.invars)]
+def variables_of(equation: Any) -> list[Any]:
+    """Returns the operands of an equation that are no literals."""
+    return [*not_literal(equation.invars)]
 
 
-def _not_literal(variables: Iterable[Any]) -> Iterator[Any]:
+def not_literal(variables: Iterable[Any]) -> Iterator[Any]:
     return (each for each in variables if not isinstance(each, Literal))
