@@ -26,7 +26,7 @@ from keras_dist.mixtures.gates import gates_of_products
 from keras_dist.mixtures.recognition import Mixture, Place
 from keras_dist.mixtures.routing import Groups
 from keras_dist.mixtures.shards import Shards
-from keras_dist.tracing.kept_dims import activation, kept_dims, places_in_product
+from keras_dist.tracing.kept_dims import activation, inverse_order, kept_dims, places_in_product
 from keras_dist.tracing.primitives import UNCHANGED
 
 GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -231,7 +231,7 @@ class _Rows(_Evaluation):
         product = self._groups.only_rows(product.reshape(*sizes, *sizes_of_weights))
         places, places_of_weights = (dict(places_in_product(equation, number)) for number in (other, weight))
         target = [*(places[dim] for dim in (first, *free)), *(places_of_weights[dim] for dim in free_of_weights)]
-        return product.transpose(sorted(range(len(target)), key=target.__getitem__))
+        return product.transpose(inverse_order(target))
 
 
 def _evaluated(equation: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Sequence[jax.Array]:

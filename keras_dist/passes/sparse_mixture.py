@@ -25,6 +25,7 @@ from keras_dist.passes.weight_reads import Scope, gathers, layouts
 from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_with_first
 from keras_dist.sharding.resharding import to_compute_layout
 from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
+from keras_dist.tracing.kept_dims import inverse_order
 
 
 class SparseMixture:
@@ -161,7 +162,7 @@ class SparseMixture:
         result = result[tuple(map(slice, sizes))]
         order = tokens_first(places[output], output)
         result = result.reshape([output.aval.shape[dim] for dim in order])
-        return result.transpose(sorted(range(len(order)), key=order.__getitem__))
+        return result.transpose(inverse_order(order))
 
     def _in_equal_shards(self, value: jax.Array, axes: Sequence[Sequence[str]]) -> jax.Array:
         """Pads the leading dims of a value, those of tokens, to equal shards with copies of the first ones."""

@@ -17,7 +17,7 @@ from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.passes.token_part import TokenPart
 from keras_dist.sharding.per_device import free_axes
 from keras_dist.tracing.jaxpr_evaluation import shape_of
-from keras_dist.tracing.kept_dims import activation
+from keras_dist.tracing.kept_dims import activation, inverse_order
 
 
 def as_rows(part: TokenPart, variable: Any, value: jax.Array, tokens: Sequence[int]) -> jax.Array:
@@ -28,7 +28,7 @@ def as_rows(part: TokenPart, variable: Any, value: jax.Array, tokens: Sequence[i
 def from_rows(part: TokenPart, variable: Any, rows: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Returns the value of a variable in a shape, given it as `as_rows` returns it."""
     order = _tokens_first(part, variable)
-    return rows.reshape([shape[dim] for dim in order]).transpose(_inverse(order))
+    return rows.reshape([shape[dim] for dim in order]).transpose(inverse_order(order))
 
 
 def evaluate_chunk(
@@ -107,7 +107,7 @@ def _product(equation: Any, operands: Sequence[Any], number: int, total: jax.Arr
         summed = jax.lax.dot_general(other, cotangent, numbers, equation.params["precision"], total.dtype)
         # It has the dims of `other` that were contracted, in their order there, and the columns.
         pairs = sorted(zip(contracted[1 - number], contracted[number], strict=True))
-        return gradient, None, summed.transpose(_inverse([*(dim for _, dim in pairs), *columns]))
+        return gradient, None, summed.transpose(inverse_order([*(dim for _, dim in pairs), *columns]))
 
     call.defvjp(forward, backward)
     return call(operands[1 - number], operands[number], total)
@@ -140,7 +140,3 @@ def _shape_in_chunk(part: TokenPart, variable: Any, size: int) -> list[int]:
 def _tokens_first(part: TokenPart, variable: Any) -> list[int]:
     place = part.places[variable]
     return [*place, *(dim for dim in range(len(shape_of(variable))) if dim not in place)]
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)

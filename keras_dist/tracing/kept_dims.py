@@ -148,3 +148,12 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[in
         else:
             out_dims.append(out_rest.pop(0))
     return [*groups, (dims, out_dims)] if dims or out_dims else groups
+
+
+def inverse_order(order: Sequence[int]) -> list[int]:
+    """Returns the order of dims that undoes a transpose.
+
+    >>> inverse_order([2, 0, 1])
+    [1, 2, 0]
+    """
+    return sorted(range(len(order)), key=order.__getitem__)
