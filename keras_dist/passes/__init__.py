@@ -8,6 +8,7 @@
 * `decoding_loops.py`: loops that generate tokens.
 * `fourier.py`: Fourier transforms.
 * `gates.py`: gradients of products of two activations.
+* `activations.py`: values inside of activation functions, which the backward pass computes again.
 * `experts.py`: mixtures of experts, in programs before they are differentiated.
 * `sparse_mixture.py`: what one of them becomes.
 * `weight_reads.py`: what is between its weights, as they are stored, and the products that read them.

@@ -12,7 +12,7 @@ for one device.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
@@ -37,15 +37,15 @@ def gates(equation: Any, program: StepProgram) -> Callable | None:
     return lambda operation, *operands: optimization_barrier(operation(*operands))
 
 
-def _multiplied_twice(jaxpr: Any) -> Iterator[Any]:
-    """Yields results of matrix multiplications, transposed or not, whose only users multiply them with earlier values.
+def _multiplied_twice(jaxpr: Any) -> set[Any]:
+    """Returns results of matrix multiplications, transposed or not, whose only users multiply them with earlier values.
 
     The gate's and the other product of the forward pass have two such users, too, one with a later value: the gradient.
     """
-    users = defaultdict(list)
+    users, found = defaultdict(list), set()
     for equation in jaxpr.eqns:
         for inner in inner_jaxprs(equation.params):
-            yield from _multiplied_twice(inner)
+            found |= _multiplied_twice(inner)
         for variable in filter(_is_variable, equation.invars):
             users[variable].append(equation)
     known, products = {*jaxpr.constvars, *jaxpr.invars}, set()
@@ -59,7 +59,8 @@ def _multiplied_twice(jaxpr: Any) -> Iterator[Any]:
         are_multiplications = [each.primitive.name for each in users[result]] == ["mul", "mul"]
         operands = [variable for each in users[result] for variable in each.invars if _is_variable(variable)]
         if are_multiplications and result not in jaxpr.outvars and known.issuperset(operands):
-            yield result
+            found.add(result)
+    return found
 
 
 def _is_variable(operand: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
+from keras_dist.passes.activations import activations
 from keras_dist.passes.chunked_loss import chunked_loss, may_have_losses
 from keras_dist.passes.experts import experts, may_have_experts
 from keras_dist.passes.fourier import fourier
@@ -19,10 +20,12 @@ from keras_dist.passes.scatters import scatters
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.windows import grouped_convolutions, windows
 
-PASSES: dict[str, Pass] = {each.__name__: each for each in (grouped_convolutions, windows, scatters, fourier, gates)}
+PASSES: dict[str, Pass] = {
+    each.__name__: each for each in (grouped_convolutions, windows, scatters, fourier, gates, activations)
+}
 """The passes over whole steps, by the names that `StepOptions(without_passes=...)` takes."""
 
-ON_ONE_DEVICE = (gates.__name__,)
+ON_ONE_DEVICE = gates.__name__, activations.__name__
 """Those of them that are not about what XLA partitions."""
 
 

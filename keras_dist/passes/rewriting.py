@@ -9,6 +9,9 @@ computes sines in float32.
             return None
         return lambda sine, operand: sine(operand.astype("float32")).astype("bfloat16")
 
+A pass may also return equations that take the place of the operation. They can have further results, which what it
+returns for later operations uses.
+
 `registry.py` lists the passes. `rewritten` asks them about each operation, also about those in loops, branches and
 functions that are called. If no pass replaces anything, the program stays the same object.
 """
@@ -24,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportP
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.tracing.jaxpr_evaluation import bind, equations_in_place_of, scope_of, with_equations
 
-Pass = Callable[[Any, StepProgram], Callable | None]
+Pass = Callable[[Any, StepProgram], Callable | Sequence[Any] | None]
 
 
 class PassError(ValueError):
@@ -89,6 +92,8 @@ def _replaced(program: StepProgram, equation: Any, by: Pass) -> Sequence[Any] | 
     try:
         if (function := by(equation, program)) is None:
             return None
+        if not callable(function):
+            return function
         operation = partial(bind, program.jaxpr.jaxpr, equation)
         return equations_in_place_of(equation, partial(function, operation))
     except PassError:  # of a pass that was asked about the gradients of the operation

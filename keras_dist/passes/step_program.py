@@ -1,7 +1,7 @@
 """The program of a step, and what passes want to know of it: which axes of the mesh shard the dims of its values."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -53,10 +53,10 @@ class StepProgram:
     def num_shards(self, axes: Collection[str]) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
 
-    def found(self, find: Callable[[Jaxpr], Iterable[Any]]) -> Collection[Any]:
-        """Returns the variables that a function of the open jaxpr finds. It is called once."""
+    def found(self, find: Callable[[Jaxpr], Any]) -> Any:
+        """Returns what a function of the open jaxpr finds. It is called once."""
         if find not in self._found:
-            self._found[find] = set(find(self.jaxpr.jaxpr))
+            self._found[find] = find(self.jaxpr.jaxpr)
         return self._found[find]
 
     def axes_of(self, variable: Any) -> DimAxes:

@@ -69,10 +69,10 @@ class StepOptions:
             it would add to the other tokens that choose it counts as zero. That is so in `fit`, which logs the fraction
             of pairs of a token and an expert that are left out as `expert_drops`. By default none are.
         without_passes: What is left as the model computes it, one name or a tuple of names: "windows",
-            "grouped_convolutions", "scatters", "fourier", "gates". By default steps of training, evaluation and
-            prediction change convolutions, maxima over windows, sums by index and Fourier transforms where XLA would
-            partition them with wrong numbers, fail, or gather all rows, and gradients of gated layers on one GPU. Leave
-            one out if it fails, and report it.
+            "grouped_convolutions", "scatters", "fourier", "gates", "activations". By default steps of training,
+            evaluation and prediction change convolutions, maxima over windows, sums by index and Fourier transforms
+            where XLA would partition them with wrong numbers, fail, or gather all rows; on one GPU gradients of gated
+            layers; and on GPUs those of activation functions. Leave one out if it fails, and report it.
 
     Raises:
         TypeError: `remat` is something else.

@@ -31,8 +31,8 @@ INDEXWISE = {
     *(*ELEMENTWISE, "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
     *("bitcast_convert_type", "nextafter", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
     *("digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "is_finite", "lgamma", "log"),
-    *("log1p", "logistic", "pow", "reduce_precision", "round", "rsqrt", "sign", "sin", "sinh", "sqrt", "square"),
-    *("stop_gradient", "tan", "tanh"),
+    *("log1p", "log2", "logistic", "one_minus_square", "polynomial", "pow", "reduce_precision", "round", "rsqrt"),
+    *("sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "tan", "tanh"),
 }
 """All elementwise operations that layers use. A bitcast to a dtype of another size is none."""
 
