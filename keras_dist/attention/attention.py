@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from keras_dist._keras import internals
 from keras_dist._report.user_warnings import warn
-from keras_dist.attention.kernels import FUSED_KERNELS, XLA_IN_BLOCKS, xla_attention
+from keras_dist.attention.kernels import FUSED_KERNELS, XLA_IN_BLOCKS, Kernel, xla_attention
 from keras_dist.attention.mask import AttentionMask
 from keras_dist.attention.mask_recognition import recognize, recognize_bias
 from keras_dist.attention.sharded import ShardedCall, shards_of, usable_axes
@@ -19,6 +19,9 @@ from keras_dist.tracing.dim_axes import without_repeats
 
 # Below this many queries, as in the steps of `generate()`, XLA is used: a kernel would pad them to 128.
 _MIN_QUERIES = 128
+# And if padding makes so many times the pairs of a query and a key, like the 256 x 256 of a ViT's 197 tokens: 1.7 times.
+# Such sequences are short, and so are the logits that XLA stores.
+_MAX_PADDED_PAIRS = 1.5
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def attention(
     kernel, reason, exchange = FUSED_KERNELS.get(kernel_platform(mesh)), None, None
     if kernel is None:
         reason = "CPUs have none"
-    elif not flash_attention and (flash_attention is False or query.shape[1] < _MIN_QUERIES):
+    elif not flash_attention and (flash_attention is False or _is_too_short(query.shape[1], key.shape[1], kernel)):
         kernel = None
     sequence_axes = usable_axes(sequence_axes, mesh, min(query.shape[1], key.shape[1]))
     if kernel is not None or sequence_axes:
@@ -119,6 +122,12 @@ def attention(
         logits = 4 * rows * math.prod(query.shape[1:3]) * key.shape[1]
         calls.append(AttentionCall(layer, "XLA", reason, logits // shards.count(shards.heads), 0.0))
     return xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
+
+
+def _is_too_short(queries: int, keys: int, kernel: Kernel) -> bool:
+    multiple = kernel.run_multiple or 1
+    padded = math.prod(-(-each // multiple) * multiple for each in (queries, keys))
+    return queries < _MIN_QUERIES or padded > _MAX_PADDED_PAIRS * queries * keys
 
 
 def _caller() -> str:

@@ -4,6 +4,7 @@ The TPU kernel runs in Pallas's interpreter; in the place of cuDNN runs XLA with
 """
 
 import contextlib
+import functools
 import itertools
 
 import jax
@@ -75,21 +76,21 @@ def causal(queries, keys):
     return jnp.arange(queries)[:, None] >= jnp.arange(keys)
 
 
-LENGTHS = [150, 149, 5, 1, 150, 128, 77, 2]
+LENGTHS = [230, 229, 5, 1, 230, 128, 77, 2]
 MASKS = {
     "none": lambda: None,
-    "causal": lambda: causal(150, 150)[None, None],
-    "window": lambda: (causal(150, 150) & (jnp.arange(150)[:, None] < jnp.arange(150) + 20))[None, None],
-    "padding": lambda: padding(LENGTHS, 150)[:, None, None],
-    "rows without keys": lambda: padding([0, *LENGTHS[1:]], 150)[:, None, None],
-    "padding in front": lambda: padding([150] * 8, 150, first=3)[:, None, None],
-    "causal, padding": lambda: causal(150, 150) & padding(LENGTHS, 150)[:, None, None],
-    "causal, padding in front": lambda: causal(150, 150) & padding([150] * 8, 150, first=7)[:, None, None],
-    "packed, padding": lambda: packed(150) & causal(150, 150) & padding(LENGTHS, 150)[:, None, None],
+    "causal": lambda: causal(230, 230)[None, None],
+    "window": lambda: (causal(230, 230) & (jnp.arange(230)[:, None] < jnp.arange(230) + 20))[None, None],
+    "padding": lambda: padding(LENGTHS, 230)[:, None, None],
+    "rows without keys": lambda: padding([0, *LENGTHS[1:]], 230)[:, None, None],
+    "padding in front": lambda: padding([230] * 8, 230, first=3)[:, None, None],
+    "causal, padding": lambda: causal(230, 230) & padding(LENGTHS, 230)[:, None, None],
+    "causal, padding in front": lambda: causal(230, 230) & padding([230] * 8, 230, first=7)[:, None, None],
+    "packed, padding": lambda: packed(230) & causal(230, 230) & padding(LENGTHS, 230)[:, None, None],
     "packed, window, padding in front": lambda: (
-        packed(150) & (abs(jnp.arange(150)[:, None] - jnp.arange(150)) < 30) & padding([150] * 8, 150, 7)[:, None, None]
+        packed(230) & (abs(jnp.arange(230)[:, None] - jnp.arange(230)) < 30) & padding([230] * 8, 230, 7)[:, None, None]
     ),
-    "queries and keys": lambda: padding(LENGTHS, 150)[:, None, :, None] & padding(LENGTHS, 150)[:, None, None],
+    "queries and keys": lambda: padding(LENGTHS, 230)[:, None, :, None] & padding(LENGTHS, 230)[:, None, None],
 }
 
 
@@ -105,14 +106,14 @@ CONTAINED = "none", "causal", "padding", "padding in front"  # in another mask, 
     indirect=["platform"],
 )
 def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
-    assert assert_equals_one_device(kd.DataParallel(), *operands(150), MASKS[name]) == [(KERNEL[platform], None)]
+    assert assert_equals_one_device(kd.DataParallel(), *operands(230), MASKS[name]) == [(KERNEL[platform], None)]
 
 
 FAST = {
     ("tpu", False, (128, 128)),
     ("gpu", True, (197, 197)),
-    ("tpu", True, (130, 300)),
-    ("gpu", False, (300, 130)),
+    ("tpu", True, (230, 300)),
+    ("gpu", False, (300, 230)),
 }
 
 
@@ -120,13 +121,26 @@ FAST = {
     ("platform", "is_causal", "lengths"),
     [
         slow_unless(case in FAST, *case)
-        for case in itertools.product(["tpu", "gpu"], [False, True], [(128, 128), (197, 197), (130, 300), (300, 130)])
+        for case in itertools.product(["tpu", "gpu"], [False, True], [(128, 128), (197, 197), (230, 300), (300, 230)])
     ],
     indirect=["platform"],
 )
 def test_lengths(platform, is_causal, lengths):
     queries, keys = lengths
     assert_equals_one_device(kd.DataParallel(), *operands(queries, keys), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("platform", ["tpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("lengths", "flash_attention", "by_kernel"),
+    [((197, 197), None, False), ((197, 197), True, True), ((230, 300), None, True), ((130, 380), None, False)],
+)
+def test_short_sequences_are_not_padded_to_many_times_their_pairs(platform, lengths, flash_attention, by_kernel):
+    query, key, value = operands(*lengths)
+    attend = functools.partial(keras.ops.dot_product_attention, flash_attention=flash_attention)
+    with kd.DataParallel().scope(), recorded_calls() as calls:
+        jax.eval_shape(jax.jit(attend), query, key, value)
+    assert [call.implementation for call in calls] == [KERNEL[platform] if by_kernel else "XLA"]
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
@@ -172,10 +186,10 @@ def test_under_other_transformations(platform, transform):
 
 
 def test_a_bias_that_only_hides_keys_is_a_mask(platform):
-    tensors = operands(150)
+    tensors = operands(230)
 
     def attend(query, key, value):
-        hidden = 1 - (causal(150, 150) & padding(LENGTHS, 150)[:, None, None]).astype("float32")
+        hidden = 1 - (causal(230, 230) & padding(LENGTHS, 230)[:, None, None]).astype("float32")
         return keras.ops.dot_product_attention(query, key, value, bias=hidden * -1e9)
 
     expected = attend(*tensors)
@@ -185,7 +199,7 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "biased"), crossed([(149, 149), (150, 149), (149, 150), (150, 150)], [False, True])
+    ("lengths", "biased"), crossed([(229, 229), (230, 229), (229, 230), (230, 230)], [False, True])
 )
 def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
@@ -212,7 +226,7 @@ def test_cudnn_computes_padding_anywhere_without_blocks(keys, mask, monkeypatch)
     assert calls == [("cuDNN", None)]
 
 
-@pytest.mark.parametrize("length", [149, 150])
+@pytest.mark.parametrize("length", [229, 230])
 def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     calls = assert_equals_one_device(
@@ -221,7 +235,7 @@ def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
     assert calls == [("cuDNN", None)]
 
 
-@pytest.mark.parametrize("length", [149, 150])
+@pytest.mark.parametrize("length", [229, 230])
 def test_cudnn_computes_a_bias_without_a_mask(length, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, HEADS, length, length)), "float32")
@@ -242,7 +256,7 @@ def test_layers_for_sequences_of_any_length(platform, mesh):
     def outputs():
         inputs = keras.Input((None, HEADS * SIZE))
         model = keras.Model(inputs, Attend(name="attend")(inputs))
-        return model.predict(np.random.default_rng(0).standard_normal((8, 150, HEADS * SIZE)), verbose=0)
+        return model.predict(np.random.default_rng(0).standard_normal((8, 230, HEADS * SIZE)), verbose=0)
 
     expected = outputs()
     layout_map = kd.LayoutMap(kd.create_device_mesh(mesh))
@@ -254,7 +268,7 @@ def test_layers_for_sequences_of_any_length(platform, mesh):
 
 def packed_model(build_mask):
     """A model of packed rows, with the ids of the sequences as an input, and attention by Keras's layer."""
-    tokens, ids = (keras.Input((130,), dtype="int32") for _ in range(2))
+    tokens, ids = (keras.Input((230,), dtype="int32") for _ in range(2))
     x = keras.layers.Embedding(50, 16, name="tokens")(tokens)
     x = x + keras.layers.MultiHeadAttention(2, 8, name="attention")(x, x, attention_mask=build_mask(ids))
     model = keras.Model([tokens, ids], keras.layers.Dense(50, name="out")(x))
@@ -264,7 +278,7 @@ def packed_model(build_mask):
 
 def packed_and_padded(ids):
     same = keras.ops.equal(keras.ops.expand_dims(ids, 1), keras.ops.expand_dims(ids, 2))
-    causal = keras.ops.arange(130)[:, None] >= keras.ops.arange(130)
+    causal = keras.ops.arange(230)[:, None] >= keras.ops.arange(230)
     return keras.ops.logical_and(keras.ops.logical_and(same, causal), keras.ops.expand_dims(ids > 0, 1))
 
 
@@ -285,8 +299,8 @@ def test_layers_of_packed_sequences(platform, axes):
     sequence = "context" if "context" in axes else None
     distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name=sequence)
     generator = np.random.default_rng(0)
-    tokens, labels = generator.integers(0, 50, (2, 16, 130))
-    ids = np.sort(generator.integers(1, 5, (16, 130)), axis=1) * (np.arange(130) < 120)
+    tokens, labels = generator.integers(0, 50, (2, 16, 230))
+    ids = np.sort(generator.integers(1, 5, (16, 230)), axis=1) * (np.arange(230) < 120)
     losses = []
     for each in (None, distribution):
         keras.utils.set_random_seed(0)
