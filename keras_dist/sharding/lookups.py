@@ -95,7 +95,7 @@ class Lookup:
             return jnp.take(table, indices, axis=0)
 
         def sums(indices, gradient):
-            return _sums(indices, gradient, self.table_shape).astype(gradient.dtype)
+            return sums_of_rows(indices, gradient, self.table_shape, self.is_gathered_anyway)
 
         def backward(indices, gradient):
             if self.reduces_later:
@@ -121,7 +121,7 @@ class Lookup:
         def sums(indices, gradient):
             gradient = exchange(gradient, split_axis=last, concat_axis=0)
             shape = self.table_shape[0], gradient.shape[-1]
-            return _sums(gather(indices), gradient, shape).astype(gradient.dtype)[None]
+            return sums_of_rows(gather(indices), gradient, shape)[None]
 
         sums_on_devices = self._on_devices(sums, (rows, rows), PartitionSpec(replica_axes, *columns))
 
@@ -135,8 +135,22 @@ class Lookup:
         return on_devices(function, self.placer.device_mesh.backend_mesh, in_specs, out_specs, self._row_axes)
 
 
-def _sums(indices: Any, gradient: Any, table_shape: Sequence[int]) -> Any:
-    """Returns the gradient of a table, summed in at least float32."""
-    table = jax.ShapeDtypeStruct(tuple(table_shape), jnp.promote_types(gradient.dtype, jnp.float32))
-    look_up = jax.linear_transpose(lambda table: jnp.take(table, indices, axis=0), table)
-    return look_up(gradient.astype(table.dtype))[0]
+def sums_of_rows(indices: Any, gradient: Any, table_shape: Sequence[int], has_others: bool = False) -> Any:
+    """Returns the gradient of a table in the dtype of the rows that were looked up, summed in at least float32.
+
+    If there are few lookups, their sums are computed without a float32 table, unless the table has other gradients, to
+    which XLA adds one of float32 without storing more. Those of a row are added up in the place
+    of its first one. Example: the lookups of rows 7, 2, 7 have the places 0, 1, 0; rows 7 and 2 get the sums in places
+    0 and 1.
+    """
+    num_rows, dtype = table_shape[0], jnp.promote_types(gradient.dtype, jnp.float32)
+    indices, gradient = indices.reshape(-1).astype("int32"), gradient.reshape(-1, table_shape[-1])
+    if has_others or dtype == gradient.dtype or 2 * indices.size > num_rows:
+        table = jnp.zeros(table_shape, dtype)
+        return table.at[indices].add(gradient.astype(dtype), mode="drop").astype(gradient.dtype)
+    own_place, none = jnp.arange(indices.size), indices.size
+    first = jnp.full(num_rows, none).at[indices].min(own_place, mode="drop")
+    place = first.at[indices].get(mode="fill", fill_value=none)
+    sums = jnp.zeros(gradient.shape, dtype).at[place].add(gradient.astype(dtype), mode="drop").astype(gradient.dtype)
+    rows = jnp.where(place == own_place, indices, num_rows + own_place)  # of other places: none
+    return jnp.zeros(table_shape, gradient.dtype).at[rows].set(sums, mode="drop", unique_indices=True)

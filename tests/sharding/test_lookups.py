@@ -9,6 +9,7 @@ from support.slow_cases import slow
 from support.strategy_models import STRATEGIES, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
+from keras_dist.sharding.lookups import sums_of_rows
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 32
 random = np.random.default_rng(0)
@@ -119,22 +120,36 @@ def test_one_index_for_each_row():
     assert_same_numbers(fitted(build, STRATEGIES["FSDP"](build), x, y)["fit"], fitted(build, None, x, y)["fit"], 1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
-def test_lookups_are_summed_in_float32(strategy):
+@pytest.mark.parametrize(("strategy", "num_rows"), [("DP", 64), ("FSDP", 64), ("DP", 4096), ("FSDP", 4096)])
+def test_lookups_are_summed_in_float32(strategy, num_rows):
     """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
 
     def build():
         tokens = keras.Input((400,), dtype="int32")
-        table = layers.Embedding(64, 8, embeddings_initializer="zeros", dtype="mixed_bfloat16")
+        table = layers.Embedding(num_rows, 8, embeddings_initializer="zeros", dtype="mixed_bfloat16")
         model = keras.Model(tokens, table(tokens))
         model.compile(keras.optimizers.SGD(1.0), loss=lambda y, x: ops.sum(ops.cast(x, "float32"), axis=(1, 2)))
         return model
 
     x = np.ones((16, 400), "int32")
-    expected = np.zeros((64, 8), "float32")
+    expected = np.zeros((num_rows, 8), "float32")
     expected[1] = -400.0  # the mean over 16 rows of the sum over 400 positions
     (table,) = fitted(build, STRATEGIES[strategy](build), x, x)["weights"]
     np.testing.assert_allclose(table, 2 * expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("num_rows", [50, 500])
+@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+def test_indices_count_from_the_end_and_those_beyond_it_have_no_gradient(num_rows, dtype):
+    """A table with few and with many more rows than a device looks up."""
+    generator = np.random.default_rng(0)
+    indices = generator.integers(-60 if dtype == "int32" else 0, 60, (1, 100)).astype(dtype)
+    gradient = generator.normal(size=(1, 100, 4)).astype("bfloat16")
+    table = jax.ShapeDtypeStruct((num_rows, 4), "float32")
+    rows = jax.linear_transpose(lambda table: jax.numpy.take(table, indices, axis=0), table)
+    expected = rows(jax.numpy.asarray(gradient, "float32"))[0]
+    actual = sums_of_rows(jax.numpy.asarray(indices), jax.numpy.asarray(gradient), (num_rows, 4))
+    np.testing.assert_allclose(actual.astype("float32"), expected, rtol=2**-8)
 
 
 @pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
