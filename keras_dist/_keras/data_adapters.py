@@ -21,6 +21,16 @@ with missing_names_are_errors():
     STACK_BATCHES = "super_batch" in inspect.signature(data_adapters.ArrayDataAdapter.get_jax_iterator).parameters
 
 
+def makes_arrays(adapter) -> bool:
+    """Returns whether a data adapter makes the arrays of each batch, so that nobody writes to them later.
+
+    Others pass on what a source returns, which may fill the same arrays again, and slices of arrays of the user.
+    """
+    if isinstance(adapter, data_adapters.ArrayDataAdapter):
+        return bool(adapter._shuffle)  # rows are chosen by their indices
+    return isinstance(adapter, data_adapters.TFDatasetAdapter)
+
+
 def finished_epochs(adapter) -> int:
     """Returns how many epochs a data adapter has finished; 0 where adapters do not count them."""
     return getattr(adapter, "_epoch", 0)

@@ -14,7 +14,13 @@ from typing import Any
 import keras
 
 from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
-from keras_dist._keras.data_adapters import COUNT_EPOCHS, data_adapters, finished_epochs, set_finished_epochs
+from keras_dist._keras.data_adapters import (
+    COUNT_EPOCHS,
+    data_adapters,
+    finished_epochs,
+    makes_arrays,
+    set_finished_epochs,
+)
 from keras_dist._keras.internals import compiles_steps, trainer
 from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
@@ -66,6 +72,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             ResumableIterator.position if position.is_tracked(self) else None,
             self.steps_per_execution,
             self._is_compiled,
+            makes_arrays(adapter),
         )
 
     def _enumerate_iterator(self) -> Any:

@@ -72,6 +72,7 @@ class BatchProducer:
     warning_for: Callable[[int], str | None] = lambda rows: None  # given the number of rows of the first batch
     steps_per_execution: int = 1
     is_compiled: bool = False  # whether the steps are
+    makes_arrays: bool = False  # whether the source makes new arrays for each batch, of equal structure and dtypes
     is_closed: threading.Event = dataclasses.field(default_factory=threading.Event)  # no more batches are wanted
     number: int = 0
 
@@ -103,11 +104,7 @@ class BatchProducer:
 
     def _read_all(self, comparison: BatchComparison | None) -> Iterator[_Read]:
         iterator = iter(self.batches())
-        for batch in iterator:
-            if (
-                self.batches_per_item > 1
-            ):  # it is kept while the source reads the next batch, maybe into the same arrays
-                batch = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
+        for batch in map(self._own, iterator):
             position = None if self.position_of is None else self.position_of(iterator)
             rows, compared, found = None, None, ()
             if comparison is not None:
@@ -117,6 +114,13 @@ class BatchProducer:
                     return
                 compared, found = (begin, time.perf_counter()), comparison.take_warnings()
             yield _Read(batch, rows, position, compared, found)
+
+    def _own(self, batch: Any) -> Any:
+        """Returns a batch that stays as it is when the source reads the next one, maybe into the same arrays."""
+        # CPU devices use the memory of host arrays, and batches of one execution are kept until all of them are read.
+        if self.makes_arrays or not (self.placer.is_on_cpu or self.batches_per_item > 1):
+            return batch
+        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
     def _prepared(self, read: list[_Read], is_first: bool) -> _Prepared:
         last, found = read[-1], tuple(itertools.chain.from_iterable(each.warnings for each in read))
@@ -258,11 +262,13 @@ class Batches:
         position_of: Callable[[Iterator], Any] | None,
         steps_per_execution: int,
         is_compiled: bool,
+        makes_arrays: bool,
     ) -> InputPipeline:
         """Returns a pipeline of global batches, made from this process's host batches."""
         warning_for = functools.partial(self._distribution.steps.warning_for, step)
         settings = self._distribution.auto_shard_dataset, step, steps_per_epoch, position_of, warning_for
-        return InputPipeline(BatchProducer(batches, self._placer, *settings, steps_per_execution, is_compiled))
+        execution = steps_per_execution, is_compiled, makes_arrays
+        return InputPipeline(BatchProducer(batches, self._placer, *settings, *execution))
 
     def outputs_of_process(self, outputs: Any, rows: list) -> Any:
         """Returns the rows of a prediction that this process passed, as arrays that it can read."""

@@ -1,13 +1,16 @@
 """Data that cannot be used, or is used badly, is reported before the first step."""
 
+import itertools
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
 from support.keras_scenarios import OLDER_KERAS
 
 import keras_dist as kd
+from keras_dist._keras.data_adapters import data_adapters, makes_arrays
 from keras_dist.data.batches import BatchProducer, InputPipeline
 
 # Since 3.16, Keras's `fit` and `evaluate` read the first batch themselves, to build a model, and raise errors of Keras.
@@ -107,3 +110,104 @@ def test_a_batch_that_is_awaited_before_it_is_taken_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         next(pipeline)
+
+
+def one_cpu():
+    return kd.DataParallel(devices=kd.list_devices()[:1])._placer
+
+
+def new_pipeline(batches, **settings):
+    return InputPipeline(BatchProducer(lambda: iter(batches), one_cpu(), True, "train", is_compiled=True, **settings))
+
+
+def test_one_cpu_is_passed_the_arrays_of_a_source_that_makes_them():
+    batches = [(X[:8] + number, {"y": Y[:8]}) for number in range(3)]
+    for batch, passed in zip(batches, new_pipeline(batches, makes_arrays=True), strict=True):
+        assert passed[0] is batch[0]
+        assert passed[1]["y"] is batch[1]["y"]
+
+
+def test_one_cpu_is_passed_copies_of_arrays_that_a_source_may_fill_again():
+    for passed in new_pipeline([X[:8], X[8:16]]):
+        assert isinstance(passed, np.ndarray)
+        assert not np.shares_memory(passed, X)
+
+
+@pytest.mark.parametrize("makes_arrays", [True, False])
+def test_one_cpu_is_passed_arrays_on_other_devices_on_its_own(makes_arrays):
+    elsewhere = [(jax.device_put(X[:8] + number, jax.devices()[1]), Y[:8]) for number in range(2)]
+    for batch, (x, _) in zip(elsewhere, new_pipeline(elsewhere, makes_arrays=makes_arrays), strict=True):
+        assert x.devices() == {jax.devices()[0]}
+        np.testing.assert_array_equal(x, batch[0])
+
+
+@pytest.mark.parametrize("makes_arrays", [True, False])
+def test_text_in_the_first_batch_raises_on_one_cpu(makes_arrays):
+    with pytest.raises(TypeError, match=r"\(8, 4\).*<U3"):
+        next(new_pipeline([np.full((8, 4), "one")], makes_arrays=makes_arrays))
+
+
+@pytest.mark.parametrize(("steps", "delivered"), [(1, [1, 2, 3, 4, 5]), (3, [3, 5, 5])])
+def test_position_on_one_cpu_is_that_after_the_batches_of_an_execution(steps, delivered):
+    class Counted:
+        count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.count == 5:
+                raise StopIteration
+            self.count += 1
+            # The batches of the second execution have no equal shapes.
+            return X[: 8 if self.count < 5 else 4] + self.count
+
+    pipeline = InputPipeline(
+        BatchProducer(
+            Counted,
+            one_cpu(),
+            True,
+            "train",
+            position_of=lambda source: source.count,
+            steps_per_execution=steps,
+            is_compiled=True,
+        )
+    )
+    assert not pipeline.is_exhausted()
+    assert (pipeline.delivered, pipeline.position) == (0, None)
+    assert [(pipeline.delivered, pipeline.position) for _ in pipeline] == [(each, each) for each in delivered]
+    assert pipeline.is_exhausted()
+
+
+def test_no_batch_follows_when_the_pipeline_of_one_cpu_is_closed():
+    pipeline = new_pipeline([X[:8]] * 3)
+    next(pipeline)
+    pipeline.close()
+    assert list(pipeline) == []
+
+
+class OfUser(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return X[index * 8 : index * 8 + 8]
+
+
+ADAPTERS = {
+    "shuffled arrays": lambda: data_adapters.ArrayDataAdapter(X, batch_size=8, shuffle=True),
+    "arrays shuffled by batch": lambda: data_adapters.ArrayDataAdapter(X, batch_size=8, shuffle="batch"),
+    "arrays": lambda: data_adapters.ArrayDataAdapter(X, batch_size=8),
+    "tf.data": lambda: data_adapters.TFDatasetAdapter(
+        pytest.importorskip("tensorflow").data.Dataset.from_tensor_slices(X).batch(8)
+    ),
+    "PyDataset": lambda: data_adapters.PyDatasetAdapter(OfUser(), shuffle=False),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_that_make_arrays_share_no_memory(name):
+    adapter = ADAPTERS[name]()
+    batches = [X, *jax.tree.leaves(list(adapter.get_jax_iterator()))]
+    shares = any(np.shares_memory(*pair) for pair in itertools.combinations(batches, 2))
+    assert makes_arrays(adapter) is not shares

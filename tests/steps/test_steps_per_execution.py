@@ -331,10 +331,11 @@ def test_batches_of_any_kind_give_the_numbers_of_single_steps(name, distribution
     assert_equal(trained(4), trained(1))
 
 
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("distribution", ["DP", "one device"])
-def test_a_source_may_reuse_the_memory_of_a_batch(distribution):
+def test_a_source_may_reuse_the_memory_of_a_batch(distribution, steps_per_execution):
     class Reused(keras.utils.PyDataset):
-        x = np.empty((BATCH, 4), "float32")
+        x = aligned(BATCH, 512)  # CPU devices compute with it as it is
 
         def __len__(self):
             return 6
@@ -344,9 +345,17 @@ def test_a_source_may_reuse_the_memory_of_a_batch(distribution):
             return self.x, np.zeros((BATCH, 1))
 
     with DISTRIBUTIONS[distribution]().scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="ones")])
-        model.compile("sgd", "mae", steps_per_execution=3)
-        assert model.evaluate(Reused(), verbose=0) == pytest.approx(10)  # 4 * 2.5
+        products = [layers.Dense(512, kernel_initializer="identity") for _ in range(4)]  # longer than reading
+        mean = layers.Dense(1, kernel_initializer=keras.initializers.Constant(1 / 512))
+        model = keras.Sequential([keras.Input((512,)), *products, mean])
+        model.compile("sgd", "mae", steps_per_execution=steps_per_execution)
+        assert model.evaluate(Reused(), verbose=0) == pytest.approx(2.5)
+
+
+def aligned(rows, columns):
+    """Returns an array that begins at a multiple of 64 bytes."""
+    memory = np.empty(rows * columns + 16, "float32")
+    return memory[-memory.ctypes.data % 64 // 4 :][: rows * columns].reshape(rows, columns)
 
 
 def test_a_source_that_fails_raises_its_own_error():
