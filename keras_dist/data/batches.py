@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,10 +44,10 @@ class _Read(NamedTuple):
     """A batch that was read from the source."""
 
     batch: Any
-    rows: list[list[int]] | None  # of each process, by array; None with one process
-    position: DataPosition | None
-    compared: tuple[float, float] | None
-    warnings: tuple[str, ...]
+    rows: list[list[int]] | None = None  # of each process, by array; None with one process
+    position: DataPosition | None = None
+    compared: tuple[float, float] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class _Prepared(NamedTuple):
@@ -115,6 +116,22 @@ class BatchProducer:
                 compared, found = (begin, time.perf_counter()), comparison.take_warnings()
             yield _Read(batch, rows, position, compared, found)
 
+    def read_here(self, source: Iterator) -> Iterator[tuple[Any, int]]:
+        """Yields batches or stacks for compiled steps on one CPU, read when they are requested.
+
+        The first of an execution comes with the number of its batches, the others with 0.
+        """
+        size, stay = self.batches_per_item, False
+        for first in source:
+            if stay:  # all batches are like the first one, which is passed on as it is
+                yield first, 1
+                continue
+            batches = itertools.chain([first], itertools.islice(source, size - 1))
+            read = [_Read(self._own(batch)) for batch in batches]
+            placed = self._placed(read)
+            stay = size == 1 and self.makes_arrays and all(map(operator.is_, *map(jax.tree.leaves, (first, placed[0]))))
+            yield from zip(placed, [len(read), *[0] * (len(placed) - 1)], strict=True)
+
     def _own(self, batch: Any) -> Any:
         """Returns a batch that stays as it is when the source reads the next one, maybe into the same arrays."""
         # CPU devices use the memory of host arrays, and batches of one execution are kept until all of them are read.
@@ -159,9 +176,12 @@ class InputPipeline(Prefetcher):
     def __init__(self, producer: BatchProducer):
         is_limited = producer.step is None or producer.steps_per_epoch is not None
         ahead = 2 if producer.batches_per_item == 1 else 1  # an execution of several batches takes longer
-        if producer.is_compiled and producer.placer.is_one_cpu:
-            ahead = 0  # JAX computes while the host reads, and to change threads takes longer than a small step
         super().__init__(producer, 0 if is_limited else None, producer.is_closed, ahead)
+        self._here: Iterator[tuple[Any, int]] | None = None  # batches that are read in this thread
+        if producer.is_compiled and producer.placer.is_one_cpu:
+            # JAX computes while the host reads, and to change threads takes longer than a small step.
+            self._source = iter(producer.batches())
+            self._here = producer.read_here(self._source)
         self._producer = producer
         self._local_rows: list[LocalRows | None] = []
         self.delivered = 0
@@ -175,10 +195,17 @@ class InputPipeline(Prefetcher):
         """Allows so many more batches to be prepared before they are requested, if there is a limit."""
         super().allow(-(-items // self._producer.batches_per_item))
 
+    def close(self) -> None:
+        self._here = None
+        super().close()
+
     def is_exhausted(self) -> bool:
         """Waits for the next batch and returns whether there is none."""
         try:
-            self._peeked = self._take()
+            if self._here is None:
+                self._peeked = self._take()
+            else:
+                self._here = itertools.chain([next(self._here)], self._here)
         except StopIteration:
             return True
         return False
@@ -197,6 +224,12 @@ class InputPipeline(Prefetcher):
         return prepared
 
     def __next__(self) -> Any:
+        if self._here is not None:
+            batch, num_read = next(self._here)
+            self.delivered += num_read
+            if num_read and self._producer.position_of is not None:
+                self.position = self._producer.position_of(self._source)
+            return batch
         if not self._rest:
             prepared = self._take()
             self._rest.extend(prepared.batches)

@@ -16,7 +16,7 @@ _stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], Any]]" = weakr
 
 
 class Prefetcher(Iterator):
-    """Runs an iterator in a thread, by default two items ahead of its consumer; 0 items ahead: in that of the consumer.
+    """Runs an iterator in a thread, by default two items ahead of its consumer.
 
     Items keep the iterator's order. An exception of the iterator is raised in place of the item. When the first item is
     requested, `iter(items)` is called. After that only the thread uses the iterator. It ends with the iterator, when
@@ -34,7 +34,7 @@ class Prefetcher(Iterator):
         self, items: Iterable, limit: int | None = None, is_stopped: threading.Event | None = None, ahead: int = 2
     ):
         self._items: Iterable | None = items
-        self._ahead, self._iterator = ahead, None
+        self._ahead = ahead
         self._allowed = math.inf if limit is None else limit
         self._requested = self._permitted = 0  # numbers of items
         self._is_exhausted = False
@@ -50,8 +50,6 @@ class Prefetcher(Iterator):
     def __next__(self) -> Any:
         if self._is_exhausted:
             raise StopIteration
-        if self._ahead == 0:
-            return self._produced_here()
         self._requested += 1
         self._permit(self._requested)
         if self._items is not None:
@@ -68,19 +66,9 @@ class Prefetcher(Iterator):
         self._permit(self._requested + self._ahead)
         return item
 
-    def _produced_here(self) -> Any:
-        if self._iterator is None:
-            assert self._items is not None
-            self._iterator, self._items = iter(self._items), None
-        try:
-            return next(self._iterator)
-        except BaseException:
-            self._is_exhausted = True
-            raise
-
     def close(self) -> None:
         """Ends the thread after the item that it is producing, which is lost."""
-        self._is_exhausted, self._iterator = True, None
+        self._is_exhausted = True
         self._stop()
 
     def _permit(self, items: int) -> None:
