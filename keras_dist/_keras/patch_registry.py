@@ -23,7 +23,6 @@ from typing import Any
 from keras_dist._keras.internals import unsupported_keras
 
 _lock = threading.RLock()
-_signature = functools.cache(inspect.signature)  # patches are installed by each `with distribution.scope()`
 GROUPS: list["PatchGroup"] = []
 
 
@@ -52,7 +51,7 @@ class Patch:
     def parameters(self) -> list[inspect.Parameter]:
         """Those of the replacement, without `original` and what the context returns."""
         before = 0 if isinstance(self.replacement, type) else 1 if self.context is None else 2
-        return list(_signature(self.replacement).parameters.values())[before:]
+        return list(inspect.signature(self.replacement).parameters.values())[before:]
 
     def bound(self, original: Callable) -> Any:
         """Returns what is set on the owner: a function with the signature of Keras's, or the replacement class."""
@@ -79,7 +78,7 @@ class Patch:
         if function is not None:
             expected = tuple(each.name for each in self.parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
             passes_on_more = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in self.parameters)
-            found = tuple(_signature(function).parameters)
+            found = tuple(inspect.signature(function).parameters)
             if expected == (found[: len(expected)] if passes_on_more else found):
                 return
             problem = f"takes {found} instead of {expected}"
@@ -92,6 +91,7 @@ class PatchGroup:
     def __init__(self, name: str, when: str, context: Callable[[], Any] | None = None):
         self.name, self.when, self.patches, self._context = name, when, [], context
         self._installed: dict[Patch, tuple[Any, Any]] = {}  # what the owner had, and what replaced it
+        self._checked: dict[Patch, Any] = {}  # what the owner had; patches are installed by each `with scope()`
         GROUPS.append(self)
 
     def patch(self, owner: Any, name: str, reason: str = "", issue: str = "", every_thread: bool = False) -> Callable:
@@ -112,8 +112,10 @@ class PatchGroup:
 
     def check_signatures(self) -> None:
         for patch in self.patches:
-            if patch not in self._installed:
+            function = vars(patch.owner).get(patch.name)
+            if patch not in self._installed and (function is None or self._checked.get(patch) is not function):
                 patch.check_signature()
+                self._checked[patch] = function
 
     def install(self) -> None:
         """Installs the patches that are not installed yet; if one cannot be, raises ValueError and installs none."""

@@ -65,6 +65,8 @@ def reshard(value: Any, sharding: Any) -> Any:
         if is_fully_local(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return place(local_numpy(value), sharding)
     if isinstance(value, jax.Array) and value.sharding != sharding:
+        if value.sharding.is_equivalent_to(sharding, value.ndim):
+            return jax.device_put(value, sharding, may_alias=False)
         before, after = (_bounds_by_device(each, value.shape).items() for each in (value.sharding, sharding))
         if before & after:  # JAX would return an array with these shards of the devices, without a copy of them
             value = own_copy(value)
