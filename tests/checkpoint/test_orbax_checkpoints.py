@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from support.new_process import run
 from support.slow_cases import slow_unless
 
 import keras_dist as kd
@@ -202,6 +203,40 @@ def test_without_a_distribution_a_checkpoint_of_training_is_loaded(tmp_path):
         again = compiled(sequential)
         keras.saving.load_weights(again, str(path))
         assert_same(again, expected)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_plain_keras_loads_a_checkpoint_of_training_on_other_devices(num_devices, tmp_path):
+    code = """
+import keras, numpy, sys
+keras.utils.set_random_seed(7)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "gelu"), keras.layers.Dense(4)])
+model.compile("adam", "mse")
+x = numpy.arange(8 * 16).reshape(16, 8) / 100
+"""
+    saved = (
+        "import keras_dist as kd\nkd.set_distribution(kd.FullyShardedDataParallel(min_shard_bytes=0))\n"
+        + code
+        + f"""
+model.fit(x, x[:, :4], epochs=2, verbose=0, callbacks=[kd.TrainingCheckpoint({str(tmp_path)!r})])
+print(model.predict(x, verbose=0).sum(), int(model.optimizer.iterations))
+"""
+    )
+    loaded = (
+        code
+        + f"""
+assert "keras_dist" not in sys.modules
+model.load_weights({str(tmp_path)!r})
+print(model.predict(x, verbose=0).sum(), int(model.optimizer.iterations))
+"""
+    )
+    printed = []
+    for program, devices in ((saved, 4), (loaded, num_devices)):
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        done = run(program, KERAS_BACKEND="jax", XLA_FLAGS=flags, NPROC="16")
+        assert done.returncode == 0, done.stderr
+        printed.append([float(each) for each in done.stdout.split()[-2:]])
+    np.testing.assert_allclose(*printed, rtol=1e-5)
 
 
 def test_a_relative_path_is_that_of_the_working_directory(tmp_path, monkeypatch):
