@@ -179,7 +179,9 @@ def _require_arrays(model, step: str, variables: list[list], state: tuple) -> No
 
 
 def forget_compiled_functions(model) -> None:
-    """Makes a model compile its train, test and predict functions again at their next use, also in a running `fit`."""
+    """Makes a model compile its functions again at their next use, also in a running `fit`."""
+    if getattr(model, "generate_function", None) is not None:
+        model.generate_function = None
     for step in STEPS:
         attribute = f"{step}_function"
 

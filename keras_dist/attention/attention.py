@@ -19,7 +19,7 @@ from keras_dist.tracing.dim_axes import without_repeats
 
 # Below this many queries, as in the steps of `generate()`, XLA is used: a kernel would pad them to 128.
 _MIN_QUERIES = 128
-# And if padding makes so many times the pairs of a query and a key, like the 256 x 256 of a ViT's 197 tokens: 1.7 times.
+# And if padding makes so many times the pairs of a query and a key: 1.7 times for a ViT of 197 tokens, padded to 256.
 # Such sequences are short, and so are the logits that XLA stores.
 _MAX_PADDED_PAIRS = 1.5
 

@@ -74,6 +74,21 @@ def generated(distribution, rows, **options):
         return np.asarray(model.generate(prompts(rows), stop_token_ids=None)["token_ids"])
 
 
+def test_a_redistributed_model_generates_by_another_program():
+    """JAX would take the one of the old layouts, since values of both have the same mesh."""
+    mesh = kd.create_device_mesh("data:2,model:4")
+    layout_map = kd.tensor_parallel_layout_map(language_model, mesh)
+    with kd.FullyShardedDataParallel(mesh, shard_axis="model", min_shard_bytes=0).scope():
+        keras.utils.set_random_seed(0)
+        model = language_model()
+        expected = model.generate(prompts(8), stop_token_ids=None)["token_ids"]
+    before = model.generate_function
+    with kd.ModelParallel(layout_map=layout_map, batch_dim_name="data").scope():
+        kd.redistribute(model)
+        np.testing.assert_array_equal(model.generate(prompts(8), stop_token_ids=None)["token_ids"], expected)
+    assert model.generate_function is not before
+
+
 CASES = [
     ("DP", 8, "greedy", False),
     ("FSDP", 8, "greedy", False),
