@@ -121,3 +121,25 @@ def half_precision():
     keras.config.set_dtype_policy("mixed_bfloat16")
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def largest_transfer(monkeypatch):
+    """The largest array, in elements, that is put on one device while a test runs."""
+    largest = [0]
+    device_put, asarray = jax.device_put, jax.numpy.asarray
+
+    def noting(x, device=None, **options):
+        whole = not isinstance(device, jax.sharding.NamedSharding)
+        if whole and not isinstance(x, jax.Array):
+            largest[0] = max(largest[0], np.size(x))
+        return device_put(x, device, **options)
+
+    def noting_asarray(x, *arguments, **options):
+        if not isinstance(x, jax.Array):
+            largest[0] = max(largest[0], np.size(x))
+        return asarray(x, *arguments, **options)
+
+    monkeypatch.setattr(jax, "device_put", noting)
+    monkeypatch.setattr(jax.numpy, "asarray", noting_asarray)
+    return largest

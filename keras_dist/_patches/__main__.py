@@ -4,10 +4,11 @@ from keras_dist._keras.patch_registry import GROUPS, Patch
 
 _HEAD = """# Patches of Keras
 
-keras_dist replaces these functions of Keras, and one of JAX that Keras calls, where there is no public hook. Each patch
-calls the original function for everything that it is not about, so programs that use plain `keras.distribution` see no
-change. All apply to all [supported releases of Keras](keras_versions.md). Before patches are installed, the
-parameters of Keras's functions are compared with those of these releases; others are an error that names the function.
+keras_dist replaces these functions of Keras, one of JAX that Keras calls, and one of safetensors that KerasHub calls,
+where there is no public hook. Each patch calls the original function for everything that it is not about, so programs
+that use plain `keras.distribution` see no change. All apply to all [supported releases of Keras](keras_versions.md).
+Before patches are installed, the parameters of Keras's functions are compared with those of these releases; others are
+an error that names the function.
 
 This file is generated: `python -m keras_dist._patches > docs/patches.md`. A patch is declared in the file of
 `keras_dist/_patches/` that the table names, with a decorator from `keras_dist/_keras/patch_registry.py`.

@@ -9,12 +9,17 @@ import jax
 import keras
 import numpy as np
 
+try:
+    import safetensors
+except ImportError:
+    safetensors = None
+
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_distribution
 from keras_dist._keras.deferred_variables import is_deferring
 from keras_dist._keras.internals import as_sharding, legacy_h5_format, saving_lib
 from keras_dist._report.units import counted
-from keras_dist.variables import global_reads, host_to_device, lazy_hdf5
+from keras_dist.variables import global_reads, host_to_device, lazy_hdf5, safetensors_files
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
 # ------------------------------------------------------------------------------------------------------ from memory
@@ -129,6 +134,16 @@ def _load_model_from_fileobj(original, distribution, fileobj, custom_objects, co
     if failed:
         saving_lib._raise_loading_failure(messages)
     return model
+
+
+if safetensors is not None:
+
+    @INSTALLED.patch(safetensors, "safe_open", reason=_ENTIRE_TENSORS)
+    def _safe_open(original, distribution, *args, **kwargs):
+        opened = original(*args, **kwargs)
+        named = dict(zip(("filename", "framework"), args, strict=False)) | kwargs
+        is_of_numpy = named["framework"] in ("np", "numpy")
+        return safetensors_files.SafetensorsFile(named["filename"], opened) if is_of_numpy else opened
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -3,7 +3,8 @@
 * `variable_layouts.py`: the layouts that the variables of a model have, and should have; `redistribute` moves them.
 * `host_to_device.py`: places host values on devices, shard by shard.
 * `gather.py`: gathers a global array to the host, in pieces.
-* `lazy_hdf5.py`: tensors in HDF5 files that are read shard by shard.
+* `lazy_tensor.py`: arrays in files that are read shard by shard; `lazy_hdf5.py`: those in HDF5 files.
+* `safetensors_files.py`: tensors of checkpoints of Hugging Face as views of their files.
 * `global_reads.py`: variables whose shards are on several processes: read by all together, or by process 0 for all.
 * `deferred.py`: `deferred` and `materialize`, for models without values, and `built`, which accepts their builders.
 """

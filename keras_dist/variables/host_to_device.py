@@ -14,7 +14,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_dist._keras.training_state import own_copy
 from keras_dist.mesh.devices import require_attached
-from keras_dist.variables.lazy_hdf5 import Bounds, LazyTensor, lazy_tensor
+from keras_dist.variables.lazy_hdf5 import lazy_tensor
+from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, slices_of
 
 
 def is_host_tensor(value: Any) -> bool:
@@ -104,7 +105,7 @@ def _read_shards(value: Any, shards: Sequence[Bounds], dtype: np.dtype) -> Itera
     else:
         array = np.asarray(value)
         for bounds in shards:
-            shard = np.asarray(array[tuple(slice(*bound) for bound in bounds)])
+            shard = np.asarray(array[slices_of(bounds)])
             yield bounds, _converted(shard, dtype, is_own=False)
 
 

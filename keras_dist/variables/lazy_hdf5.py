@@ -1,7 +1,6 @@
-"""Tensors in HDF5 files that are read when they are used, so that a process reads only the shards that it holds."""
+"""Tensors in HDF5 files as lazy tensors."""
 
 import io
-import math
 import os
 import struct
 import zipfile
@@ -9,62 +8,43 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
-Bounds = tuple[tuple[int, int], ...]  # first index and end of a shard in each dim
+from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, shape_of, slices_of, within
 
 _MIN_LAZY_BYTES = 2**20  # tensors up to this size are read at once, which costs less than to defer it
 _BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the file
 
 
-class LazyTensor(NDArrayOperatorsMixin):
-    """Stands for the array in an `h5py.Dataset` that is to be assigned to a variable, with `read_shards`.
-
-    Anything else that is done with it reads the full array: operators, indexing, methods, functions of NumPy and JAX.
-    """
+class LazyDataset(LazyTensor):
+    """Stands for the array in an `h5py.Dataset`."""
 
     def __init__(self, dataset: Any, dtype: Any = None):
-        self._dataset: Any = dataset
-        self._array: np.ndarray | None = None
-        self.shape: tuple[int, ...] = tuple(dataset.shape)
-        self.dtype = np.dtype(dataset.dtype if dtype is None else dtype)
-        self.ndim, self.nbytes = len(self.shape), math.prod(self.shape) * self.dtype.itemsize
+        super().__init__(dataset, dataset.shape, dataset.dtype if dtype is None else dtype)
 
-    def load(self) -> np.ndarray:
-        """Reads the full array into memory; the file is not needed afterwards."""
-        if self._array is None:
-            self._array, self._dataset = np.asarray(self), None
-        return self._array
+    def _read_shards(self, shards: Sequence[Bounds]) -> Iterator[tuple[Bounds, np.ndarray]]:
+        """Reads shards that are contiguous in the file one by one.
 
-    def read_shards(self, shards: Sequence[Bounds]) -> Iterator[tuple[Bounds, np.ndarray]]:
-        """Yields shards of the array, each with its bounds in all dims, as new arrays.
-
-        Shards that are contiguous in the file are read one by one. Others are read together, in bands of full rows,
-        because many small reads are slow.
+        Others are read together, in bands of full rows, because many small reads are slow.
         """
-        if self._array is not None:
-            yield from ((shard, self._array[_slices(shard)].copy()) for shard in shards)
-        elif self._dataset.chunks is None and all(map(self._is_contiguous, shards)):
-            yield from ((shard, self._read(shard)) for shard in shards)
+        if self._source.chunks is None and all(map(self._is_contiguous, shards)):
+            yield from super()._read_shards(shards)
         else:
             arrays = self._read_in_bands(shards)
             yield from ((shard, arrays.popleft()) for shard in shards)  # frees each as soon as the caller does
 
     def _is_contiguous(self, shard: Bounds) -> bool:
-        sizes = _sizes(shard)
-        split = [dim for dim, size in enumerate(sizes) if size != self.shape[dim]]
-        return not split or all(size == 1 for size in sizes[: split[-1]])
+        lengths = shape_of(shard)
+        split = [dim for dim, size in enumerate(lengths) if size != self.shape[dim]]
+        return not split or all(size == 1 for size in lengths[: split[-1]])
 
     def _read_in_bands(self, shards: Sequence[Bounds]) -> deque[np.ndarray]:
-        arrays = [np.empty(_sizes(shard), self.dtype) for shard in shards]
+        arrays = [np.empty(shape_of(shard), self.dtype) for shard in shards]
         box = [(min(start for start, _ in dim), max(end for _, end in dim)) for dim in zip(*shards, strict=True)]
         rows = max(1, _BAND_BYTES // max(1, self.nbytes // max(1, self.shape[0])))
-        if self._dataset.chunks is not None:  # full chunks, which may be compressed
-            rows = -(-rows // self._dataset.chunks[0]) * self._dataset.chunks[0]
+        if self._source.chunks is not None:  # full chunks, which may be compressed
+            rows = -(-rows // self._source.chunks[0]) * self._source.chunks[0]
         start, end = box[0]
         for first in range(start // rows * rows, end, rows):
             band_bounds = ((max(first, start), min(first + rows, end)), *box[1:])
@@ -72,50 +52,14 @@ class LazyTensor(NDArrayOperatorsMixin):
             for shard, array in zip(shards, arrays, strict=True):
                 both = ((max(band_bounds[0][0], shard[0][0]), min(band_bounds[0][1], shard[0][1])), *shard[1:])
                 if both[0][0] < both[0][1]:
-                    array[_within(shard, both)] = band[_within(band_bounds, both)]
+                    array[within(shard, both)] = band[within(band_bounds, both)]
         return deque(arrays)
 
     def _read(self, bounds: Bounds) -> np.ndarray:
-        result = np.empty(_sizes(bounds), self.dtype)
+        result = np.empty(shape_of(bounds), self.dtype)
         if result.size:
-            self._dataset.read_direct(result, _slices(bounds))
+            self._source.read_direct(result, slices_of(bounds))
         return result
-
-    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        arrays = [each.load() if isinstance(each, LazyTensor) else each for each in inputs]
-        return getattr(ufunc, method)(*arrays, **kwargs)
-
-    def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(self.load())
-
-    def __array__(self, dtype=None, copy=None):
-        if self._array is None:
-            return np.array(self._read(tuple((0, size) for size in self.shape)), dtype=dtype, copy=None)
-        return np.array(self._array, dtype=dtype, copy=copy)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.load(), name)
-
-    def __getitem__(self, key):
-        return self.load()[key]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-
-def _slices(bounds: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in bounds)
-
-
-def _sizes(bounds: Bounds) -> list[int]:
-    return [end - start for start, end in bounds]
-
-
-def _within(outer: Bounds, bounds: Bounds) -> tuple[slice, ...]:
-    """Where `bounds` are in an array that holds `outer`."""
-    return tuple(slice(start - first, end - first) for (first, _), (start, end) in zip(outer, bounds, strict=True))
 
 
 def lazy_tensor(dataset: Any) -> LazyTensor | None:
@@ -123,7 +67,7 @@ def lazy_tensor(dataset: Any) -> LazyTensor | None:
     is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"  # Keras records it there, because HDF5 lacks it
     if dataset.shape is None or (dataset.dtype.kind not in "biufc" and not is_bfloat16):
         return None
-    tensor = LazyTensor(dataset, ml_dtypes.bfloat16 if is_bfloat16 else None)
+    tensor = LazyDataset(dataset, ml_dtypes.bfloat16 if is_bfloat16 else None)
     return tensor if tensor.ndim and tensor.nbytes > _MIN_LAZY_BYTES else None
 
 

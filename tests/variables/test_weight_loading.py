@@ -38,28 +38,6 @@ def new_model(dtype="float32", width=WIDTH):
     return model
 
 
-@pytest.fixture
-def largest_transfer(monkeypatch):
-    """The largest array, in elements, that is put on one device while a test runs."""
-    largest = [0]
-    device_put, asarray = jax.device_put, jax.numpy.asarray
-
-    def noting(x, device=None, **options):
-        whole = not isinstance(device, jax.sharding.NamedSharding)
-        if whole and not isinstance(x, jax.Array):
-            largest[0] = max(largest[0], np.size(x))
-        return device_put(x, device, **options)
-
-    def noting_asarray(x, *arguments, **options):
-        if not isinstance(x, jax.Array):
-            largest[0] = max(largest[0], np.size(x))
-        return asarray(x, *arguments, **options)
-
-    monkeypatch.setattr(jax, "device_put", noting)
-    monkeypatch.setattr(jax.numpy, "asarray", noting_asarray)
-    return largest
-
-
 # ------------------------------------------------------------------------------------------------------- from memory
 
 
@@ -181,9 +159,9 @@ def test_every_file_format_is_read_by_shards(name, spec, tmp_path, largest_trans
     path = save(expected, tmp_path / name)
     loaded = []
     monkeypatch.setattr(
-        lazy_hdf5.LazyTensor,
+        lazy_hdf5.LazyDataset,
         "load",
-        lambda self, load=lazy_hdf5.LazyTensor.load: loaded.append(self.shape) or load(self),
+        lambda self, load=lazy_hdf5.LazyDataset.load: loaded.append(self.shape) or load(self),
     )
     with sharded(*spec).scope():
         largest_transfer[0] = 0
@@ -336,7 +314,7 @@ def on_disk(request, tmp_path):
             file["a"].attrs["dtype"] = "bfloat16"
     with h5py.File(tmp_path / "a.h5") as file:
         dataset = file["a"]
-        yield lazy_hdf5.LazyTensor(dataset, array.dtype), array
+        yield lazy_hdf5.LazyDataset(dataset, array.dtype), array
 
 
 @pytest.mark.parametrize(
