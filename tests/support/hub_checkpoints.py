@@ -9,7 +9,7 @@ import numpy as np
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 CODES |= {"int8": "I8", "int64": "I64", "uint16": "U16", "bool": "BOOL", "complex64": "C64"}
 
-HEADS, KEY_HEADS, LAYERS = 4, 2, 2
+HEADS, KEY_HEADS = 4, 2
 FAMILIES = ["llama", "gpt2", "mixtral"]
 
 
@@ -27,18 +27,22 @@ def write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray], codes:
             file.write(array.tobytes())
 
 
-def write_checkpoint(folder, family, dtype="float32", files=1, hidden=64, intermediate=128, vocabulary=256, experts=4):
+def write_checkpoint(
+    folder, family, dtype="float32", files=1, hidden=64, intermediate=128, vocabulary=256, experts=4, layers=2
+):
     """Writes config.json, and weights in one file, or in several with an index."""
     config = {
         **{"model_type": family, "vocab_size": vocabulary, "tie_word_embeddings": False, "rope_theta": 10000.0},
-        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS},
+        **{"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS},
         **{"hidden_size": hidden, "intermediate_size": intermediate, "rms_norm_eps": 1e-5, "sliding_window": None},
         **{"num_local_experts": experts, "num_experts_per_tok": 2, "output_router_logits": False},
-        **{"n_layer": LAYERS, "n_head": HEADS, "n_embd": hidden, "n_positions": 32, "resid_pdrop": 0.0},
+        **{"n_layer": layers, "n_head": HEADS, "n_embd": hidden, "n_positions": 32, "resid_pdrop": 0.0},
     }
     (folder / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
-    shapes = _gpt2(hidden, vocabulary) if family == "gpt2" else _llama(hidden, intermediate, vocabulary)
+    shapes = _gpt2(hidden, vocabulary, layers)
+    if family != "gpt2":
+        shapes = _llama(hidden, intermediate, vocabulary, layers)
     if family == "mixtral":
         shapes = dict(_with_experts(shapes, hidden, experts))
     numbers = {name: rng.random(shape, "float32").astype(np.dtype(dtype)) for name, shape in shapes.items()}
@@ -51,14 +55,14 @@ def write_checkpoint(folder, family, dtype="float32", files=1, hidden=64, interm
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def _llama(hidden, intermediate, vocabulary):
+def _llama(hidden, intermediate, vocabulary, layers):
     keys = hidden // HEADS * KEY_HEADS
     block = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qo"}
     block |= {f"self_attn.{name}_proj": (keys, hidden) for name in "kv"}
     block |= {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)}
     block |= {"mlp.down_proj": (hidden, intermediate), "input_layernorm": (hidden,)}
     block |= {"post_attention_layernorm": (hidden,)}
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in block.items()}
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in block.items()}
     tables = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
     return shapes | tables | {"model.norm.weight": (hidden,)}
 
@@ -76,10 +80,10 @@ def _with_experts(shapes, hidden, experts):
         yield f"{block}.block_sparse_moe.gate.weight", (experts, hidden)
 
 
-def _gpt2(hidden, vocabulary):
+def _gpt2(hidden, vocabulary, layers):
     block = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden), "ln_1": (hidden,), "ln_2": (hidden,)}
     block |= {"mlp.c_fc": (hidden, 4 * hidden), "mlp.c_proj": (4 * hidden, hidden)}
-    layers = {f"h.{i}.{name}": shape for i in range(LAYERS) for name, shape in block.items()} | {"ln_f": (hidden,)}
-    shapes = {f"transformer.{name}.weight": shape for name, shape in layers.items()}
-    shapes |= {f"transformer.{name}.bias": shape[-1:] for name, shape in layers.items()}
+    modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in block.items()} | {"ln_f": (hidden,)}
+    shapes = {f"transformer.{name}.weight": shape for name, shape in modules.items()}
+    shapes |= {f"transformer.{name}.bias": shape[-1:] for name, shape in modules.items()}
     return shapes | {"transformer.wte.weight": (vocabulary, hidden), "transformer.wpe.weight": (32, hidden)}

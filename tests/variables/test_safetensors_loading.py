@@ -284,6 +284,19 @@ def test_checkpoints_equal_the_import_of_keras_hub_and_devices_receive_shards(
     assert largest < max(np.prod(variable.shape) for variable in loaded.weights)
 
 
+def test_deferred_models_receive_shards(tmp_path, largest_transfer):
+    write_checkpoint(tmp_path, "mixtral")
+    expected = backbone(tmp_path)
+    with fully_sharded():
+        largest_transfer[0] = 0
+        with kd.deferred():
+            loaded = backbone(tmp_path)
+        kd.materialize(loaded)
+        assert largest_transfer[0] == max(variable.value.addressable_data(0).size for variable in loaded.weights)
+    for variable, of_keras_hub in zip(loaded.weights, expected.weights, strict=True):
+        assert same(np.asarray(variable.value), np.asarray(of_keras_hub.value))
+
+
 def test_checkpoints_in_float8_equal_their_values(tmp_path):
     write_checkpoint(tmp_path, "mixtral", "float8_e4m3fn")
     with fully_sharded():
