@@ -37,6 +37,16 @@ def with_improved_loops(program: ClosedJaxpr) -> ClosedJaxpr:
     return with_equations(program, _improved_loop)
 
 
+def changing_operands(program: ClosedJaxpr) -> list[bool]:
+    """Returns for each operand of a program whether a loop in it changes the value, like tokens, and unlike weights."""
+    changing = set()
+    for each in program.jaxpr.eqns:
+        if each.primitive.name == "while":
+            num_constants = each.params["cond_nconsts"] + each.params["body_nconsts"]
+            changing.update(variable for variable in each.invars[num_constants:] if not isinstance(variable, Literal))
+    return [variable in changing for variable in program.jaxpr.invars]
+
+
 def _improved_loop(equation: Any) -> Sequence[Any] | None:
     if equation.primitive.name != "while":
         return None

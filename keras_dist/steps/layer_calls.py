@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun, set_current_trace, take_current_trace
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
-from keras_dist.passes.decoding_loops import with_improved_loops
+from keras_dist.passes.decoding_loops import changing_operands, with_improved_loops
 from keras_dist.sharding.activations import distribute_tensors
 from keras_dist.sharding.lookups import Lookup
 from keras_dist.sharding.per_device import call_per_device
@@ -113,13 +116,29 @@ class LayerCalls:
         return to_compute_layout(value, *layouts, self._placer.batch_axes + self._placer.sequence_axes)
 
     def run_loop(self, loop: Callable, values: Any) -> Any:
-        """Returns `loop(values)`. If it generates, it reads weights before the first token, and copies no caches."""
+        """Returns `loop(values)`. If it generates, it reads weights before the first token, and copies no caches.
+
+        Rows that the batch axes do not divide are split into unequal shards.
+        """
         leaves, structure = jax.tree.flatten(values)
         is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
         if step_state().call is not None or not is_traced or not internals.in_stateless_scope():
             return loop(values)
         program, outputs = jax.make_jaxpr(lambda *leaves: loop(structure.unflatten(leaves)), return_shape=True)(*leaves)
+        axes, changing = self._placer.batch_axes, changing_operands(program)
+        rows = {leaf.shape[0] for leaf, changes in zip(leaves, changing, strict=True) if changes and jnp.ndim(leaf) > 1}
+        if len(rows) == 1 and self._placer.axes_for(*rows) != axes:  # no beams, which are rows of some values only
+            split = functools.partial(self._split, rows.pop(), axes)
+            leaves = [split(leaf) if changes else leaf for leaf, changes in zip(leaves, changing, strict=True)]
+            program = program.replace(consts=list(map(split, program.consts)))  # the prompts
         return jax.tree.structure(outputs).unflatten(jaxpr_as_fun(with_improved_loops(program))(*leaves))
+
+    def _split(self, rows: int, axes: tuple[str, ...], value: Any) -> Any:
+        """Returns a value, if it has so many rows with these split over axes of the mesh."""
+        if not jnp.ndim(value) or value.shape[0] != rows:
+            return value
+        spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
+        return with_sharding_constraint(value, NamedSharding(self._placer.device_mesh.backend_mesh, spec))
 
     def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
         """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""

@@ -93,6 +93,9 @@ CASES = [
     ("DP", 8, "greedy", False),
     ("FSDP", 8, "greedy", False),
     ("TP", 8, "greedy", False),
+    ("DP", 9, "greedy", False),
+    slow("FSDP", 3, "greedy", False),
+    slow("TP", 9, "beam", False),
     slow("FSDP", 1, "greedy", True),
     slow("FSDP", 8, "top_k", True),
     slow("TP", 8, "top_p", False),
@@ -204,6 +207,18 @@ def test_plan_reads_weights_and_cache_once_a_token(compiler):
     assert weights + cache < plan.memory_traffic < 1.6 * (weights + cache)  # activations count more in a small model
     assert plan.memory.temporaries >= cache
     assert plan.roofline.seconds <= 16 / plan.tokens_per_second
+
+
+@pytest.mark.parametrize("strategy", ["DP", slow("FSDP"), "TP"])
+def test_each_device_computes_its_share_of_rows_that_no_axis_divides(strategy):
+    def plan(rows):
+        tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
+        batch = ({"token_ids": tokens, "padding_mask": tokens},)
+        return kd.plan(language_model, STRATEGIES[strategy](), batch, step="generate", progress=False)
+
+    uneven, even = plan(9), plan(16)
+    assert uneven.flops <= 1.2 * even.flops
+    assert uneven.memory.temporaries <= 1.2 * even.memory.temporaries
 
 
 def test_plan_of_a_sampler_that_sorts_counts_the_gathered_probabilities():
