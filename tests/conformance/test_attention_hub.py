@@ -25,11 +25,11 @@ from keras_dist.steps.step_state import recorded_calls
 keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models
 
-ROWS, LENGTH, VOCABULARY, WIDTH = 8, 136, 64, 32
+ROWS, LENGTH, VOCABULARY, WIDTH = 8, 248, 64, 32
 SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 1, "hidden_dim": WIDTH, "intermediate_dim": 64}
 HEADS = {"num_query_heads": 8, "num_key_value_heads": 4}
-PADDING = np.arange(LENGTH) < np.array([136, 136, 120, 5, 128, 1, 77, 136])[:, None]
-KEY_PADDING = np.arange(150) < np.array([150, 129, 150, 3, 1, 64, 150, 100])[:, None]
+PADDING = np.arange(LENGTH) < np.array([248, 248, 120, 5, 128, 1, 77, 248])[:, None]
+KEY_PADDING = np.arange(250) < np.array([250, 229, 250, 3, 1, 64, 250, 100])[:, None]
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -79,9 +79,9 @@ def attention_layer(layer, **options):
     """A model of a layer that reads other tokens, some of them padding."""
     inputs = {
         "query": keras.Input((LENGTH, WIDTH), name="query"),
-        "value": keras.Input((150, WIDTH), name="value"),
+        "value": keras.Input((250, WIDTH), name="value"),
         "query_mask": keras.Input((LENGTH,), dtype="bool", name="query_mask"),
-        "value_mask": keras.Input((150,), dtype="bool", name="value_mask"),
+        "value_mask": keras.Input((250,), dtype="bool", name="value_mask"),
     }
     return keras.Model(inputs, keras.layers.Dense(1)(layer(**inputs, **options)))
 
@@ -158,7 +158,7 @@ def inputs_of(model):
 
     def array(name, tensor):
         if "mask" in name:
-            return (KEY_PADDING if tensor.shape[1] == 150 else PADDING).astype(tensor.dtype)
+            return (KEY_PADDING if tensor.shape[1] == 250 else PADDING).astype(tensor.dtype)
         shape = ROWS, *(LENGTH if size is None else size for size in tensor.shape[1:])
         if name == "segment_ids":
             return np.zeros(shape, "int32")
@@ -286,7 +286,7 @@ def test_mixed_precision(platform, name, monkeypatch):
 
 GENERATORS = {"Llama 3": llama3, "Gemma": gemma, "Qwen": qwen}
 SHORT = np.arange(24) < np.array([3, 8, 1, 5, 12, 7, 2, 9])[:, None]
-LONG = np.arange(LENGTH) < np.array([128, 131, 129, 5, 133, 130, 128, 135])[:, None]  # the kernels take 128 tokens
+LONG = np.arange(LENGTH) < np.array([240, 243, 241, 5, 245, 242, 240, 247])[:, None]  # the kernels take 128 tokens
 
 
 def prompts(given):
