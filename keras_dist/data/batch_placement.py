@@ -41,6 +41,7 @@ class BatchPlacer:
         self.num_batch_shards = self._subsets[0][0]
         self._has_warned = False
         devices = device_mesh.backend_mesh.devices
+        self.is_of_several_processes = len({device.process_index for device in devices.flat}) > 1
         self.is_on_cpu = devices.flat[0].platform == "cpu"
         self.is_one_cpu = self.is_on_cpu and devices.size == 1 and jax.process_count() == 1
 

@@ -131,14 +131,20 @@ class LayerCalls:
             split = functools.partial(self._split, rows.pop(), axes)
             leaves = [split(leaf) if changes else leaf for leaf, changes in zip(leaves, changing, strict=True)]
             program = program.replace(consts=list(map(split, program.consts)))  # the prompts
-        return jax.tree.structure(outputs).unflatten(jaxpr_as_fun(with_improved_loops(program))(*leaves))
+        results = jaxpr_as_fun(with_improved_loops(program))(*leaves)
+        if self._placer.is_of_several_processes:  # each of which gets all tokens
+            results = [self._constrained(each) if _are_tokens(each) else each for each in results]
+        return jax.tree.structure(outputs).unflatten(results)
 
     def _split(self, rows: int, axes: tuple[str, ...], value: Any) -> Any:
         """Returns a value, if it has so many rows with these split over axes of the mesh."""
         if not jnp.ndim(value) or value.shape[0] != rows:
             return value
-        spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
-        return with_sharding_constraint(value, NamedSharding(self._placer.device_mesh.backend_mesh, spec))
+        return self._constrained(value, axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
+
+    def _constrained(self, value: Any, *dims: Any) -> Any:
+        sharding = NamedSharding(self._placer.device_mesh.backend_mesh, PartitionSpec(*dims))
+        return with_sharding_constraint(value, sharding)
 
     def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
         """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""
@@ -270,3 +276,7 @@ def _called_stateless(layer: keras.Layer, args: tuple, kwargs: dict) -> Any:
         if value is not old:
             variable.assign(value)
     return outputs
+
+
+def _are_tokens(value: Any) -> bool:
+    return jnp.ndim(value) > 1 and jnp.issubdtype(value.dtype, jnp.integer)
