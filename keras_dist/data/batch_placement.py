@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
+from jax.lax import with_sharding_constraint
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh
@@ -61,6 +63,13 @@ class BatchPlacer:
         """
         shards = self.num_batch_shards
         return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
+
+    def split(self, value: Any, rows: int) -> Any:
+        """Returns a traced value, if it has so many rows with these over the batch axes, in shards of unequal sizes."""
+        if not value.ndim or value.shape[0] != rows:
+            return value
+        spec = PartitionSpec(self.batch_axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
+        return with_sharding_constraint(value, NamedSharding(self.device_mesh.backend_mesh, spec))
 
     def warning_for(self, rows: int, axes: Sequence[str]) -> str | None:
         """Returns, once, a warning that a step splits a batch over fewer devices than it could, over `axes`."""

@@ -125,26 +125,19 @@ class LayerCalls:
         if step_state().call is not None or not is_traced or not internals.in_stateless_scope():
             return loop(values)
         program, outputs = jax.make_jaxpr(lambda *leaves: loop(structure.unflatten(leaves)), return_shape=True)(*leaves)
-        axes, changing = self._placer.batch_axes, changing_operands(program)
+        changing = changing_operands(program)
         rows = {leaf.shape[0] for leaf, changes in zip(leaves, changing, strict=True) if changes and jnp.ndim(leaf) > 1}
-        if len(rows) == 1 and self._placer.axes_for(*rows) != axes:  # no beams, which are rows of some values only
-            split = functools.partial(self._split, rows.pop(), axes)
+        if (
+            len(rows) == 1 and self._placer.axes_for(*rows) != self._placer.batch_axes
+        ):  # no beams, which are rows of some values only
+            split = functools.partial(self._placer.split, rows=rows.pop())
             leaves = [split(leaf) if changes else leaf for leaf, changes in zip(leaves, changing, strict=True)]
             program = program.replace(consts=list(map(split, program.consts)))  # the prompts
         results = jaxpr_as_fun(with_improved_loops(program))(*leaves)
         if self._placer.is_of_several_processes:  # each of which gets all tokens
-            results = [self._constrained(each) if _are_tokens(each) else each for each in results]
+            everywhere = NamedSharding(self._placer.device_mesh.backend_mesh, PartitionSpec())
+            results = [with_sharding_constraint(each, everywhere) if _are_tokens(each) else each for each in results]
         return jax.tree.structure(outputs).unflatten(results)
-
-    def _split(self, rows: int, axes: tuple[str, ...], value: Any) -> Any:
-        """Returns a value, if it has so many rows with these split over axes of the mesh."""
-        if not jnp.ndim(value) or value.shape[0] != rows:
-            return value
-        return self._constrained(value, axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
-
-    def _constrained(self, value: Any, *dims: Any) -> Any:
-        sharding = NamedSharding(self._placer.device_mesh.backend_mesh, PartitionSpec(*dims))
-        return with_sharding_constraint(value, sharding)
 
     def look_up(self, layer: keras.layers.Embedding, inputs: Any) -> Any:
         """Returns the rows that an embedding layer looks up in its table; None: as Keras does."""

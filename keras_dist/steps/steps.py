@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.active_distribution import active_distribution
 from keras_dist._keras.internals import StatelessScope, attributes_replaced, get_keras_mask, set_keras_mask
@@ -163,12 +161,12 @@ class Steps:
                 with changed(forward_passes=forward, weights=TracedWeights()):
                     traced = _Traced(function, state, batch)
         if splits:
-            batch = structure.unflatten([self._split(leaf, rows) for leaf in leaves])
+            batch = structure.unflatten([self._placer.split(leaf, rows) for leaf in leaves])
         program = self._program(traced.jaxpr, model, state, leaves, self.axes_in_step(step, rows))
         if is_improved:
             program = self._improved(program, forward, model)
         outputs, state = traced.evaluate(rewritten(program, self._passes), state, batch)
-        return jax.tree.map(self._joined, outputs) if splits else outputs, state
+        return jax.tree.map(functools.partial(self._joined, rows), outputs) if splits else outputs, state
 
     def improve_of(self, model: Any) -> Improve:
         """Returns what forward passes make of functions of a train step's state and batch; None if there are none."""
@@ -300,15 +298,10 @@ class Steps:
         is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows
         return self._placer.can_split_unequally(rows) and not is_in_parts
 
-    def _split(self, leaf: Any, rows: int) -> Any:
-        if leaf.ndim == 0 or leaf.shape[0] != rows:
-            return leaf
-        spec = PartitionSpec(self._placer.batch_axes, *[PartitionSpec.UNCONSTRAINED] * (leaf.ndim - 1))
-        return with_sharding_constraint(leaf, NamedSharding(self._placer.device_mesh.backend_mesh, spec))
-
-    def _joined(self, output: Any) -> Any:
-        # Logs may be Python numbers, which have no shape.
-        return with_sharding_constraint(jnp.asarray(output), self._placer.sharding(np.shape(output)))
+    def _joined(self, rows: int, output: Any) -> Any:
+        # Logs may be Python numbers, which have no shape. Without a split before, each device would compute all rows.
+        output = self._placer.split(jnp.asarray(output), rows)
+        return with_sharding_constraint(output, self._placer.sharding(output.shape))
 
 
 def _num_rows(arrays: list) -> int:
