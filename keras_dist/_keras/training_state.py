@@ -79,7 +79,12 @@ def step_function(
             return state
         return *state[:_OPTIMIZER], accumulation.from_variables(state[_OPTIMIZER]), *state[_OPTIMIZER + 1 :]
 
-    def between_steps(state) -> tuple:
+    def between_steps(state, before) -> tuple:
+        if {*map(type, before)} == {_Leaves}:  # from the second step on: to make new ones takes longer
+            for leaves, values in zip(before, state, strict=True):
+                leaves.data = list(values)
+            vars(model)["_jax_state"] = None  # until Keras assigns them: who iterates over them is given nothing back
+            return before
         parts = [_Leaves(part, model=model) if type(part) is list else part for part in state]
         if accumulation is not None:
             parts[_OPTIMIZER] = _Leaves(state[_OPTIMIZER], accumulation.to_variables, model)
@@ -91,10 +96,10 @@ def step_function(
             if type(state[0]) is list:
                 state = from_variables(state)
             else:  # from the step before
-                state = tuple(part.data if type(part) is _Leaves else part for part in state)
+                state = tuple([part.data if type(part) is _Leaves else part for part in state])
             if iterator is NOTHING_LEFT:
                 with StatelessScope(state_mapping=list(zip(model.metrics_variables, state[-1], strict=True))):
-                    return model.get_metrics_result(), between_steps(state)
+                    return model.get_metrics_result(), between_steps(state, given)
             outputs, new_state = keras_function(state, iterator)
         except BaseException:
             _fill_from_state(model, step, given)
@@ -102,7 +107,7 @@ def step_function(
                 part.clear()  # a traceback, which may be kept, refers to it
             model._jax_state, model._jax_state_synced = None, True
             raise
-        return outputs if finish is None else finish(outputs, iterator), between_steps(new_state)
+        return outputs if finish is None else finish(outputs, iterator), between_steps(new_state, given)
 
     return function
 

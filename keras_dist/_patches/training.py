@@ -232,6 +232,8 @@ for _step in STEPS:
 
 def _executing(function, model, step, is_compiled):
     """Wraps Keras's function of a step: it takes the batches of an execution."""
+    if model.steps_per_execution == 1:
+        return function
     before = None  # returns an output of the execution before
 
     def execute(state, iterator):
