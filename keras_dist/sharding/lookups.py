@@ -145,7 +145,7 @@ def sums_of_rows(indices: Any, gradient: Any, table_shape: Sequence[int], has_ot
     """
     num_rows, dtype = table_shape[0], jnp.promote_types(gradient.dtype, jnp.float32)
     indices, gradient = indices.reshape(-1).astype("int32"), gradient.reshape(-1, table_shape[-1])
-    if has_others or dtype == gradient.dtype or 2 * indices.size > num_rows:
+    if has_others or dtype == gradient.dtype or 8 * indices.size > num_rows:
         table = jnp.zeros(table_shape, dtype)
         return table.at[indices].add(gradient.astype(dtype), mode="drop").astype(gradient.dtype)
     own_place, none = jnp.arange(indices.size), indices.size

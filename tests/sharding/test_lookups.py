@@ -120,7 +120,7 @@ def test_one_index_for_each_row():
     assert_same_numbers(fitted(build, STRATEGIES["FSDP"](build), x, y)["fit"], fitted(build, None, x, y)["fit"], 1e-3)
 
 
-@pytest.mark.parametrize(("strategy", "num_rows"), [("DP", 64), ("FSDP", 64), ("DP", 4096), ("FSDP", 4096)])
+@pytest.mark.parametrize(("strategy", "num_rows"), [("DP", 64), ("FSDP", 64), ("DP", 65536), ("FSDP", 65536)])
 def test_lookups_are_summed_in_float32(strategy, num_rows):
     """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
 
@@ -138,7 +138,7 @@ def test_lookups_are_summed_in_float32(strategy, num_rows):
     np.testing.assert_allclose(table, 2 * expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize("num_rows", [50, 500])
+@pytest.mark.parametrize("num_rows", [50, 1000])
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
 def test_indices_count_from_the_end_and_those_beyond_it_have_no_gradient(num_rows, dtype):
     """A table with few and with many more rows than a device looks up."""
