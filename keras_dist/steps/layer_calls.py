@@ -127,9 +127,8 @@ class LayerCalls:
         program, outputs = jax.make_jaxpr(lambda *leaves: loop(structure.unflatten(leaves)), return_shape=True)(*leaves)
         changing = changing_operands(program)
         rows = {leaf.shape[0] for leaf, changes in zip(leaves, changing, strict=True) if changes and jnp.ndim(leaf) > 1}
-        if (
-            len(rows) == 1 and self._placer.axes_for(*rows) != self._placer.batch_axes
-        ):  # no beams, which are rows of some values only
+        # With beams, some values have a row for each beam.
+        if len(rows) == 1 and self._placer.axes_for(*rows) != self._placer.batch_axes:
             split = functools.partial(self._placer.split, rows=rows.pop())
             leaves = [split(leaf) if changes else leaf for leaf, changes in zip(leaves, changing, strict=True)]
             program = program.replace(consts=list(map(split, program.consts)))  # the prompts

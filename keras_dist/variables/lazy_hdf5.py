@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, shape_of, slices_of, within
+from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, overlap, shape_of, slices_of, within
 
 _MIN_LAZY_BYTES = 2**20  # tensors up to this size are read at once, which costs less than to defer it
 _BAND_BYTES = 2**24  # read at a time where shards are not contiguous in the file
@@ -50,8 +50,7 @@ class LazyDataset(LazyTensor):
             band_bounds = ((max(first, start), min(first + rows, end)), *box[1:])
             band = self._read(band_bounds)
             for shard, array in zip(shards, arrays, strict=True):
-                both = ((max(band_bounds[0][0], shard[0][0]), min(band_bounds[0][1], shard[0][1])), *shard[1:])
-                if both[0][0] < both[0][1]:
+                if (both := overlap(band_bounds, shard)) is not None:
                     array[within(shard, both)] = band[within(band_bounds, both)]
         return deque(arrays)
 

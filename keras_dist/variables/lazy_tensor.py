@@ -77,6 +77,12 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
     return tuple(end - start for start, end in bounds)
 
 
+def overlap(one: Bounds, other: Bounds) -> Bounds | None:
+    """Returns the bounds of what two shards have in common, None if that is nothing."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < end for start, end in both) else None
+
+
 def within(outer: Bounds, bounds: Bounds) -> tuple[slice, ...]:
     """Where `bounds` are in an array that holds `outer`."""
     return tuple(slice(start - first, end - first) for (first, _), (start, end) in zip(outer, bounds, strict=True))

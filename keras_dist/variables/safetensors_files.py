@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
-from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, shape_of, within
+from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, overlap, shape_of, within
 
 # Source: https://github.com/huggingface/safetensors, enum `Dtype`. JAX registers the names of types that NumPy lacks.
 _DTYPES = {
@@ -93,8 +93,7 @@ class JoinedViews(LazyTensor):
     def _read(self, bounds: Bounds) -> np.ndarray:
         result = np.empty(shape_of(bounds), self.dtype)
         for of_view, view in self._source:
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, of_view, strict=True))
-            if all(start < end for start, end in both):
+            if (both := overlap(bounds, of_view)) is not None:
                 result[within(bounds, both)] = view[within(of_view, both)]
         return result
 
