@@ -13,11 +13,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.lax import optimization_barrier
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.tracing.jaxpr_evaluation import all_equations, as_function, equations_of, inner_jaxprs, renamed
+from keras_dist.tracing.jaxpr_evaluation import (
+    all_equations,
+    as_function,
+    equations_of,
+    inner_jaxprs,
+    not_literal,
+    renamed,
+    variables_of,
+)
 from keras_dist.tracing.primitives import ALL_CALLS, INDEXWISE, UNCHANGED
 
 _STORED = ("erf", "erfc", "expm1", "log1p", "tanh")
@@ -46,10 +54,10 @@ class _Elementwise:
     def __init__(self, jaxpr: Jaxpr):
         self._jaxpr = jaxpr
         self._users: dict[Any, list[Any]] = defaultdict(list)
-        self._results = {*jaxpr.outvars}
+        self._results = {*not_literal(jaxpr.outvars)}
         self._places = {id(equation): place for place, equation in enumerate(jaxpr.eqns)}
         for equation in jaxpr.eqns:
-            for variable in _variables(equation):
+            for variable in variables_of(equation):
                 self._users[variable].append(equation)
 
     def replacements(self) -> dict[int, Sequence[Any]]:
@@ -76,7 +84,7 @@ class _Elementwise:
         made_of: dict[Any, set[Any]] = {}
         for equation in self._jaxpr.eqns:
             results = [] if _is_backward(equation) else self._not_stored(equation)
-            parts = set().union(*(made_of.get(variable, {variable}) for variable in _variables(equation)))
+            parts = set().union(*(made_of.get(variable, {variable}) for variable in variables_of(equation)))
             made_of |= dict.fromkeys(results, parts)
             large = [each for each in parts if results and each.aval.size >= results[0].aval.size]
             if len(large) == 1:
@@ -92,7 +100,7 @@ class _Elementwise:
         """Returns the values made of a stored one that the backward pass reads, if it reads the stored one anyway."""
         computed: dict[Any, bool] = {stored: False}  # and whether that takes a transcendental function
         for equation in equations:
-            operands = (computed.get(variable, False) for variable in _variables(equation))
+            operands = (computed.get(variable, False) for variable in variables_of(equation))
             computed |= dict.fromkeys(self._not_stored(equation), _is_transcendental(equation) or any(operands))
         wanted = [variable for variable in computed if self._backward_users(variable)]
         return wanted if {computed[variable] for variable in wanted} == {False, True} else []
@@ -104,7 +112,7 @@ class _Elementwise:
 def _copied(jaxpr: Jaxpr, stored: Any, equations: Sequence[Any], wanted: Sequence[Any]) -> tuple[Any, Any]:
     """Returns equations that compute values once more from a stored one, behind a barrier, and their results."""
     results = {variable for equation in equations for variable in equation.outvars}
-    others = {variable for equation in equations for variable in _variables(equation)} - results - {stored}
+    others = {variable for equation in equations for variable in variables_of(equation)} - results - {stored}
     operands = [stored, *others]
     part = jaxpr.replace(eqns=list(equations), invars=operands, outvars=list(wanted), constvars=[])
 
@@ -127,7 +135,3 @@ def _is_transcendental(equation: Any) -> bool:
 
 def _is_backward(equation: Any) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
-
-
-def _variables(equation: Any) -> set[Any]:
-    return {operand for operand in equation.invars if not isinstance(operand, Literal)}

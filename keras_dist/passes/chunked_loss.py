@@ -19,9 +19,18 @@ from jax.sharding import PartitionSpec
 
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.token_chunks import as_rows, evaluate_chunk, from_rows
-from keras_dist.passes.token_part import LossCall, TokenPart, find_token_parts, variables_of
+from keras_dist.passes.token_part import LossCall, TokenPart, find_token_parts
 from keras_dist.sharding.per_device import on_devices, pad_dim, pad_with_first
-from keras_dist.tracing.jaxpr_evaluation import Values, all_equations, inlined, live, scope_of, shape_of, with_gradients
+from keras_dist.tracing.jaxpr_evaluation import (
+    Values,
+    all_equations,
+    inlined,
+    live,
+    scope_of,
+    shape_of,
+    variables_of,
+    with_gradients,
+)
 from keras_dist.tracing.linearity import is_linear
 from keras_dist.tracing.primitives import REMATERIALIZATIONS
 

@@ -22,8 +22,10 @@ from keras_dist.tracing.jaxpr_evaluation import (
     equations_in_place_of,
     equations_of,
     inner_jaxprs,
+    not_literal,
     renamed,
     shape_of,
+    variables_of,
     with_equations,
 )
 from keras_dist.tracing.primitives import ALL_CALLS
@@ -43,7 +45,7 @@ def changing_operands(program: ClosedJaxpr) -> list[bool]:
     for each in program.jaxpr.eqns:
         if each.primitive.name == "while":
             num_constants = each.params["cond_nconsts"] + each.params["body_nconsts"]
-            changing.update(variable for variable in each.invars[num_constants:] if not isinstance(variable, Literal))
+            changing.update(not_literal(each.invars[num_constants:]))
     return [variable in changing for variable in program.jaxpr.invars]
 
 
@@ -62,8 +64,8 @@ def _improved_loop(equation: Any) -> Sequence[Any] | None:
             known[each.outvars[0]] = each.outvars[0]
         else:
             others.append(each)
-    used = {variable for each in others for variable in each.invars if not isinstance(variable, Literal)}
-    used.update(variable for variable in jaxpr.outvars if not isinstance(variable, Literal))
+    used = {variable for each in others for variable in variables_of(each)}
+    used.update(not_literal(jaxpr.outvars))
     read = [each.outvars[0] for each in reads if each.outvars[0] in used]
     jaxpr = jaxpr.replace(
         eqns=others, invars=[*constants, *read, *carried], debug_info=jaxpr.debug_info.with_unknown_names()
@@ -170,7 +172,7 @@ def _updated_in_place(jaxpr: Jaxpr, carry: Any, result: Any) -> Jaxpr:
     stacking = set(map(id, found.stacking))
     stacked = {each.outvars[0] for each in found.stacking}
     others = [each for each in jaxpr.eqns if id(each) not in stacking]
-    read = {variable for each in others for variable in each.invars if not isinstance(variable, Literal)}
+    read = {variable for each in others for variable in variables_of(each)}
     if read & stacked or sum(each in stacked for each in jaxpr.outvars if not isinstance(each, Literal)) > 1:
         return jaxpr
     array, equations, unread = carry, [], {}

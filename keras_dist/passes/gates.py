@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.lax import optimization_barrier
 
 from keras_dist.passes.step_program import StepProgram
-from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs
+from keras_dist.tracing.jaxpr_evaluation import inner_jaxprs, variables_of
 
 _PASSED_ON_BY = "transpose", "reshape"
 
@@ -46,7 +45,7 @@ def _multiplied_twice(jaxpr: Any) -> set[Any]:
     for equation in jaxpr.eqns:
         for inner in inner_jaxprs(equation.params):
             found |= _multiplied_twice(inner)
-        for variable in filter(_is_variable, equation.invars):
+        for variable in variables_of(equation):
             users[variable].append(equation)
     known, products = {*jaxpr.constvars, *jaxpr.invars}, set()
     for equation in jaxpr.eqns:
@@ -57,11 +56,7 @@ def _multiplied_twice(jaxpr: Any) -> set[Any]:
             continue
         products.add(result)
         are_multiplications = [each.primitive.name for each in users[result]] == ["mul", "mul"]
-        operands = [variable for each in users[result] for variable in each.invars if _is_variable(variable)]
+        operands = [variable for each in users[result] for variable in variables_of(each)]
         if are_multiplications and result not in jaxpr.outvars and known.issuperset(operands):
             found.add(result)
     return found
-
-
-def _is_variable(operand: Any) -> bool:
-    return not isinstance(operand, Literal)

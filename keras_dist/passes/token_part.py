@@ -10,13 +10,13 @@ in it ends the search with a reason.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from keras_dist.tracing.jaxpr_evaluation import scope_of, shape_of
+from keras_dist.tracing.jaxpr_evaluation import not_literal, scope_of, shape_of, variables_of
 from keras_dist.tracing.kept_dims import (
     Groups,
     activation,
@@ -254,12 +254,3 @@ def _kept(equation: Any, number: int) -> Groups:
     # The dims of the result that are not those of the window are those of the indices, in their order.
     paired = zip(dims, (places[dim] for dim in numbers.start_indices_batching_dims), strict=True)
     return [((dim,), (place,)) for dim, place in paired if sizes[dim] != 1]
-
-
-def variables_of(equation: Any) -> list[Any]:
-    """Returns the operands of an equation that are no literals."""
-    return [*not_literal(equation.invars)]
-
-
-def not_literal(variables: Iterable[Any]) -> Iterator[Any]:
-    return (each for each in variables if not isinstance(each, Literal))

@@ -30,7 +30,7 @@ from keras_dist.sharding.per_device import on_devices
 from keras_dist.sharding.resharding import WeightLayouts, reduce_summands
 from keras_dist.tracing.dim_graph import DimGraph
 from keras_dist.tracing.jaxpr_dims import read_dims
-from keras_dist.tracing.jaxpr_evaluation import Values, evaluate_inlined, with_body
+from keras_dist.tracing.jaxpr_evaluation import Values, evaluate_inlined, variables_of, with_body
 from keras_dist.tracing.linearity import has_number, is_linear, is_zero
 from keras_dist.tracing.primitives import REMATERIALIZATIONS, SUMS
 
@@ -176,7 +176,7 @@ class _Program:
             (needed_sums if as_sum else needed).add(variable)
         for number, equation in reversed(list(enumerate(self._jaxpr.eqns))):
             is_linear = number not in self._row_dims and number not in self._bodies
-            operands = {variable for variable in equation.invars if not isinstance(variable, Literal)}
+            operands = {*variables_of(equation)}
             if needed_sums.intersection(equation.outvars):
                 summed = {variable for variable in operands if is_linear and variable in self.sums}
                 needed_sums |= summed

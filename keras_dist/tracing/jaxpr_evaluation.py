@@ -3,7 +3,7 @@
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,11 +139,19 @@ def with_gradients(jaxpr: Jaxpr, trained: Collection[Any]) -> set[Any]:
     """Returns the variables of an open jaxpr that have gradients: these, and numbers that are computed from them."""
     found = {*trained}
     for equation in jaxpr.eqns:
-        operands = {variable for variable in equation.invars if not isinstance(variable, Literal)}
-        if equation.primitive.name != "stop_gradient" and not found.isdisjoint(operands):
+        if equation.primitive.name != "stop_gradient" and not found.isdisjoint(variables_of(equation)):
             dtypes = {variable: getattr(variable.aval, "dtype", None) for variable in equation.outvars}
             found.update(variable for variable, dtype in dtypes.items() if dtype and jnp.issubdtype(dtype, jnp.inexact))
     return found
+
+
+def variables_of(equation: Any) -> list[Any]:
+    """Returns the operands of an equation that are no literals."""
+    return [*not_literal(equation.invars)]
+
+
+def not_literal(variables: Iterable[Any]) -> Iterator[Any]:
+    return (each for each in variables if not isinstance(each, Literal))
 
 
 def shape_of(variable: Any) -> Sequence[int]:
@@ -213,7 +221,7 @@ class Values:
         if not equations:
             return
         outputs = [v for equation in equations for v in equation.outvars if type(v).__name__ != "DropVar"]
-        used = {v: None for equation in equations for v in equation.invars if not isinstance(v, Literal)}
+        used = dict.fromkeys(v for equation in equations for v in variables_of(equation))
         inputs = [variable for variable in used if variable in self.known]
         part = self._jaxpr.replace(eqns=list(equations), invars=inputs, outvars=outputs, constvars=[])
         self.known.update(zip(outputs, as_function(part)(*map(self.read, inputs)), strict=True))

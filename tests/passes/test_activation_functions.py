@@ -70,6 +70,12 @@ def test_the_backward_pass_has_copies_behind_a_barrier(function):
 
 
 @needs_cuda
+def test_a_program_may_return_a_number():
+    program = jax.make_jaxpr(lambda *operands: (*jax.grad(gelu, (0, 1))(*operands), 1.0))(*OPERANDS)
+    assert str(after_passes_on(kd.target("h100:2"), program)).count("optimization_barrier") == 1
+
+
+@needs_cuda
 def test_gradients_in_a_loop():
     def of_halves(*operands):
         gradients = jax.grad(gelu, (0, 1, 2, 3))
