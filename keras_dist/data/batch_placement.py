@@ -66,7 +66,7 @@ class BatchPlacer:
 
     def split(self, value: Any, rows: int) -> Any:
         """Returns a traced value, if it has so many rows with these over the batch axes, in shards of unequal sizes."""
-        if not value.ndim or value.shape[0] != rows:
+        if not np.ndim(value) or value.shape[0] != rows:
             return value
         spec = PartitionSpec(self.batch_axes, *[PartitionSpec.UNCONSTRAINED] * (value.ndim - 1))
         return with_sharding_constraint(value, NamedSharding(self.device_mesh.backend_mesh, spec))
