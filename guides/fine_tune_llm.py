@@ -330,6 +330,16 @@ for path in ("merged/model.weights.h5", "merged.keras", "adapter.lora.h5"):
     print(f"{path:25} {(FOLDER / path).stat().st_size / 2**20:.2f} MiB")
 
 # %% [markdown]
-# Other formats need more packages: `merged.export_to_transformers(path)` for Hugging Face (`safetensors`), and
-# `merged.export(path, format="tf_saved_model")`, `"onnx"` or `"litert"`. `merged.upload_preset(uri)` of KerasHub
-# publishes what `save_to_preset` wrote.
+# `transformers`, vLLM and others load what `export_safetensors` writes: the adapters of LoRA are merged, and the
+# tokenizer is among the files. KerasHub reads such a folder, too.
+
+# %%
+kd.set_distribution(kd.FullyShardedDataParallel())
+kd.export_safetensors(model, FOLDER / "hugging_face")
+read = keras_hub.models.Llama3CausalLM.from_preset(str(FOLDER / "hugging_face"), preprocessor=None)
+np.testing.assert_allclose(read(sample), merged(sample), rtol=1e-3, atol=1e-3)
+print(", ".join(sorted(path.name for path in (FOLDER / "hugging_face").iterdir())))
+
+# %% [markdown]
+# Other formats need more packages: `merged.export(path, format="tf_saved_model")`, `"onnx"` or `"litert"`.
+# `merged.upload_preset(uri)` of KerasHub publishes what `save_to_preset` wrote.

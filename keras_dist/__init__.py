@@ -16,6 +16,7 @@ from keras_dist.diagnostics.coverage import Coverage
 from keras_dist.diagnostics.explain import explain
 from keras_dist.diagnostics.layout_warning import LayoutMapWarning
 from keras_dist.diagnostics.visualize import visualize
+from keras_dist.interchange.export import export_safetensors
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.compat import (
@@ -93,6 +94,7 @@ __all__ = [
     "distribution",
     "experts",
     "explain",
+    "export_safetensors",
     "force_cpu",
     "get_device_count",
     "hardware",

@@ -24,9 +24,14 @@ def child_layers(layer) -> list:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
+def all_layers(layer) -> list:
+    """Returns a layer and all layers in it."""
+    return list(layer._flatten_layers())
+
+
 def layers_with_weights(layer) -> list:
     """Returns those of a layer and all layers in it that train weights of their own."""
-    return [each for each in layer._flatten_layers() if each._trainable_variables]
+    return [each for each in all_layers(layer) if each._trainable_variables]
 
 
 def functional_graph(layer) -> Any:

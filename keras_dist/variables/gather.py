@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.variables import host_to_device
+from keras_dist.variables.lazy_tensor import slices_of
 
 
 def gather(array: Any, keep: bool = True) -> np.ndarray | None:
@@ -21,11 +22,20 @@ def gather(array: Any, keep: bool = True) -> np.ndarray | None:
     With `keep=False` it returns None: this process sends its shards and allocates nothing on the host.
     """
     if host_to_device.is_fully_local(array):
-        return np.array(host_to_device.local_numpy(array)) if keep else None
+        return _assembled(array) if keep else None
     if not isinstance(array.sharding, NamedSharding):  # not made by this library
         gathered: Any = multihost_utils.process_allgather(array, tiled=True)
         return np.array(gathered) if keep else None
     return gather_pieces(array, keep)
+
+
+def _assembled(array: jax.Array) -> np.ndarray:
+    """Copies shards of this process that together are the full array."""
+    shards = {host_to_device.bounds_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    result = np.empty(array.shape, array.dtype)
+    for bounds, data in shards.items():
+        result[slices_of(bounds)] = host_to_device.local_numpy(data)
+    return result
 
 
 def gather_pieces(array: jax.Array, keep: bool, piece_bytes: int = 2**26) -> np.ndarray | None:

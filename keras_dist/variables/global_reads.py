@@ -139,15 +139,32 @@ def run_on_process_zero(model: keras.Layer, task: str, work: Callable[[], Any]) 
 def _send_shards(variables: list[keras.Variable], task: str) -> None:
     while (request := messaging.exchange(_TOPIC, None)[0]) != "done":
         if "failed" in request:
-            raise _error_of_process_zero(request["failed"], task)
+            raise _error_of_process(0, request["failed"], task)
         gather(internals.variable_value(variables[request["read"]]), keep=False)
 
 
-def _error_of_process_zero(failure: list[str], task: str) -> Exception:
-    """Returns the error with its type on process 0 if that is one of Python's, else as a RuntimeError."""
+def run_on_every_process(task: str, work: Callable[[], Any]) -> None:
+    """Runs a function on each process, and raises the exception of one on all, which must call it for the same task."""
+    failure: Exception | None = None
+    try:
+        work()
+    except messaging.ProcessFailure:
+        raise
+    except Exception as error:
+        failure = error
+    failures = messaging.exchange("work of every process", failure and [type(failure).__name__, str(failure)])
+    if failure is not None:
+        raise failure
+    for process, each in enumerate(failures):
+        if each is not None:
+            raise _error_of_process(process, each, task)
+
+
+def _error_of_process(process: int, failure: list[str], task: str) -> Exception:
+    """Returns the error with its type on another process if that is one of Python's, else as a RuntimeError."""
     kind, text = failure
     cause = getattr(builtins, kind, None)
-    message = f"Process 0 could not {task}: {kind}: {text}"
+    message = f"Process {process} could not {task}: {kind}: {text}"
     if isinstance(cause, type) and issubclass(cause, Exception) and not issubclass(cause, UnicodeError):
         return cause(message)
     return RuntimeError(message)

@@ -76,10 +76,11 @@ def reshard(value: Any, sharding: Any) -> Any:
 
 def _bounds_by_device(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
     indices = sharding.addressable_devices_indices_map(shape).items()
-    return {
-        device: tuple((start, end) for start, end, _ in map(slice.indices, index or (), shape))
-        for device, index in indices
-    }
+    return {device: bounds_of(index or (), shape) for device, index in indices}
+
+
+def bounds_of(index: Sequence[slice], shape: tuple[int, ...]) -> Bounds:
+    return tuple((start, end) for start, end, _ in map(slice.indices, index, shape))
 
 
 def is_fully_local(value: jax.Array) -> bool:
@@ -88,8 +89,13 @@ def is_fully_local(value: jax.Array) -> bool:
 
 
 def local_numpy(value: jax.Array) -> np.ndarray:
-    """Returns the full array, for which `is_fully_local` holds, without communication."""
-    return np.asarray(value if value.is_fully_addressable else value.addressable_data(0))
+    """Returns the full array, for which `is_fully_local` holds, without communication.
+
+    JAX keeps what it copies to the host as long as the array exists, so another array with the same buffers is read.
+    """
+    own = value if value.is_fully_addressable else value.addressable_data(0)
+    shards = [shard.data for shard in own.addressable_shards]
+    return np.asarray(jax.make_array_from_single_device_arrays(own.shape, own.sharding, shards))
 
 
 def _jax_dtype(dtype: Any) -> np.dtype:

@@ -24,7 +24,7 @@ from numpy.lib.array_utils import normalize_axis_index
 from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, overlap, shape_of, within
 
 # Source: https://github.com/huggingface/safetensors, enum `Dtype`. JAX registers the names of types that NumPy lacks.
-_DTYPES = {
+DTYPES = {
     **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
     **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -41,17 +41,15 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike, opened: Any):
         self._path, self._opened = path, opened  # the reader of safetensors, which has checked the file
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            self._header, self._start = json.loads(file.read(length)), 8 + length
-            self._bytes: np.ndarray | None = np.memmap(file, mode="c")
+        self._header, self._start = read_header(path)
+        self._bytes: np.ndarray | None = np.memmap(path, mode="c")
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Returns a tensor as a view of the file; raises KeyError if the file does not contain it."""
         entry = self._header.get(name)
-        if entry is None or name == "__metadata__":
+        if entry is None:
             raise KeyError(f"{os.fspath(self._path)} contains no tensor {name!r}.")
-        dtype = _DTYPES.get(entry["dtype"])
+        dtype = DTYPES.get(entry["dtype"])
         if dtype is None or self._bytes is None:  # which the reader reports
             return self._opened.get_tensor(name)
         start, end = (self._start + offset for offset in entry["data_offsets"])
@@ -69,6 +67,15 @@ class SafetensorsFile:
         return getattr(self._opened, name)
 
 
+def read_header(path: str | os.PathLike) -> tuple[dict[str, dict], int]:
+    """Returns what a file says of each of its tensors, and where the first one starts."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
 class FileView(np.ndarray):
     """A tensor in a mapped file, or a view of one. What NumPy computes from it is an ordinary array."""
 
@@ -78,6 +85,8 @@ class FileView(np.ndarray):
     def __array_wrap__(self, array, context=None, return_scalar=False):
         if array is self:  # the output of an operation in place
             return self
+        if _is_mapped(array):  # `squeeze` wraps a view
+            return array.view(type(self))
         return array[()] if return_scalar else np.asarray(array)
 
     def astype(self, *args, **kwargs):
@@ -99,7 +108,7 @@ class JoinedViews(LazyTensor):
 
     def transpose(self, *axes: Any) -> LazyTensor:
         order = np.empty(range(self.ndim)).transpose(*axes).shape  # of an array whose dim i has size i
-        parts = [(tuple(bounds[dim] for dim in order), view.transpose(order)) for bounds, view in _parts(self)]
+        parts = [(tuple(bounds[dim] for dim in order), view.transpose(order)) for bounds, view in parts_of(self)]
         return JoinedViews(parts, [self.shape[dim] for dim in order], self.dtype)
 
     @property
@@ -123,7 +132,7 @@ def _call(function: Callable, types: Iterable[type], args: Iterable, kwargs: Map
 def _joined(is_stack: bool, arrays: Sequence, axis: Any = 0, *args, **kwargs) -> JoinedViews | None:
     """Stacks or concatenates views; None if these are other arrays or options, or do not fit, which NumPy reports."""
     arrays = list(arrays)
-    if not arrays or args or kwargs or not isinstance(axis, int) or not all(map(_is_view, arrays)):
+    if not arrays or args or kwargs or not isinstance(axis, int) or not all(map(is_view, arrays)):
         return None
     axis = normalize_axis_index(axis, arrays[0].ndim + is_stack)
     shapes = {each.shape if is_stack else (each.ndim, each.shape[:axis], each.shape[axis + 1 :]) for each in arrays}
@@ -132,7 +141,7 @@ def _joined(is_stack: bool, arrays: Sequence, axis: Any = 0, *args, **kwargs) ->
     parts, end = [], 0
     for array in arrays:
         start, end = end, end + (1 if is_stack else array.shape[axis])
-        for bounds, view in _parts(array):
+        for bounds, view in parts_of(array):
             first, last = (0, 1) if is_stack else bounds[axis]
             joined = (*bounds[:axis], (start + first, start + last), *bounds[axis + (not is_stack) :])
             parts.append((joined, np.expand_dims(view, axis) if is_stack else view))
@@ -140,16 +149,17 @@ def _joined(is_stack: bool, arrays: Sequence, axis: Any = 0, *args, **kwargs) ->
     return JoinedViews(parts, (*shape[:axis], end, *shape[axis + (not is_stack) :]), arrays[0].dtype)
 
 
-def _is_view(array: Any) -> bool:
-    if isinstance(array, JoinedViews):
-        return True
-    is_array = isinstance(array, FileView)
+def is_view(array: Any) -> bool:
+    return isinstance(array, JoinedViews) or (isinstance(array, FileView) and _is_mapped(array))
+
+
+def _is_mapped(array: Any) -> bool:
     while isinstance(array, np.ndarray):
         array = array.base
-    return is_array and isinstance(array, mmap.mmap)
+    return isinstance(array, mmap.mmap)
 
 
-def _parts(array: Any) -> list[tuple[Bounds, np.ndarray]]:
+def parts_of(array: Any) -> list[tuple[Bounds, np.ndarray]]:
     """Returns the views that an array consists of, with their bounds in it."""
     if isinstance(array, JoinedViews):
         if array._array is None:

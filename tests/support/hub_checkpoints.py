@@ -12,6 +12,23 @@ CODES |= {"int8": "I8", "int64": "I64", "uint16": "U16", "bool": "BOOL", "comple
 HEADS, KEY_HEADS = 4, 2
 FAMILIES = ["llama", "gpt2", "mixtral"]
 
+# The config.json and the shapes of tensors of small models, as transformers 5.24 saves them. Changed to what KerasHub
+# reads: `esm` (names of norms), `qwen3_5` and `qwen3_5_moe` (prefix of names, model type), `bart` and `qwen3_moe` (keys
+# of the config), `vit` and `deit` (with labels).
+SAVED_BY_TRANSFORMERS = json.loads((pathlib.Path(__file__).parent / "hub_families.json").read_text())
+
+
+def write_family(folder: pathlib.Path, family: str, scale: float = 1.0, dtype: str = "float32") -> pathlib.Path:
+    """Writes a checkpoint of a family with random values."""
+    saved, rng = SAVED_BY_TRANSFORMERS[family], np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(saved["config"]))
+    write_safetensors(
+        folder / "model.safetensors",
+        {name: (rng.normal(size=shape) * scale).astype(np.dtype(dtype)) for name, shape in saved["tensors"].items()},
+    )
+    return folder
+
 
 def write_safetensors(path: pathlib.Path, tensors: dict[str, np.ndarray], codes: dict[str, str] | None = None) -> None:
     """Writes a file of safetensors; `codes` names types other than those of the arrays."""
@@ -32,7 +49,8 @@ def write_checkpoint(
 ):
     """Writes config.json, and weights in one file, or in several with an index."""
     config = {
-        **{"model_type": family, "vocab_size": vocabulary, "tie_word_embeddings": False, "rope_theta": 10000.0},
+        **{"model_type": family, "architectures": [f"{family}ForCausalLM"], "vocab_size": vocabulary},
+        **{"tie_word_embeddings": False, "rope_theta": 10000.0},
         **{"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS},
         **{"hidden_size": hidden, "intermediate_size": intermediate, "rms_norm_eps": 1e-5, "sliding_window": None},
         **{"num_local_experts": experts, "num_experts_per_tok": 2, "output_router_logits": False},

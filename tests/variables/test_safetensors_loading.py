@@ -16,7 +16,7 @@ from support.hub_checkpoints import CODES, FAMILIES, write_checkpoint, write_saf
 import keras_dist as kd
 from keras_dist.variables.host_to_device import _read_shards, place
 from keras_dist.variables.lazy_tensor import LazyTensor
-from keras_dist.variables.safetensors_files import FileView, JoinedViews, SafetensorsFile, _is_view
+from keras_dist.variables.safetensors_files import FileView, JoinedViews, SafetensorsFile, is_view
 
 safetensors = pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[hub]'")
 
@@ -52,7 +52,7 @@ def chains(draw):
     """Functions that move data, to be applied one after the other to a pair of arrays."""
     shape, steps = (4, 6, 8), []
     for _ in range(draw(st.integers(1, 6))):
-        kind = draw(st.sampled_from(["transpose", "reshape", "slice", "stack", "concatenate"]))
+        kind = draw(st.sampled_from(["transpose", "reshape", "slice", "squeeze", "stack", "concatenate"]))
         if kind == "transpose":
             order = draw(st.permutations(range(len(shape))))
             steps.append((kind, lambda pair, order=tuple(order): [np.transpose(each, order) for each in pair]))
@@ -64,6 +64,9 @@ def chains(draw):
             if draw(st.booleans()):
                 to = (*shape[:dim], -1) if 0 not in shape else shape
             steps.append((kind, lambda pair, to=to: [np.reshape(each, to) for each in pair]))
+        elif kind == "squeeze":
+            new = draw(st.integers(0, len(shape)))
+            steps.append((kind, lambda pair, new=new: [np.squeeze(np.expand_dims(each, new), new) for each in pair]))
         elif kind == "slice":
             bound = st.none() | st.integers(-5, 5)
             step = st.sampled_from([None, 1, 2, -1])
@@ -89,8 +92,8 @@ def test_shards_of_what_is_moved_equal_those_of_arrays(tensors, chain, dtype):
     for kind, function in steps:
         before, got, expected = got, function(got), function(expected)
         joined |= kind in ("stack", "concatenate")
-        if kind != "reshape" and all(map(_is_view, before)) and not (kind == "slice" and joined):
-            assert all(map(_is_view, got))
+        if kind != "reshape" and all(map(is_view, before)) and not (kind in ("slice", "squeeze") and joined):
+            assert all(map(is_view, got))
             assert isinstance(got[0], JoinedViews if joined else FileView)
     for value, array in zip(got, expected, strict=True):
         assert not isinstance(value, LazyTensor) or value._array is None  # not read yet
