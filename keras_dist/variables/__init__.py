@@ -2,6 +2,7 @@
 
 * `variable_layouts.py`: the layouts that the variables of a model have, and should have; `redistribute` moves them.
 * `host_to_device.py`: places host values on devices, shard by shard.
+* `layout_change.py`: changes the layout of an array on the devices that hold it.
 * `gather.py`: gathers a global array to the host, in pieces.
 * `lazy_tensor.py`: arrays in files that are read shard by shard; `lazy_hdf5.py`: those in HDF5 files.
 * `safetensors_files.py`: tensors of checkpoints of Hugging Face as views of their files.

@@ -14,6 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_dist._keras.training_state import own_copy
 from keras_dist.mesh.devices import require_attached
+from keras_dist.variables.layout_change import changed
 from keras_dist.variables.lazy_hdf5 import lazy_tensor
 from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, slices_of
 
@@ -68,6 +69,8 @@ def reshard(value: Any, sharding: Any) -> Any:
     if isinstance(value, jax.Array) and value.sharding != sharding:
         if value.sharding.is_equivalent_to(sharding, value.ndim):
             return jax.device_put(value, sharding, may_alias=False)
+        if (moved := changed(value, sharding)) is not None:
+            return moved
         before, after = (_bounds_by_device(each, value.shape).items() for each in (value.sharding, sharding))
         if before & after:  # JAX would return an array with these shards of the devices, without a copy of them
             value = own_copy(value)

@@ -1,7 +1,8 @@
 """Layouts of a model's variables: the ones they have, the ones that a distribution chooses, and moves to these."""
 
+import collections
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -200,8 +201,7 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
         return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
 
     layouts = layouts_of(model, target, layout_of)  # of all variables, before one is moved
-    for variable in all_variables(model):
-        _move_variable(variable, layouts[id(variable)], target)
+    move_variables([(variable, layouts[id(variable)], target) for variable in all_variables(model)])
     training_state.forget_compiled_functions(model)
     return model
 
@@ -217,13 +217,39 @@ def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
     for variable in states:
         layout = layouts.get(id(variable))
         if layout is not None and placement_problem(variable, layout, distribution):
-            _move_variable(variable, layout, distribution)
+            move_variables([(variable, layout, distribution)])
 
 
-def _move_variable(variable: keras.Variable, layout: Any, distribution: Any) -> None:
-    value: Any = internals.variable_value(variable)
-    if value is not None:
-        # Without a layout not committed to a device, like the value of a variable created without a distribution.
-        value = jax.device_put(gather(value)) if layout is None else reshard(value, as_sharding(layout))
+def move_variables(moves: Sequence[tuple[keras.Variable, Any, Any]], max_bytes: int = 2**30) -> None:
+    """Moves variables, each to a layout that a distribution chose.
+
+    Arrays are moved one after the other, and one that several variables share is moved once. JAX computes ahead of the
+    program, so this waits whenever the arrays that a device may still receive exceed `max_bytes`.
+    """
+    left = collections.Counter(id(internals.variable_value(variable)) for variable, *_ in moves)
+    shared, in_flight, num_bytes = {}, [], 0
+    for variable, layout, distribution in moves:
+        before: Any = internals.variable_value(variable)
+        value, key, sharding = None, (id(before), layout), as_sharding(layout)
+        if key in shared:
+            value = shared[key]
+        elif before is not None and layout is None:
+            # Not committed to a device, like the value of a variable created without a distribution.
+            value = jax.device_put(gather(before))
+        elif before is not None:
+            value = reshard(before, sharding)
+            in_flight.append(value)
+            num_bytes += max((shard.data.nbytes for shard in value.addressable_shards), default=0)
+            if num_bytes > max_bytes:
+                jax.block_until_ready(in_flight)
+                in_flight, num_bytes = [], 0
+        left[id(before)] -= 1
+        if left[id(before)]:
+            shared[key] = value
+        place(variable, layout, distribution, value)
+
+
+def place(variable: keras.Variable, layout: Any, distribution: Any, value: Any) -> None:
+    """Sets the layout of a variable, the distribution that chose it, and its value in that layout unless it is None."""
     internals.place_variable(variable, layout, value)
     record_distribution(variable, distribution if isinstance(distribution, PackageDistribution) else None)
