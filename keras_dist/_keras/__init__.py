@@ -10,6 +10,7 @@
 * `running_fit.py`: what is done at the end of `fit`.
 * `train_step.py`: the parts of Keras's train step.
 * `training_state.py`: moves the state of a running model between its variables and the steps.
+* `compiled_functions.py`: the compiled functions of a model, kept for each distribution that it moves between.
 * `thread_value.py`: values that each thread has for itself.
 * `quantized_weights.py`: the float weights that variables of quantized layers were computed from.
 * `deferred_variables.py`: variables without values.

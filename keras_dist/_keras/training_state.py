@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from keras_dist._keras.internals import STEPS, StatelessScope
+from keras_dist._keras.internals import StatelessScope
 
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
 
@@ -179,26 +179,16 @@ def _require_arrays(model, step: str, variables: list[list], state: tuple) -> No
         )
 
 
-def forget_compiled_functions(model) -> None:
-    """Makes a model compile its functions again at their next use, also in a running `fit`."""
-    if getattr(model, "generate_function", None) is not None:
-        model.generate_function = None
-    for step in STEPS:
-        attribute = f"{step}_function"
-
-        def function(state, iterator, step=step, attribute=attribute):
-            setattr(model, attribute, None)
-            state = tuple(map(list, state))
-            # Keras reads the values when it makes a function. In a running `fit` they are in the state.
-            filled = _fill_from_state(model, step, state)
-            model._jax_state = None
-            getattr(model, f"make_{step}_function")()
-            for variable in filled:
-                variable._value = None
-            return getattr(model, attribute)(state, iterator)
-
-        if getattr(model, attribute, None) is not None:
-            setattr(model, attribute, function)
+def call_newly_made(model, step: str, state, iterator) -> Any:
+    """Makes the function of a step, also in a running `fit`, and calls it."""
+    state = tuple(map(list, state))
+    # Keras reads the values when it makes a function. In a running `fit` they are in the state.
+    filled = _fill_from_state(model, step, state)
+    model._jax_state = None
+    getattr(model, f"make_{step}_function")()
+    for variable in filled:
+        variable._value = None
+    return getattr(model, f"{step}_function")(state, iterator)
 
 
 def put_values_back(model) -> None:

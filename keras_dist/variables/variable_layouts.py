@@ -1,6 +1,7 @@
 """Layouts of a model's variables: the ones they have, the ones that a distribution chooses, and moves to these."""
 
 import collections
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -14,9 +15,11 @@ from keras_dist._keras import internals, model_structure, training_state
 from keras_dist._keras.active_distribution import (
     PackageDistribution,
     distribution_of,
+    distribution_of_model,
     record_distribution,
     what_instead_of_a_distribution,
 )
+from keras_dist._keras.compiled_functions import exchange_functions
 from keras_dist._keras.internals import as_sharding
 from keras_dist._keras.quantized_weights import FloatWeight, quantized_from, record_variables
 from keras_dist._report.units import counted
@@ -50,6 +53,8 @@ def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:
     optimizer = getattr(model, "optimizer", None)
     groups = [model.variables, getattr(model, "metrics_variables", ()), optimizer.variables if optimizer else ()]
     groups += [metric.variables for metric in internals.unbuilt_metrics(model)]
+    if hasattr(model, "generate_function"):
+        groups.append(getattr(getattr(model, "sampler", None), "variables", ()))  # its random states
     yield from {id(variable): variable for group in groups for variable in group}.values()
 
 
@@ -160,8 +165,9 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
     """Moves a built model to a distribution: weights, optimizer and metric state, and states of random generators.
 
     Every variable gets the layout that it would have if the model had been created under the distribution. Values do
-    not change. Functions that were compiled for the old layouts are compiled again at their next use. A callback may
-    call this in the middle of `fit`, which then continues under the active distribution.
+    not change. Functions are compiled for the new layouts at their next use; those of the last four distributions are
+    kept for when the model returns. A callback may call this in the middle of `fit`, which then continues under the
+    active distribution.
 
     Args:
         model: A model or layer.
@@ -201,9 +207,21 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
         return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
 
     layouts = layouts_of(model, target, layout_of)  # of all variables, before one is moved
-    move_variables([(variable, layouts[id(variable)], target) for variable in all_variables(model)])
-    training_state.forget_compiled_functions(model)
+    with functions_exchanged(model, target):
+        move_variables([(variable, layouts[id(variable)], target) for variable in all_variables(model)])
     return model
+
+
+@contextlib.contextmanager
+def functions_exchanged(model: keras.Layer, distribution: Any) -> Iterator[None]:
+    """Gives a model that a block moves to a distribution the functions that were compiled when it was there last."""
+
+    def placement():
+        return [(id(v), v.trainable, as_sharding(internals.variable_layout(v))) for v in all_variables(model)]
+
+    left, before = distribution_of_model(model), placement()
+    yield
+    exchange_functions(model, left, before, distribution, placement())
 
 
 def place_new_seed_generators(model: keras.Layer, distribution: Any) -> None:
