@@ -58,6 +58,7 @@ from keras_dist.strategies.derived.tensor_parallel import tensor_parallel_layout
 from keras_dist.strategies.fsdp import FullyShardedDataParallel
 from keras_dist.strategies.model_parallel import ModelParallel
 from keras_dist.variables.deferred import deferred, materialize
+from keras_dist.variables.inference_layout import inference_layout
 from keras_dist.variables.variable_layouts import redistribute
 
 __version__ = "0.2.0.dev0"
@@ -98,6 +99,7 @@ __all__ = [
     "force_cpu",
     "get_device_count",
     "hardware",
+    "inference_layout",
     "initialize",
     "list_devices",
     "materialize",

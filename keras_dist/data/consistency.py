@@ -168,7 +168,7 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     `variables` are pairs of a path and what must be equal: shape, dtype, layout, replicated values.
     """
     rows = [f"{path} {description}" for path, description in variables]
-    method = METHODS[step]
+    method = METHODS.get(step, step)
     message = {"method": method, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts
     messages = messaging.exchange("model", message, method=method)
     _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)

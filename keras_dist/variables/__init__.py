@@ -1,6 +1,7 @@
 """Values of variables: initialized, resharded, gathered and loaded.
 
 * `variable_layouts.py`: the layouts that the variables of a model have, and should have; `redistribute` moves them.
+* `inference_layout.py`: a second layout of a model, for a block of code.
 * `host_to_device.py`: places host values on devices, shard by shard.
 * `layout_change.py`: changes the layout of an array on the devices that hold it.
 * `gather.py`: gathers a global array to the host, in pieces.

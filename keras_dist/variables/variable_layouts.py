@@ -82,6 +82,15 @@ def layouts_of(model: keras.Layer, distribution: Any, layout_of: Callable[[keras
     return layouts | states
 
 
+def chosen_layouts(model: keras.Layer, distribution: Any) -> dict[int, Any]:
+    """Returns the layouts that a distribution chooses for a model's variables, by `id`; all None without one."""
+
+    def layout_of(variable):
+        return None if distribution is None else distribution.get_variable_layout(VariableSpec.of(variable))
+
+    return layouts_of(model, distribution, layout_of)
+
+
 def optimizer_state_layout(variable: keras.Variable, layout: Any, distribution: Any) -> Any:
     """Returns the layout of a variable's optimizer state: `layout`, the variable's own, if the user passed that."""
     if not isinstance(distribution, PackageDistribution):
@@ -201,12 +210,13 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
             f"redistribute takes a distribution or None, but got {what_instead_of_a_distribution(distribution)}"
         )
     target = internals.current_distribution() if distribution is None else distribution
+    if "_inference_distribution" in vars(model):
+        raise ValueError(
+            f"Cannot redistribute {model.name!r} in a block of keras_dist.inference_layout, which will move it back. "
+            "End the block first."
+        )
     training_state.put_values_back(model)
-
-    def layout_of(variable):
-        return None if target is None else target.get_variable_layout(VariableSpec.of(variable))
-
-    layouts = layouts_of(model, target, layout_of)  # of all variables, before one is moved
+    layouts = chosen_layouts(model, target)  # of all variables, before one is moved
     with functions_exchanged(model, target):
         move_variables([(variable, layouts[id(variable)], target) for variable in all_variables(model)])
     return model

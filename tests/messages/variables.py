@@ -3,6 +3,7 @@
 from unittest import mock
 
 import keras
+import numpy as np
 
 import keras_dist as kd
 from keras_dist.variables.deferred import built
@@ -44,6 +45,14 @@ def use_builder(model_or_builder):
         pass
 
 
+def in_inference_layout(use):
+    with kd.DataParallel().scope():
+        model = small_model()
+        model.compile("sgd", "mse")
+    with kd.inference_layout(model, kd.DataParallel()):
+        use(model)
+
+
 CASES = {
     "a deferred variable that is used": lambda: deferred_model().layers[0].kernel.numpy(),
     "a deferred model with NNX": defer_with_nnx,
@@ -55,4 +64,16 @@ CASES = {
     "a model that is not built": lambda: use_builder(small_model("unbuilt", inputs=False)),
     "redistribute without a model": lambda: kd.redistribute(3),
     "redistribute to something else than a distribution": lambda: kd.redistribute(small_model(), "data:8"),
+    "inference_layout without a model": lambda: kd.inference_layout(3, kd.DataParallel()),
+    "inference_layout without a distribution": lambda: kd.inference_layout(small_model(), kd.DataParallel),
+    "inference_layout of a model that is not distributed": lambda: kd.inference_layout(
+        small_model(), kd.DataParallel()
+    ),
+    "inference_layout in another one": lambda: in_inference_layout(
+        lambda model: kd.inference_layout(model, kd.DataParallel())
+    ),
+    "training in inference_layout": lambda: in_inference_layout(
+        lambda model: model.fit(np.ones((8, 4)), np.ones((8, 2)))
+    ),
+    "redistribute in inference_layout": lambda: in_inference_layout(kd.redistribute),
 }
