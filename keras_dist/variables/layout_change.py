@@ -15,31 +15,35 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_dist._keras.training_state import own_copy
 from keras_dist.layout.tensor_layout import axis_tuple
+from keras_dist.variables.lazy_tensor import Bounds, overlap, shape_of
+from keras_dist.variables.piece_exchange import piece_exchange
 
 Axes = tuple[tuple[str, ...], ...]  # those over which each dim is sharded, the major one first
 Move = Callable[[jax.Array], jax.Array]  # of a device's shard
 
 
 class LayoutChange(NamedTuple):
-    """A compiled change of layout.
+    """A program that changes the layout of arrays.
 
     Attributes:
-        function: Takes and returns an array; None where each device has its new shard already.
-        before, after: Shardings of what it takes and returns, with the shards of the old and the new layout.
+        function: Takes an array and returns one with the shards of the new layout; None where devices have them.
+        shape: That of what it takes, which has the shards of the old layout.
+        before: The sharding of what it takes.
     """
 
     function: Callable[[jax.Array], jax.Array] | None
+    shape: tuple[int, ...]
     before: NamedSharding
-    after: NamedSharding
 
 
 def changed(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array | None:
@@ -49,57 +53,68 @@ def changed(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array | No
     order.
 
     Returns:
-        None unless both shardings are on meshes of the same devices, in the memory of the devices.
+        None unless both shardings are on meshes of the same devices, in the memory of the devices, and a program of
+        reasonable size changes one into the other.
     """
     old = array.sharding
     if not (isinstance(old, NamedSharding) and isinstance(sharding, NamedSharding)):
         return None
-    is_in_device_memory = all(_is_in_device_memory(each) for each in (old, sharding))
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    if old.device_set != sharding.device_set or not is_in_device_memory or is_key:
+    is_in_device_memory = all(map(_is_in_device_memory, (old, sharding)))
+    is_ordinary = array.size > 0 and not jnp.issubdtype(array.dtype, jax.dtypes.extended)  # no key of random numbers
+    if old.device_set != sharding.device_set or not is_in_device_memory or not is_ordinary:
         return None
     change = layout_change(old, sharding, array.shape)
     if change is None:
         return None
     if change.function is None:
-        return own_copy(_relabeled(array, sharding))
-    return _relabeled(change.function(_relabeled(array, change.before)), sharding)
+        return own_copy(_relabeled(array, array.shape, sharding))
+    return _relabeled(change.function(_relabeled(array, change.shape, change.before)), array.shape, sharding)
 
 
 @functools.lru_cache(maxsize=512)
 def layout_change(old: NamedSharding, new: NamedSharding, shape: tuple[int, ...]) -> LayoutChange | None:
-    """Returns the program that changes the layout of arrays of a shape; None if the orders of devices forbid one."""
-    devices, target = [each.mesh.devices.ravel().tolist() for each in (old, new)]
+    """Returns the program that changes the layout of arrays of a shape; None if it would be too large."""
+    devices, target = [_devices(each).ravel().tolist() for each in (old, new)]
+    held, needed = ([_bounds(each, shape)[device] for device in devices] for each in (old, new))
+    if held == needed:
+        return LayoutChange(None, shape, old)
+    lacking = max(_elements(after) - _elements(overlap(own, after)) for own, after in zip(held, needed, strict=True))
+    chain = _chain(old, new, shape) if devices == target else None
+    if chain is None or chain[0] > 1.02 * lacking:
+        exchange = piece_exchange(held, needed)
+        if exchange is not None:
+            mesh, spec = Mesh(np.array(devices, object), ["device"]), PartitionSpec("device")
+            function = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            first, *others = old.shard_shape(shape)
+            return LayoutChange(jax.jit(function), (len(devices) * first, *others), NamedSharding(mesh, spec))
+    if chain is not None:
+        return chain[1]
+    return LayoutChange(jax.jit(lambda x: x, out_shardings=new), shape, old) if devices == target else None
+
+
+def _chain(old: NamedSharding, new: NamedSharding, shape: tuple[int, ...]) -> tuple[int, LayoutChange] | None:
+    """Returns the elements that a device is sent, and the program; None if no mesh refines both."""
     common = _common_axes(old, new, len(shape))
     if common is None:
-        identity = jax.jit(lambda x: x, out_shardings=new)
-        return LayoutChange(identity, old, new) if devices == target else None
+        return None
     sizes, before, after = common
-    moves = cheapest_moves(before, after, sizes, shape)
-    if devices != target and any(before) and any(after):
-        # Shards go to the devices at their positions in the other mesh: before the chain, or after it if smaller then.
-        is_first = _shards(before, sizes) >= _shards(after, sizes)
-        position = {device: index for index, device in enumerate(target if is_first else devices)}
-        permute = functools.partial(lax.ppermute, axis_name=tuple(sizes))
-        if is_first:
-            moves = [functools.partial(permute, perm=[(position[d], i) for i, d in enumerate(devices)]), *moves]
-            devices = target
-        else:
-            moves = [*moves, functools.partial(permute, perm=[(i, position[d]) for i, d in enumerate(target)])]
-    elif devices != target and any(after):  # all devices have all, and need what their position in the new mesh needs
-        devices = target
-    mesh = Mesh(np.array(devices, object).reshape([*sizes.values()]), [*sizes])
+    elements, moves = cheapest_moves(before, after, sizes, shape)
+    mesh = Mesh(_devices(old).reshape([*sizes.values()]), [*sizes])
     specs = [PartitionSpec(*(axes or None for axes in each)) for each in (before, after)]
 
-    def move_shard(shard):
+    def move(shard):
         return functools.reduce(lambda x, move: move(x), moves, shard)
 
-    function = jax.shard_map(move_shard, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return LayoutChange(jax.jit(function) if moves else None, *(NamedSharding(mesh, spec) for spec in specs))
+    function = jax.shard_map(move, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    return elements, LayoutChange(jax.jit(function), shape, NamedSharding(mesh, specs[0]))
 
 
-def cheapest_moves(old: Axes, new: Axes, sizes: Mapping[str, int], shape: Sequence[int]) -> list[Move]:
-    """Returns the moves between two layouts that send the fewest bytes: the shortest path, by Dijkstra's algorithm.
+def cheapest_moves(
+    old: Axes, new: Axes, sizes: Mapping[str, int], shape: Sequence[int]
+) -> tuple[int, tuple[Move, ...]]:
+    """Returns the elements that a device is sent by the cheapest moves between two layouts, and the moves.
+
+    They are the shortest path, by Dijkstra's algorithm.
 
     Dims that neither layout shards, and axes that neither uses, stay as they are.
     """
@@ -110,7 +125,7 @@ def cheapest_moves(old: Axes, new: Axes, sizes: Mapping[str, int], shape: Sequen
     while queue:
         cost, _, layout, moves = heapq.heappop(queue)
         if layout == new:
-            return list(moves)
+            return cost[0], moves
         if cost > best[layout]:
             continue
         local = math.prod(shape) // _shards(layout, sizes)
@@ -183,7 +198,7 @@ def _common_axes(old: NamedSharding, new: NamedSharding, rank: int) -> tuple[dic
     Example: fsdp:8 and data:2,model:4 are both coarser than 0:2,1:4. An axis ranges over devices at a distance: fsdp
     from 8 (exclusive) down to 1, data from 8 to 4 and model from 4 to 1.
     """
-    shapes = [each.mesh.devices.shape for each in (old, new)]
+    shapes = [_devices(each).shape for each in (old, new)]
     distances = sorted({math.prod(shape[i:]) for shape in shapes for i in range(len(shape) + 1)}, reverse=True)
     if any(far % near for far, near in itertools.pairwise(distances)):
         return None
@@ -197,15 +212,29 @@ def _common_axes(old: NamedSharding, new: NamedSharding, rank: int) -> tuple[dic
         entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
         return tuple(tuple(part for axis in axis_tuple(entry) for part in parts[axis]) for entry in entries)
 
-    return sizes, *map(refined, (old, new), shapes)
+    return sizes, refined(old, shapes[0]), refined(new, shapes[1])
+
+
+def _devices(sharding: NamedSharding) -> np.ndarray:
+    mesh: Any = sharding.mesh
+    return mesh.devices
 
 
 def _is_in_device_memory(sharding: NamedSharding) -> bool:
     kind = sharding.memory_kind
-    return kind is None or kind == next(iter(sharding.device_set)).default_memory().kind
+    return kind is None or kind == next(iter(sharding.addressable_devices or sharding.device_set)).default_memory().kind
 
 
-def _relabeled(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns an array of the same shards in the same memory, for another sharding that places equal ones there."""
+def _bounds(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Bounds]:
+    indices = sharding.devices_indices_map(shape).items()
+    return {device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for device, index in indices}
+
+
+def _elements(bounds: Bounds | None) -> int:
+    return 0 if bounds is None else math.prod(shape_of(bounds))
+
+
+def _relabeled(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Returns an array of the same shards in the same memory, for a shape and a sharding that have shards of theirs."""
     shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=array.dtype)

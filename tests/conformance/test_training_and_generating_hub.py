@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, ROWS = 64, 12, 8
 def language_model(sampler="greedy"):
     backbone = keras_hub.models.LlamaBackbone(
         vocabulary_size=VOCABULARY,
-        num_layers=2,
+        num_layers=1,
         num_query_heads=8,
         num_key_value_heads=8,
         hidden_dim=64,
@@ -119,6 +119,7 @@ def test_rounds_of_training_and_generating(mesh):
     assert compiled[1:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_random_states_of_the_sampler_move_too():
     """The meshes list their devices in different orders, so one program could not use both."""
     training = kd.FullyShardedDataParallel(kd.create_device_mesh("fsdp:8", devices=jax.devices()[::-1]))
