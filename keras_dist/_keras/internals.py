@@ -257,6 +257,11 @@ def set_initial_epoch(model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
+def config_and_files(model) -> tuple[str, dict | None]:
+    """Returns what Keras saves of a model beside its variables: its config as JSON, and its assets."""
+    return saving_lib._serialize_model_as_json(model)[0], saving_lib._save_assets_to_dict(model)
+
+
 def unbuilt_metrics(model) -> list:
     """Returns the metrics that a model was compiled with, if it has not built them yet."""
     compiled = getattr(model, "_compile_metrics", None)

@@ -10,7 +10,7 @@ from keras_dist._keras.active_distribution import ALWAYS, INSTALLED, active_dist
 from keras_dist._keras.internals import file_utils, saving_api, saving_lib
 from keras_dist._keras.training_state import lent
 from keras_dist._report.user_warnings import warn
-from keras_dist.checkpoint import restore
+from keras_dist.checkpoint import model_description, restore
 from keras_dist.checkpoint.checkpoint_files import PROGRESS
 
 
@@ -20,18 +20,41 @@ def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
     """Without it, checkpoints of `TrainingCheckpoint` cannot be read on other devices; while a distribution of
     keras_dist is active: nothing, or only a part, of a checkpoint is restored silently.
     """
-    path = str(filepath)
-    is_other_format = path.endswith((".keras", ".h5", ".hdf5", ".weights.json"))
-    if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
-        return original(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
-    directory, steps = _steps(path)
-    is_of_training = any(file_utils.exists(file_utils.join(directory, step, PROGRESS)) for step in steps)
-    if active_distribution() is None and not is_of_training:
+    found = _checkpoints(str(filepath))
+    if found is None:
         return original(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
     if kwargs:
         raise ValueError(
-            f"load_weights takes no {', '.join(map(repr, kwargs))} for an Orbax checkpoint: {path}. Leave it out."
+            f"load_weights takes no {', '.join(map(repr, kwargs))} for an Orbax checkpoint: {filepath}. Leave it out."
         )
+    _restore(model, *found, skip_mismatch)
+
+
+@ALWAYS.patch(saving_api, "_load_model_from_orbax_checkpoint", issue="keras#23251")
+def _load_model(original, filepath, custom_objects=None, compile=True, safe_mode=True):
+    """Without it, checkpoints of `TrainingCheckpoint` cannot be read; while a distribution of keras_dist is active:
+    nothing, or only a part, of a checkpoint is restored silently.
+    """
+    options = {"custom_objects": custom_objects, "compile": compile, "safe_mode": safe_mode}
+    found = _checkpoints(str(filepath))
+    if found is None:
+        return original(filepath, **options)
+    directory, steps = found
+    descriptions = (model_description.read(os.path.join(directory, step), PROGRESS) for step in steps)
+    if (description := next(filter(None, descriptions), None)) is None:
+        path = os.path.join(directory, steps[0])
+        raise ValueError(
+            f"Cannot load a model from {path}: it contains no config of a model. Either only weights were saved, or "
+            f"the model's get_config() raised an error. Create the model, and call model.load_weights({path!r})."
+        )
+    config, assets = description
+    model = saving_lib._model_from_config(config, **options)
+    _restore(model, directory, steps)
+    saving_lib._load_assets_from_dict(model, assets)
+    return model
+
+
+def _restore(model: keras.Model, directory: str, steps: list[str], skip_mismatch: bool = False) -> None:
     restored = restore.restore(model, directory, steps, skip_mismatch)
     if restored.damaged:
         warn(
@@ -40,30 +63,23 @@ def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
         )
 
 
-@INSTALLED.patch(saving_api, "_load_model_from_orbax_checkpoint", issue="keras#23251")
-def _load_model(original, distribution, filepath, custom_objects=None, compile=True, safe_mode=True):
-    """Without it, nothing, or only a part, of a checkpoint is restored silently."""
-    (directory, (step, *_)), ocp = _steps(str(filepath)), restore.orbax()
-    path = os.path.join(directory, step)
-    parts = set(ocp.checkpointables_metadata(path).metadata)
-    if "model_config" not in parts:
-        raise ValueError(
-            f"Cannot load a model from {path}: it contains {', '.join(sorted(parts))}, but no model_config. Create the "
-            f"model, and call model.load_weights({path!r})."
-        )
-    loaded = ocp.load_checkpointables(path, dict.fromkeys(parts & {"model_config", "assets"}))
-    model = saving_lib._model_from_config(
-        loaded["model_config"]["config"], custom_objects=custom_objects, compile=compile, safe_mode=safe_mode
-    )
-    restore.restore(model, directory, [step])
-    saving_lib._load_assets_from_dict(model, loaded.get("assets"))
-    return model
-
-
 @INSTALLED.patch(sys.modules[keras.callbacks.OrbaxCheckpoint.__module__], "_get_state_tree")
 def _get_state_tree(original, distribution, model):
     """Without it, arrays are kept until they are written, and a step copies arrays that something else refers to."""
     return jax.tree.map(lent, original(model))
+
+
+def _checkpoints(path: str) -> tuple[str, list[str]] | None:
+    """Returns directory and steps of Orbax checkpoints that Keras must not read; None for others.
+
+    Without a distribution, Keras reads what its own callback saved.
+    """
+    is_other_format = path.endswith((".keras", ".h5", ".hdf5", ".weights.json"))
+    if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
+        return None
+    directory, steps = _steps(path)
+    is_of_training = any(file_utils.exists(file_utils.join(directory, step, PROGRESS)) for step in steps)
+    return (directory, steps) if active_distribution() is not None or is_of_training else None
 
 
 def _is_step(path: str) -> bool:

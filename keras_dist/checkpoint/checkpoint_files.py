@@ -16,7 +16,7 @@ import jax
 from keras_dist._keras.training_state import lent
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
-from keras_dist.checkpoint import checksums, restore
+from keras_dist.checkpoint import checksums, model_description, restore
 from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
 
@@ -36,6 +36,7 @@ class CheckpointFiles:
         self._max_to_keep, self._on_background = max_to_keep, on_background
         self._lock: DirectoryLock | None = None
         self._writing: _Writing | None = None
+        self._model: str | None = None  # its description
         try:
             if is_local:
                 self._reserve(model)
@@ -43,6 +44,7 @@ class CheckpointFiles:
             self._require_same_newest()
             if messaging.process_index() == 0:
                 self._remove_unfinished()
+                self._model = model_description.describe(model)
         except BaseException:
             self.close()
             raise
@@ -130,7 +132,8 @@ class CheckpointFiles:
             self._finish()
             self._keep_lock()  # all wait here for one that still deletes a checkpoint, longer than Orbax would
             arrays = jax.tree.map(lent, restore.state_tree(model))
-            content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFile(json.dumps(progress))}
+            files = {_file_name(): json.dumps(progress), model_description.FILE: self._model}
+            content = {restore.ARRAYS: arrays, PROGRESS: _ProcessFiles(files)}
             self._saved.append(batches)
             obsolete = [] if self._max_to_keep is None else self._saved[: -self._max_to_keep]
             self._saved = self._saved[len(obsolete) :]
@@ -265,11 +268,11 @@ def _explained(error: Exception, directory: Any) -> Exception:
     return explained
 
 
-class _ProcessFile:
-    """Lets Orbax write one file of each process into a checkpoint."""
+class _ProcessFiles:
+    """Lets Orbax write files of each process into a checkpoint: texts by name, of which some may be None."""
 
-    def __init__(self, text: str):
-        self.text = text
+    def __init__(self, texts: dict[str, str | None]):
+        self.texts = {name: text for name, text in texts.items() if text is not None}
 
     async def save(self, directory):
         # At once: what is written later may come after another process has committed the checkpoint.
@@ -277,9 +280,9 @@ class _ProcessFile:
         return asyncio.sleep(0)  # nothing is left to be done in the background
 
     def _write(self, folder) -> None:
-        file = folder / _file_name()
-        file.write_text(self.text)
-        checksums.write(folder, [file])
+        for name, text in self.texts.items():
+            (folder / name).write_text(text)
+        checksums.write(folder, [folder / name for name in self.texts])
 
     async def load(self, directory):
         raise NotImplementedError  # a process may read the file of another one

@@ -36,7 +36,8 @@ class TrainingCheckpoint(keras.callbacks.Callback):
 
     Saved are all variables of the model, its optimizer and its metrics, the states of random generators, the epoch, and
     the position in the data; not the state of other callbacks. The seed of a shuffle in `tf.data` or PyTorch must be
-    fixed. A checkpoint counts only when it is complete and undamaged. `model.load_weights(directory)` reads it too.
+    fixed. A checkpoint counts only when it is complete and undamaged. `model.load_weights(directory)` and
+    `keras.saving.load_model(directory)` read it, too.
 
     When a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job asks for it),
     all processes finish the same step, save it completely, and leave with `SystemExit(exit_status)`.

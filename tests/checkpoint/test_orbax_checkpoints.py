@@ -1,10 +1,13 @@
 """Checkpoints of Keras's own Orbax callback: saved under one distribution and restored under another one."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
 from support.new_process import run
 from support.slow_cases import slow_unless
+from support.strategy_models import scope
 
 import keras_dist as kd
 from keras_dist.checkpoint import path_matching
@@ -139,7 +142,7 @@ def test_a_checkpoint_of_weights_only_is_restored(tmp_path):
         model = compiled(sequential, "sgd")
         model.load_weights(str(tmp_path))
         np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
-        with pytest.raises(ValueError, match="no model_config"):
+        with pytest.raises(ValueError, match="no config"):
             keras.saving.load_model(str(tmp_path))
 
 
@@ -203,6 +206,88 @@ def test_without_a_distribution_a_checkpoint_of_training_is_loaded(tmp_path):
         again = compiled(sequential)
         keras.saving.load_weights(again, str(path))
         assert_same(again, expected)
+        assert_same(keras.saving.load_model(str(path)), expected)
+
+
+@keras.saving.register_keras_serializable("test_orbax")
+class Vocabulary(keras.layers.Layer):
+    """Has a file, as tokenizers have."""
+
+    words = ""
+
+    def call(self, inputs):
+        return inputs
+
+    def save_assets(self, dir_path):
+        (pathlib.Path(dir_path) / "words.txt").write_text(self.words)
+
+    def load_assets(self, dir_path):
+        self.words = (pathlib.Path(dir_path) / "words.txt").read_text()
+
+
+class WithoutConfig(keras.layers.Dense):
+    def get_config(self):
+        raise NotImplementedError
+
+
+def trained(directory, layer):
+    with kd.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        checkpoint = kd.TrainingCheckpoint(str(directory), max_to_keep=None)
+        model.fit(X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[checkpoint])
+    return model
+
+
+def test_a_model_is_loaded_from_a_checkpoint_of_training_with_its_files(tmp_path):
+    layer = Vocabulary()
+    layer.words = "a b c"
+    expected = trained(tmp_path, layer)
+    for distribution in (None, kd.FullyShardedDataParallel(min_shard_bytes=0)):
+        with scope(distribution):
+            loaded = keras.saving.load_model(str(tmp_path), compile=False)
+        assert loaded.layers[0].words == "a b c"
+        for value, weight in zip(loaded.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_array_equal(value, weight)
+    (tmp_path / "4" / "progress" / "model.json").write_text("{")
+    with pytest.warns(UserWarning, match="model.json"):
+        loaded = keras.saving.load_model(str(tmp_path))
+    assert int(loaded.optimizer.iterations) == 2
+
+
+def test_a_model_that_cannot_be_serialized_is_trained_and_not_loaded(tmp_path):
+    expected = trained(tmp_path, WithoutConfig(4))
+    with pytest.raises(ValueError, match="get_config"):
+        keras.saving.load_model(str(tmp_path))
+    model = keras.Sequential([keras.Input((4,)), WithoutConfig(4), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.load_weights(str(tmp_path))
+    assert_same(model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_new_process_loads_a_checkpoint_of_training_without_a_distribution(num_devices, tmp_path):
+    model = trained(tmp_path, keras.layers.Dense(8, "gelu"))
+    with kd.DataParallel().scope():
+        expected = model.predict(X, verbose=0).sum()
+    code = f"""
+import keras, numpy
+import keras_dist
+x = numpy.sin(numpy.arange(64 * 4, dtype="float32").reshape(64, 4))
+for path in ({str(tmp_path)!r}, {str(tmp_path / "4")!r}):
+    for model in (keras.saving.load_model(path), keras.models.load_model(path)):
+        print(model.predict(x, verbose=0).sum(), int(model.optimizer.iterations))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.load_weights(path)
+    print(model.predict(x, verbose=0).sum(), int(model.optimizer.iterations))
+"""
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    done = run(code, KERAS_BACKEND="jax", XLA_FLAGS=flags, NPROC="16")
+    assert done.returncode == 0, done.stderr
+    printed = [float(each) for each in done.stdout.split()]
+    np.testing.assert_allclose(printed, 6 * [expected, 4], rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
