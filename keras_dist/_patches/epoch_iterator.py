@@ -28,6 +28,7 @@ from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
 from keras_dist.data.batches import InputPipeline
 from keras_dist.data.position import DataPosition
+from keras_dist.multihost import messaging
 
 _newest_iterator: ContextVar[Callable[[], Any]] = ContextVar("newest_iterator", default=lambda: None)
 
@@ -106,6 +107,7 @@ class EpochIterator(trainer.JAXEpochIterator):
     def _enumerate_from(self, start: int, data_position: DataPosition | None):
         """Does what Keras's `_enumerate_iterator` does, from a batch on."""
         if data_position is not None:
+            self._require_rows(data_position)
             set_finished_epochs(self.data_adapter, data_position.epochs_now)
         size, limit = self.steps_per_execution, self.steps_per_epoch or self._num_batches
         is_finished = limit is not None and 0 < start >= limit
@@ -131,6 +133,25 @@ class EpochIterator(trainer.JAXEpochIterator):
             self._current_iterator, self._steps_seen = None, 0
         self.data_adapter.on_epoch_end()
 
+    def _global_rows(self) -> int | None:
+        """Returns the number of rows of a global batch of a Grain dataset, if it is known."""
+        adapter, is_global = self.data_adapter, self._distribution.auto_shard_dataset
+        rows = adapter.batch_size if isinstance(adapter, data_adapters.GrainDatasetAdapter) else None
+        return rows if rows is None or is_global else rows * messaging.process_count()
+
+    def _require_rows(self, data_position: DataPosition) -> None:
+        """Raises ValueError if the state of a Grain iterator counts batches of another number of rows."""
+        before, rows = data_position.rows, self._global_rows()
+        if data_position.source is None or before is None or rows == before:
+            return
+        is_global = self._distribution.auto_shard_dataset
+        own = "" if is_global else f", {before} / {messaging.process_count()} in each process"
+        raise ValueError(
+            f"The checkpoint has the state of a Grain iterator over global batches of {before} rows, but a global "
+            f"batch of this fit has {'different numbers of' if rows is None else rows} rows, so the state would be "
+            f"that of other rows. Pass batches of {before} rows in all{own}."
+        )
+
     def reset(self):
         if self._pipeline is not None:
             self._pipeline.close()
@@ -149,7 +170,9 @@ class EpochIterator(trainer.JAXEpochIterator):
             found = pipeline.position
         elif COUNT_EPOCHS:
             found = DataPosition.at_beginning()
-        return batches, None if found is None else found._replace(epochs_now=finished_epochs(self.data_adapter))
+        if found is None:
+            return batches, None
+        return batches, found._replace(epochs_now=finished_epochs(self.data_adapter), rows=self._global_rows())
 
 
 def announce_step(step: str, model: keras.Model) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -182,16 +182,27 @@ class CheckpointFiles:
         if not files:
             raise restore.DamageError(f"file {PROGRESS}/process_0-of-*.json is missing, which TrainingCheckpoint saves")
         progress = json.loads(files[0].read_text())
-        if progress["data"] is not None and progress["data"]["source"] is not None:
+        if not _is_of_all_processes(progress, [json.loads(each.read_text()) for each in folder.glob("process_*.json")]):
             progress["data"]["source"] = None
-            before = files[0].name.removesuffix(".json").rpartition("-")[2]
+            before = counted(files[0].name.removesuffix(".json").rpartition("-")[2], "process")
             warn(
-                f"{self._directory} was saved by {counted(before, 'process')}, not {messaging.process_count()}, so its "
-                "states of Grain iterators cannot be restored. The finished batches of this epoch are read again and "
-                "dropped, and rows may come in another order. To restore the states, start "
-                f"{counted(before, 'process')}.",
+                f"{self._directory} was saved by {before}, not {messaging.process_count()}, so its states of Grain "
+                "iterators, which are not known to be equal, cannot be restored. The finished batches of this epoch "
+                "are read again and dropped, and rows may come in another order. To restore the states, start "
+                f"{before}.",
             )
         return progress
+
+
+def _is_of_all_processes(progress: dict, saved: Iterable[dict]) -> bool:
+    """Returns whether a process that finds the state of a Grain iterator continues where all processes were.
+
+    It does if the states of all processes that saved them are equal, and the rows of a global batch are known.
+    """
+    if progress["data"] is None or progress["data"]["source"] is None:
+        return True
+    states = {(data["source"], data.get("rows")) for data in (each["data"] for each in saved)}
+    return len(states) == 1 and progress["data"].get("rows") is not None
 
 
 def _raise_on_all_processes(problem: str | None) -> None:

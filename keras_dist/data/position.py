@@ -47,6 +47,7 @@ class DataPosition(NamedTuple):
     source: str | None  # state of a Grain iterator as JSON text
     epochs_began: int = 0  # that Keras's data adapter had finished when the pass started; older checkpoints have none
     epochs_now: int = 0  # that it has finished now
+    rows: int | None = None  # of each global batch of a Grain dataset, if known
 
     @classmethod
     def at_beginning(cls) -> "DataPosition":
