@@ -1,6 +1,7 @@
 """Places host batches on a mesh as global arrays, whatever their number of rows."""
 
 import collections
+import enum
 import functools
 import itertools
 import math
@@ -16,6 +17,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._report.units import counted
 from keras_dist.mesh.device_mesh import DeviceMesh
+
+
+class UnequalShards(enum.Enum):
+    """Where a compiled step may split rows into shards of unequal sizes.
+
+    XLA does so with the right numbers if the batch axes are all axes of the mesh. Where another axis repeats rows, it
+    adds the padding of shards to the gradients of lookups, so what is differentiated is not split there.
+    """
+
+    NONE = "nowhere"
+    OVER_ALL_AXES = "where each device has rows of its own"
+    OVER_ANY_AXES = "also where devices repeat rows"
 
 
 class BatchPlacer:
@@ -51,18 +64,15 @@ class BatchPlacer:
         """Returns the batch axes to shard a number of rows over, `()` to replicate them."""
         return next(axes for size, axes in self._subsets if rows % size == 0)
 
-    def axes_in_step(self, rows: int, splits_unequally: bool) -> tuple[str, ...]:
-        """Returns the batch axes over which a compiled step shards a number of rows, which may do so unequally."""
-        return self.batch_axes if splits_unequally and self.can_split_unequally(rows) else self.axes_for(rows)
+    def axes_in_step(self, rows: int, unequal: UnequalShards) -> tuple[str, ...]:
+        """Returns the batch axes over which a compiled step shards a number of rows."""
+        return self.batch_axes if self.can_split_unequally(rows, unequal) else self.axes_for(rows)
 
-    def can_split_unequally(self, rows: int) -> bool:
-        """Returns whether a compiled step can shard a number of rows over axes that do not divide it.
-
-        XLA does so with the right numbers if the batch axes are all axes of the mesh. Where another axis repeats rows,
-        it adds the padding of shards to the gradients of lookups.
-        """
+    def can_split_unequally(self, rows: int, unequal: UnequalShards) -> bool:
+        """Returns whether a compiled step shards a number of rows over axes that do not divide it."""
         shards = self.num_batch_shards
-        return rows > 1 and rows % shards > 0 and shards == self.device_mesh.backend_mesh.size
+        are_right = shards == self.device_mesh.backend_mesh.size or unequal is UnequalShards.OVER_ANY_AXES
+        return unequal is not UnequalShards.NONE and are_right and rows > 1 and rows % shards > 0
 
     def split(self, value: Any, rows: int) -> Any:
         """Returns a traced value, if it has so many rows with these over the batch axes, in shards of unequal sizes."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_dist._keras import internals
-from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.data.batch_placement import BatchPlacer, UnequalShards
 from keras_dist.layout.tensor_layout import TensorLayout, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.sharding.resharding import with_gradient_layout
@@ -23,7 +23,7 @@ def distribute_tensors(
     sequence_axes: Sequence[str] = (),
     *,
     role: str = "output",
-    splits_rows: bool = False,
+    unequal: UnequalShards = UnequalShards.NONE,
     inputs_layout: Any = None,
 ) -> Any:
     """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
@@ -31,9 +31,9 @@ def distribute_tensors(
     While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
     any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
     its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
-    sizes, and rows, if `splits_rows`. `role` is "input" or "output", for errors. `inputs_layout` is that of the layer
-    whose outputs these are. Raises ValueError if the layout has more entries than every tensor has dims, or an axis
-    does not divide its dim.
+    sizes, and rows where `unequal` has it so. `role` is "input" or "output", for errors. `inputs_layout` is that of the
+    layer whose outputs these are. Raises ValueError if the layout has more entries than every tensor has dims, or an
+    axis does not divide its dim.
     """
     gradient_layout = _gradient_layout(inputs_layout, layout)
     is_on_mesh = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is not None
@@ -42,7 +42,7 @@ def distribute_tensors(
         _require_fit(layout.axes, max(shapes, key=len), layout, role)
 
     def fit(leaf: Any, layout: Any) -> Any:
-        return _fit(leaf, layout, batch_axes, sequence_axes, splits_rows, role)
+        return _fit(leaf, layout, batch_axes, sequence_axes, unequal, role)
 
     def distribute(leaf: Any) -> Any:
         if _is_symbolic(leaf) or (is_on_mesh and np.ndim(leaf) < len(layout.axes)):
@@ -69,7 +69,7 @@ def _gradient_layout(inputs: Any, outputs: Any) -> TensorLayout | None:
 
 
 def _fit(
-    leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], splits_rows: bool, role: str
+    leaf: Any, layout: Any, batch_axes: Sequence[str], sequence_axes: Sequence[str], unequal: UnequalShards, role: str
 ) -> Any:
     mesh, shape = as_device_mesh(layout.device_mesh), np.shape(leaf)
     axes, even_axes = list(layout.axes), list(layout.axes)
@@ -88,7 +88,7 @@ def _fit(
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
         # have sequences: `generate()` calls layers on one token.
         elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
-            axes[dim] = BatchPlacer(mesh, names).axes_in_step(shape[dim], splits_rows)
+            axes[dim] = BatchPlacer(mesh, names).axes_in_step(shape[dim], unequal)
             even_axes[dim] = None if axes[dim] == names else axes[dim]  # as above, if the step splits rows unequally
     _require_fit(tuple(even_axes), shape, layout, role)
     return layout if axes == list(layout.axes) else TensorLayout(axes, mesh)

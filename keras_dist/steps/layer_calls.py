@@ -174,7 +174,7 @@ class LayerCalls:
 
     def _sharded(self, tensors: Any, layout: Any, **kind: Any) -> Any:
         axes = self._placer.batch_axes, self._placer.sequence_axes
-        return distribute_tensors(tensors, layout, *axes, splits_rows=step_state().splits_rows, **kind)
+        return distribute_tensors(tensors, layout, *axes, unequal=step_state().unequal_shards, **kind)
 
     # ------------------------------------------------------------------------------------------- computed again
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from keras_dist._keras.thread_value import ThreadValue
 from keras_dist.attention.attention import AttentionCall
+from keras_dist.data.batch_placement import UnequalShards
 from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.passes.registry import ForwardPass
 from keras_dist.passes.token_part import LossCall
@@ -28,7 +29,7 @@ class StepState:
     is_in_step: bool = False  # whether the program of a step is traced
     is_improved: bool = False  # whether forward passes are asked about what is traced
     forward_passes: Sequence[ForwardPass] = ()  # those that are to be asked about parts of the step
-    splits_rows: bool = False  # into shards of unequal sizes
+    unequal_shards: UnequalShards = UnequalShards.NONE  # of rows, if those of the step are split so
     weights: TracedWeights = field(default_factory=TracedWeights)  # the layouts of those that were read
     kept_gradients: Collection[int] = ()  # ids of the weights whose gradients are not reduced
     are_weights_gathered: bool = False  # for all microbatches

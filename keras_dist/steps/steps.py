@@ -19,7 +19,7 @@ from keras_dist._keras.internals import StatelessScope, attributes_replaced, get
 from keras_dist._keras.train_step import Improve
 from keras_dist._keras.training_state import state_variables
 from keras_dist._report.user_warnings import warn
-from keras_dist.data.batch_placement import BatchPlacer, is_sparse
+from keras_dist.data.batch_placement import BatchPlacer, UnequalShards, is_sparse
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.mixtures.figures import summed_up
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
@@ -124,7 +124,7 @@ class Steps:
         return attributes_replaced(model, **{f"{step}_step": self.of_model(model, step)})
 
     def axes_in_step(self, step: str, rows: int) -> tuple[str, ...]:
-        return self._placer.axes_in_step(rows, self._splits(step, rows))
+        return self._placer.axes_in_step(rows, self._unequal_shards(step))
 
     def rows_of_device(self, step: str, rows: int) -> int:
         """Returns how many rows the devices with most of them compute in a step."""
@@ -148,9 +148,11 @@ class Steps:
         if not all(isinstance(leaf, Tracer) for leaf in leaves):
             return function(state, batch if self._is_alone else self._placer.replicate(batch))
         rows = _num_rows(leaves)
-        splits, is_improved = self._splits(step, rows), step != "train"  # nothing else is differentiated
+        unequal, is_improved = self._unequal_shards(step), step != "train"  # nothing else is differentiated
+        splits = self._placer.can_split_unequally(rows, unequal)
+        known = {"unequal_shards": unequal if splits else UnequalShards.NONE, "weights": TracedWeights()}
 
-        with changed(is_in_step=True, is_improved=is_improved, splits_rows=splits, weights=TracedWeights()):
+        with changed(is_in_step=True, is_improved=is_improved, **known):
             traced = _Traced(function, state, batch)
             forward = [each for each in self._forward_passes if each.may_find(traced.jaxpr)]
             if FORWARD_PASSES["experts"] not in forward:
@@ -294,9 +296,10 @@ class Steps:
         names = ON_ONE_DEVICE if self._is_alone else PASSES
         return [PASSES[name] for name in names if name not in self._options.without_passes]
 
-    def _splits(self, step: str, rows: int) -> bool:
-        is_in_parts = step == "train" and self._options.splits_gradients  # each device computes gradients of its rows
-        return self._placer.can_split_unequally(rows) and not is_in_parts
+    def _unequal_shards(self, step: str) -> UnequalShards:
+        if step == "train" and self._options.splits_gradients:  # each device computes gradients of its rows
+            return UnequalShards.NONE
+        return UnequalShards.OVER_ANY_AXES if step == "predict" else UnequalShards.OVER_ALL_AXES
 
     def _joined(self, rows: int, output: Any) -> Any:
         # Logs may be Python numbers, which have no shape. Without a split before, each device would compute all rows.

@@ -357,7 +357,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
             mask,
             **options,
             mesh=self._device_mesh.backend_mesh,
-            batch_axes=self._placer.axes_in_step(query.shape[0], state.splits_rows),
+            batch_axes=self._placer.axes_in_step(query.shape[0], state.unequal_shards),
             sequence_axes=self._placer.sequence_axes,
             sequence_exchange=self._sequence_exchange,
             axes_of_weight=state.weights.axes_of,

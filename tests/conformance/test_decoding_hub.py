@@ -210,7 +210,8 @@ def test_plan_reads_weights_and_cache_once_a_token(compiler):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "step"), [("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict")]
+    ("strategy", "step"),
+    [("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), slow("TP", "predict")],
 )
 def test_each_device_computes_its_share_of_rows_that_no_axis_divides(strategy, step):
     def plan(rows):

@@ -12,7 +12,7 @@ from support.applied_functions import Applied
 from support.keras_scenarios import start_anew
 from support.kernels_on_cpus import KERNEL, use_kernel_of
 from support.slow_cases import slow
-from support.strategy_models import MODELS, assert_same_numbers, fsdp, model_parallel, scope
+from support.strategy_models import MODELS, STRATEGIES, assert_same_numbers, fsdp, model_parallel, scope
 
 import keras_dist as kd
 from keras_dist.steps.step_state import recorded_calls
@@ -56,6 +56,33 @@ def test_numbers_are_those_of_one_device(name, strategy, rows):
     assert distribution.steps.rows_of_device("train", rows) == -(-rows // DEVICES)
     actual = numbers_of(name, distribution, rows)
     assert_same_numbers(actual, numbers_of(name, None, rows), 1e-5)
+
+
+def predicted(build, x, distribution):
+    start_anew()
+    with scope(distribution):
+        return build("sgd").predict(x, batch_size=len(x), verbose=0)
+
+
+def context_parallel(build):
+    return kd.DataParallel(kd.create_device_mesh("data:2,context:4"), sequence_dim_name="context")
+
+
+WITH_REPEATED_ROWS = {
+    **{name: STRATEGIES[name] for name in ("TP", "TP, SP", "FSDP x TP", "HSDP x TP")},
+    "CP": context_parallel,
+}
+SLOW = [slow(name, strategy, rows) for name in MODELS for strategy in WITH_REPEATED_ROWS for rows in (3, 13)]
+
+
+@pytest.mark.parametrize(("name", "strategy", "rows"), [("transformer", "TP", 11), ("mixture", "HSDP x TP", 11), *SLOW])
+def test_predict_splits_rows_also_where_devices_repeat_them(name, strategy, rows):
+    build, x, _ = MODELS[name]
+    x = np.concatenate([x, x])[:rows]
+    distribution = WITH_REPEATED_ROWS[strategy](build)
+    assert distribution.steps.rows_of_device("predict", rows) == -(-rows // distribution.num_model_replicas)
+    assert distribution.steps.rows_of_device("train", rows) == rows  # as gradients of lookups would be wrong
+    assert_same_numbers(predicted(build, x, distribution), predicted(build, x, None), 1e-5)
 
 
 def wide():
@@ -117,6 +144,26 @@ def test_attention_kernels_compute_unequal_shards(platform, monkeypatch):
     use_kernel_of(platform, monkeypatch)
     actual, implementations = trained(kd.DataParallel())
     assert implementations == {KERNEL[platform]}
+    assert_same_numbers(actual, expected, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_attention_kernels_of_predict_compute_unequal_shards_and_heads(platform, monkeypatch):
+    x = np.random.default_rng(0).normal(size=(11, 128, 8)).astype("float32")
+
+    def build(optimizer):
+        inputs = keras.Input((128, 8))
+        attended = layers.MultiHeadAttention(2, 64, name="attention")(inputs, inputs, use_causal_mask=True)
+        model = keras.Model(inputs, layers.Dense(1)(attended))
+        model.compile(optimizer, "mse")
+        return model
+
+    expected = predicted(build, x, None)
+    use_kernel_of(platform, monkeypatch)
+    with recorded_calls() as calls:
+        actual = predicted(build, x, STRATEGIES["TP"](lambda: build("sgd")))
+    assert {call.implementation for call in calls} == {KERNEL[platform]}
     assert_same_numbers(actual, expected, 2e-5)
 
 
