@@ -33,7 +33,7 @@ class PackageDistribution:
     """A distribution of this package; Keras's own ones are not. `strategies.base.Distribution` is the only subclass."""
 
     asked_by_patches = (  # mostly objects that the distribution hands out
-        *("attention", "batches", "layer_calls", "sequences", "steps", "train_steps"),
+        *("attention", "auto_shard_dataset", "batches", "layer_calls", "sequences", "steps", "train_steps"),
         *("check_processes_agree", "check_values_agree", "is_multi_process", "layout_rules", "strict"),
     )
 
