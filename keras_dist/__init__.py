@@ -16,6 +16,7 @@ from keras_dist.diagnostics.coverage import Coverage
 from keras_dist.diagnostics.explain import explain
 from keras_dist.diagnostics.layout_warning import LayoutMapWarning
 from keras_dist.diagnostics.visualize import visualize
+from keras_dist.interchange.adapters import export_adapter, merge_adapter
 from keras_dist.interchange.export import export_safetensors
 from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.tensor_layout import TensorLayout
@@ -95,6 +96,7 @@ __all__ = [
     "distribution",
     "experts",
     "explain",
+    "export_adapter",
     "export_safetensors",
     "force_cpu",
     "get_device_count",
@@ -103,6 +105,7 @@ __all__ = [
     "initialize",
     "list_devices",
     "materialize",
+    "merge_adapter",
     "mock_gpus",
     "mock_tpus",
     "num_processes",

@@ -3,18 +3,22 @@
 Several processes do not write one file: network file systems lose bytes where two hosts write the same page of it.
 """
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_dist._keras.internals import file_utils
 from keras_dist._report.units import bytes_text
 from keras_dist.interchange.converter import Elements, TensorType
+from keras_dist.multihost import messaging
+from keras_dist.variables.global_reads import run_on_every_process
 
 INDEX = "model.safetensors.index.json"
 
@@ -55,6 +59,67 @@ def index_of(files: Iterable[OutputFile]) -> dict:
     """Returns what a file with the name `INDEX` says about these files."""
     total = sum(each.nbytes for file in files for each in file.types.values())
     return {"metadata": {"total_size": total}, "weight_map": {name: file.name for file in files for name in file.types}}
+
+
+class NewFolder:
+    """A folder that several processes fill under a hidden name next to its target, which it takes when it is complete.
+
+    All processes must call the same methods. If one raises an exception, all do.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        given = os.fspath(directory)
+        if file_utils.is_remote_path(given):
+            raise ValueError(
+                f"{given!r} is not on a file system of this machine, and files are mapped to be written. Pass a local "
+                "directory, which all processes share, and copy it."
+            )
+        if (os.path.isdir(given) and os.listdir(given)) or os.path.isfile(given):
+            raise FileExistsError(f"{given!r} is not empty. Delete it, or pass another directory.")
+        self.target = os.path.realpath(given)
+        parent, name = os.path.split(self.target)
+        self.path = os.path.join(parent, f".{name}.part")
+
+    def run(self, work: Callable[[], None], everywhere: bool = True) -> None:
+        """Runs a function on all processes, or on process 0."""
+        is_idle = not everywhere and messaging.process_index() > 0
+        run_on_every_process(f"write {self.target!r}", (lambda: None) if is_idle else work)
+
+    def create(self) -> None:
+        def create() -> None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.makedirs(self.path)
+
+        self.run(create, everywhere=False)
+
+    def complete(self, write_others: Callable[[], None]) -> None:
+        """Lets process 0 write what is left, and then moves the folder, to where there may be an empty one."""
+
+        def move() -> None:
+            write_others()
+            os.rename(self.path, self.target)
+
+        self.run(move, everywhere=False)
+
+    def remove(self) -> None:
+        if messaging.process_index() == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(directory: str | os.PathLike) -> Iterator[NewFolder]:
+    """Provides a folder to fill; what is left of it is deleted if the block raises an exception."""
+    folder = NewFolder(directory)
+    try:
+        yield folder
+    except BaseException:
+        folder.remove()
+        raise
+
+
+def write_json(folder: str, name: str, content: Any) -> None:
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
 
 
 class FileWriter:

@@ -182,7 +182,7 @@ def test_a_last_save_that_fails_restores_handlers(tmp_path, monkeypatch):
 
     received = []
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    monkeypatch.setattr("keras_dist.checkpoint.checkpoint_files._ProcessFile._write", fail)
+    monkeypatch.setattr("keras_dist.checkpoint.checkpoint_files._ProcessFiles._write", fail)
     with pytest.raises(OSError, match=f"could not be written to {tmp_path}"):
         train(tmp_path, Events("batch", 2))
     assert received == [signal.SIGTERM]

@@ -103,9 +103,9 @@ def cannot_write(directory, who, file, arguments, wait_seconds):
             if messaging.process_index() != who:
                 return
             if file == "progress":
-                checkpoint_files._ProcessFile.save = _no_space
+                checkpoint_files._ProcessFiles.save = _no_space
             elif file == "blocked progress":
-                checkpoint_files._ProcessFile._write = lambda self, folder: time.sleep(1000)
+                checkpoint_files._ProcessFiles._write = lambda self, folder: time.sleep(1000)
             elif file == "blocked checksums":
                 checksums._written_by_this_process = lambda folder: time.sleep(1000)
             elif file == "blocked arrays":

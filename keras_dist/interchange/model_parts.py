@@ -1,0 +1,123 @@
+"""The variables of a model of KerasHub with their elements in the tensors of Hugging Face."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from keras_dist._keras.deferred_variables import deferred_initializer
+from keras_dist._keras.model_structure import all_layers, direct_variables
+from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables
+from keras_dist.interchange.hub_source import Source, exporter_source, folder_source, preset_loader
+
+
+class Part(NamedTuple):
+    """A variable of a model.
+
+    Attributes:
+        layer: The layer that has it.
+        variable: The variable.
+        elements: Its elements in tensors; empty if KerasHub computes its values.
+        is_trained: Whether it is trained in a model without adapters.
+    """
+
+    layer: Any
+    variable: Any
+    elements: list[Elements]
+    is_trained: bool
+
+
+@contextlib.contextmanager
+def source_of(model: Any, like: str | os.PathLike | None) -> Iterator[Source]:
+    """Provides what Hugging Face's form of a model consists of besides values, from a folder or from KerasHub."""
+    backbone = getattr(model, "backbone", model)
+    source = exporter_source(model, backbone) if like is None else folder_source(os.fspath(like), backbone)
+    with source as found:
+        yield found
+
+
+def require_model_of_kerashub(function: str, model: Any) -> None:
+    """Raises an error unless a model has values that Hugging Face's format has a place for."""
+    try:
+        import keras_hub
+    except ImportError:
+        keras_hub = None
+    kinds = (keras_hub.models.Task, keras_hub.models.Backbone) if keras_hub else ()
+    if not isinstance(model, kinds):
+        raise TypeError(
+            f"{function} takes a task or a backbone of KerasHub (pip install 'keras_dist[hub]'), got "
+            f"{type(model).__name__}. model.save(path) and model.export(path) write other models."
+        )
+    quantized = next((layer for layer in all_layers(model) if getattr(layer, "quantization_mode", None)), None)
+    if quantized is not None:
+        raise ValueError(
+            f"Layer {quantized.path!r} is quantized ({quantized.quantization_mode}), and Hugging Face's format has no "
+            "place for Keras's scales. Export the model before you quantize it."
+        )
+    empty = next((each for each in model.variables if deferred_initializer(each) is not None), None)
+    if empty is not None:
+        raise ValueError(
+            f"{empty.path!r} has no value: it was created inside keras_dist.deferred(). Call "
+            "keras_dist.materialize(model), or load weights, before you export it."
+        )
+
+
+def parts_of_model(model: Any, source: Source, types: Mapping[str, TensorType]) -> list[Part]:
+    """Runs KerasHub's converter on tensors without values; raises ValueError if they do not fit the model."""
+    converter = preset_loader(source.name, source.config).converter
+    name, backbone = converter_name(source), getattr(model, "backbone", model)
+    pairs = list(_pairs(backbone, source.twin))
+    has_head = hasattr(converter, "convert_head")
+    task = _task_with(source.twin, model) if has_head and model is not backbone else None
+    if task is not None:
+        pairs += _pairs(model, task)
+
+    def convert(loader):
+        converter.convert_weights(source.twin, loader, source.config)
+        if task is not None:
+            loader.prefix = ""
+            converter.convert_head(task, loader, source.config)
+
+    try:
+        elements = elements_of_variables(convert, (twin for *_, twin in pairs), types)
+    except KeyError as error:
+        raise ValueError(
+            f"{source.name!r} lacks {error.args[0]!r}, which KerasHub reads for {type(backbone).__name__}. Pass "
+            "like=folder with the complete checkpoint that the model was loaded from."
+        ) from error
+    except AttributeError as error:  # KerasHub reads fewer variants of a backbone than it builds
+        raise ValueError(
+            f"KerasHub's {name} reads no {type(backbone).__name__} like this one from Hugging Face ({error}), so it "
+            "has no form there. Use model.save_to_preset(directory)."
+        ) from error
+    return [Part(layer, variable, elements.get(id(twin), []), twin.trainable) for layer, variable, twin in pairs]
+
+
+def converter_name(source: Source) -> str:
+    """Returns the name of the module of KerasHub that converts a family, such as "convert_gpt2"."""
+    return preset_loader(source.name, source.config).converter.__name__.rpartition(".")[2]
+
+
+def _pairs(model: Any, twin: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields the layers of a model, each variable, and that of the same model without values; not those of LoRA.
+
+    Both are compared layer by layer: names of layers may be numbered on, and LoRA changes the order of variables.
+    """
+    for layer, other in zip(_layers(model), _layers(twin), strict=True):
+        named = {variable.name: variable for variable in direct_variables(other)}
+        for variable in direct_variables(layer):
+            if variable.name in named:
+                yield layer, variable, named[variable.name]
+
+
+def _layers(model: Any) -> list[Any]:
+    """Returns the layers with variables of a backbone, or those of a task that are not of its backbone."""
+    backbone = getattr(model, "backbone", None)
+    known = set() if backbone is None else {id(each) for each in all_layers(backbone)}
+    return [each for each in all_layers(model) if id(each) not in known and direct_variables(each)]
+
+
+def _task_with(backbone: Any, model: Any) -> Any:
+    """Returns a task like that of the model around another backbone, without a preprocessor."""
+    config = {key: value for key, value in model.get_config().items() if key not in ("name", "trainable", "dtype")}
+    return type(model)(**config | {"backbone": backbone, "preprocessor": None})
