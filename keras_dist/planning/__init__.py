@@ -2,6 +2,7 @@
 
 * `plan.py`: `plan`, which puts the parts below together.
 * `fitting_options.py`: step options that make a step fit, and `remat="auto"`.
+* `generated_rows.py`: how many rows `generate()` has memory for.
 * `search/`: `auto`, which chooses among distributions.
 * `reports/`: `Plan` and `compare`, as data and as printed reports.
 * `compiling/`: the step of a model, traced and compiled for a target.

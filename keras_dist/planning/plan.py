@@ -23,6 +23,7 @@ from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.compiling.extrapolation import extrapolated
 from keras_dist.planning.fitting_options import Found, plan_with_fitting_options
 from keras_dist.planning.frozen_mapping import FrozenMapping
+from keras_dist.planning.generated_rows import largest_batch, num_rows, with_rows
 from keras_dist.planning.hardware.compiler_options import checked_compiler_options
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hardware.registry import hardware
@@ -63,7 +64,8 @@ def plan(
             int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be passed, if the
             model's inputs have static shapes and its targets follow from its losses.
         step: `"train"`, `"test"`, `"predict"`, or `"generate"` for a language model of KerasHub: the memory of
-            `generate()`, and FLOP, traffic and times of one token, `plan.tokens_per_second`.
+            `generate()`, FLOP, traffic and times of one token, `plan.tokens_per_second`, and `plan.largest_batch`,
+            for which another number of rows is compiled, too.
         depth: Number of blocks to extrapolate to. None compiles the full model.
         compile_depths: The two numbers of blocks to compile, if `depth` is given.
         compiler_options: Options of XLA by name, as `compile(compiler_options=...)` of JAX takes them. See
@@ -106,6 +108,14 @@ def plan(
 
         first = _with_remat_chosen(distribution, plan_under) if step == "train" else Found(plan_under(distribution))
         planned = dataclasses.replace(first.plan, notes=(*first.plan.notes, *first.notes))
+        if step == "generate":
+
+            def plan_of(rows: int) -> Plan:
+                changed = with_rows(batch, rows)
+                return plan_step(build_model, distribution, changed, step, depth, compile_depths, options, report)
+
+            rows, shards = num_rows(batch), distribution.num_model_replicas
+            return dataclasses.replace(planned, largest_batch=largest_batch(planned, rows, shards, plan_of))
         if step != "train" or planned.fits is not False or first.is_interrupted:
             return planned
         found = plan_with_fitting_options(planned, distribution, plan_under)
@@ -247,6 +257,7 @@ def _plan(
         padding=max(0, round(compiled.argument_bytes) - held.total),
         outputs=round(compiled.outputs),
         temporaries=round(compiled.temporaries),
+        cache=round(compiled.cache),
         program=round(compiled.program),
     )
     fits = False if compiled.refusal else None if memory.capacity is None else memory.total <= memory.capacity

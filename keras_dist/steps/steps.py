@@ -299,7 +299,8 @@ class Steps:
     def _unequal_shards(self, step: str) -> UnequalShards:
         if step == "train" and self._options.splits_gradients:  # each device computes gradients of its rows
             return UnequalShards.NONE
-        return UnequalShards.OVER_ANY_AXES if step == "predict" else UnequalShards.OVER_ALL_AXES
+        is_without_losses = step in ("predict", "generate")
+        return UnequalShards.OVER_ANY_AXES if is_without_losses else UnequalShards.OVER_ALL_AXES
 
     def _joined(self, rows: int, output: Any) -> Any:
         # Logs may be Python numbers, which have no shape. Without a split before, each device would compute all rows.

@@ -1,5 +1,6 @@
 """`generate()` of a dense language model of KerasHub: what each token costs, and the same tokens as without devices."""
 
+import functools
 import inspect
 from dataclasses import replace
 
@@ -231,7 +232,25 @@ def test_plan_of_a_sampler_that_sorts_counts_the_gathered_probabilities():
     plan = kd.plan(lambda: language_model("top_k"), STRATEGIES["TP"](), batch, step="generate", progress=False)
     gathered = {each.axes: each.bytes for each in plan.collectives if each.kind == "all-gather"}
     assert gathered["model",] == 4 * VOCABULARY * 8 // 2
+    assert plan.memory.cache == 4 * 8 * BLOCKS * 2 * LENGTH * WIDTH // 8 < plan.memory.temporaries
     assert sum(each.count for each in plan.traffic if each.kind == "all-reduce") == 2 * BLOCKS + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [pytest.param("h100:8", marks=needs_cuda)])
+def test_the_largest_batch_of_a_plan_fits_and_more_rows_do_not(compiler):
+    distribution = STRATEGIES["TP"](kd.target(compiler).devices)
+
+    def plan(rows):
+        start_anew()
+        tokens = jax.ShapeDtypeStruct((rows, LENGTH), "int32")
+        batch = ({"token_ids": tokens, "padding_mask": tokens},)
+        build = functools.partial(language_model, dtype="bfloat16")
+        return kd.plan(build, distribution, batch, step="generate", progress=False)
+
+    rows = plan(2**18).largest_batch
+    assert plan(rows).fits
+    assert not plan(rows + rows // 32).fits
 
 
 def test_models_that_generate_nothing_are_refused():

@@ -28,7 +28,7 @@ from keras_dist.planning.costs.schedule import walk_schedule
 from keras_dist.planning.hardware.compiler_options import is_refused, refused_options_explained
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hlo.collectives import Collective
-from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader
+from keras_dist.planning.hlo.module_costs import LargeValue, ModuleCosts, ModuleReader, changed_bytes
 from keras_dist.planning.hlo.replica_groups import Groups
 from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_state import Call, recorded_calls
@@ -136,6 +136,7 @@ class Compilation:
     argument_bytes: float
     outputs: float = 0
     temporaries: float
+    cache: float = 0
     program: float = 0
     traffic: tuple[Traffic, ...] = ()
     collectives: tuple[Collective, ...] = ()
@@ -198,11 +199,12 @@ def compile_step(
         memory = compiled.memory_analysis()
         # A token of `generate()` needs no batch.
         batch_bytes = 0.0 if step.name == "generate" else sum(map(bytes_on_a_device, jax.tree.leaves(step.batch)))
-        costs, bounds = _costs_and_times(compiled.as_text(), mesh, networks, hardware, batch_bytes, step.name)
+        costs, bounds, held = _costs_and_times(compiled.as_text(), mesh, networks, hardware, batch_bytes, step.name)
         compilation = Compilation(
             argument_bytes=memory.argument_size_in_bytes,
             outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes + (0 if is_here else costs.workspace_bytes),
+            cache=held,
             program=memory.generated_code_size_in_bytes,
             traffic=_summed(costs.collectives, networks),
             collectives=costs.collectives,
@@ -235,23 +237,25 @@ def _model_flops(step: Step, traced: Any, calls: Sequence[Call]) -> float | None
 
 def _costs_and_times(
     text: str, mesh: DeviceMesh, networks: np.ndarray, hardware: Hardware | None, batch_bytes: float, step: str
-) -> tuple[ModuleCosts, Roofline]:
-    """Reads the text of a compiled step once, for its costs, the bounds on its time, and the forecast.
+) -> tuple[ModuleCosts, Roofline, int]:
+    """Reads the text of a compiled step once: its costs, the bounds on its time with the forecast, bytes of caches.
 
     If it generates, they are those of one token, the body of the largest loop, without the prompt.
     """
     devices = mesh.backend_mesh.devices
     reader = ModuleReader(text, mesh.axis_sizes, networks.tolist(), [device.id for device in devices.ravel().tolist()])
+    cache = 0
     if step == "generate":
         reader.module = replace(reader.module, entry=reader.module.largest_loop_body)
+        cache = changed_bytes(reader.module.computations[reader.module.entry])
     costs = reader.module_costs()
     host = batch_bytes, costs.host_bytes
     bounds = roofline(hardware, devices, costs.flops_by_dtype, costs.memory_bytes, costs.collectives, *host)
     times = TimeModel.of(hardware, devices, costs.collectives, costs.host_bytes)
     if times is None or bounds.seconds is None:
-        return costs, bounds
+        return costs, bounds, cache
     forecast, seconds = walk_schedule(reader, times, max(bounds.seconds, times.of_host_copy(batch_bytes)))
-    return reader.module_costs(seconds), replace(bounds, forecast=forecast)
+    return reader.module_costs(seconds), replace(bounds, forecast=forecast), cache
 
 
 @contextlib.contextmanager

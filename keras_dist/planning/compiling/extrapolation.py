@@ -10,7 +10,8 @@ from keras_dist.planning.compiling.compilation import Compilation
 from keras_dist.planning.costs.forecast import Forecast
 
 _FIGURES = (
-    "argument_bytes", "outputs", "temporaries", "program", "flops", "model_flops", "memory_traffic", "host_traffic"
+    "argument_bytes", "outputs", "temporaries", "cache", "program", "flops", "model_flops", "memory_traffic",
+    "host_traffic",
 )  # fmt: skip
 _TRAFFIC = ("count", "tensors", "bytes", "wire_bytes", "seconds", "exposed_seconds")
 _SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")

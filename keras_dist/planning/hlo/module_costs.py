@@ -14,6 +14,7 @@ from keras_dist.planning.hlo.collectives import Collective, is_collective, read_
 from keras_dist.planning.hlo.kernel_costs import attention_kernel, kernel_flops, workspace_bytes
 from keras_dist.planning.hlo.megascale import slices_of
 from keras_dist.planning.hlo.parser import Computation, Instruction, parse_module
+from keras_dist.planning.hlo.shapes import leaves
 from keras_dist.planning.hlo.trip_counts import trip_count
 
 
@@ -230,6 +231,20 @@ class ModuleReader:
             for array, written in instruction_costs.written_arrays(self.module, computation, instruction):
                 if array.is_in_memory and array.dims and written is array:
                     yield LargeValue(array.stored_bytes, str(array), instruction.op_name, instruction.name)
+
+
+def changed_bytes(body: Computation) -> int:
+    """Returns the bytes of the floating-point numbers that the body of a loop changes and carries to its next run.
+
+    Those of `generate()` are its caches: what a loop only reads, such as weights, is passed on as it is.
+    """
+    changed = 0
+    for index, name in enumerate(body.instructions[body.root].operands):
+        value = body.instructions[name]
+        is_passed_on = value.opcode == "get-tuple-element" and value.integers("index") == (index,)
+        if not is_passed_on or body.operand(value, 0).opcode != "parameter":
+            changed += sum(array.stored_bytes for array in leaves(value.shape) if "f" in array.dtype)
+    return changed
 
 
 def _results(computation: Computation) -> set[str]:

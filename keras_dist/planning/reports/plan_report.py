@@ -55,6 +55,7 @@ class Memory:
         padding: What the compiler adds to variables and batch to fill the hardware's tiles.
         outputs: Results that do not reuse the memory of an argument.
         temporaries: Activations, gradients, gathered weights and collective buffers.
+        cache: The part of the temporaries that `generate()` keeps of the tokens before: keys and values.
         program: The compiled program.
         host: Variables in the memory of the device's host, which are not part of the total.
         capacity: Memory of the device; None if unknown.
@@ -67,6 +68,7 @@ class Memory:
     padding: int = 0
     outputs: int = 0
     temporaries: int = 0
+    cache: int = 0
     program: int = 0
     host: int = 0
     capacity: int | None = None
@@ -123,6 +125,8 @@ class Plan(Report):
         step_options: The step options of the distribution, with `remat="auto"` replaced by what it chose.
         fitting_plan: If the step does not fit: the plan with the step options of least cost with which it does, found
             by compiling; None if it fits, or no step options suffice.
+        largest_batch: The most rows with which `generate()` fits, by the memory of this number of rows and another one
+            that was compiled; None if unknown, or of another step.
     """
 
     model: str
@@ -153,6 +157,7 @@ class Plan(Report):
     compiler_options: FrozenMapping = dataclasses.field(default_factory=FrozenMapping)
     step_options: StepOptions = dataclasses.field(default_factory=StepOptions)
     fitting_plan: "Plan | None" = None
+    largest_batch: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -223,6 +228,8 @@ class Plan(Report):
     def _sections(self) -> Iterator[Section]:
         yield _headline(self)
         yield _memory(self)
+        if self.step == "generate":
+            yield _cache(self)
         if self.fits is False:
             rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
             yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
@@ -338,6 +345,13 @@ def _memory(plan: Plan) -> tuple[str, list[Bars]]:
     if memory.capacity is not None:
         bars.append(bar("capacity", memory.capacity, is_limit=True))
     return "Memory per device", [Bars(tuple(bars))]
+
+
+def _cache(plan: Plan) -> Section:
+    lines = [f"{bytes_text(plan.memory.cache)} of the temporaries are the cache of keys and values."]
+    if plan.largest_batch is not None:
+        lines.append(f"About {counted(plan.largest_batch, 'row', 'fits', 'fit')} in memory.")
+    return "Cache and largest batch", [Lines(tuple(lines))]
 
 
 def _time(plan: Plan) -> Section:

@@ -11,6 +11,7 @@ import keras_dist as kd
 from keras_dist._report.tables import WIDTH
 from keras_dist.planning.compiling.compilation import Traffic
 from keras_dist.planning.costs.roofline import Roofline
+from keras_dist.planning.generated_rows import largest_batch
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
 from keras_dist.planning.reports.compare import Comparison, compare
@@ -477,3 +478,25 @@ def test_step_options_are_part_of_the_name_of_a_distribution():
     plan = example_plan(distribution=repr(distribution), step_options=distribution.step_options)
     assert distribution_name(plan) == "DataParallel, microbatches=2, remat='full'"
     assert "DataParallel, microbatches=2, remat='full'" in str(plan)
+
+
+@pytest.mark.parametrize(("weights", "most"), [(2, 16220 - 2 * 1024 - 512), (17, 0)])
+def test_the_largest_batch_is_that_of_two_plans(weights, most):
+    """Half a GiB of temporaries does not grow, and each row of a device takes 1 MiB. There are four shards."""
+    planned = []
+
+    def plan_of(rows):
+        planned.append(rows)
+        temporaries = GIB // 2 + rows // 4 * MIB
+        held = dict.fromkeys(("optimizer", "batch", "program"), 0)
+        memory = dataclasses.replace(MEMORY, weights=weights * GIB, temporaries=temporaries, cache=MIB, **held)
+        return example_plan(step="generate", memory=memory)
+
+    first = plan_of(400)
+    found = largest_batch(first, 400, 4, plan_of)
+    assert planned[1] != 400
+    assert found == most * 4  # of the 16,220 MiB that 99% of the device are
+    lines = section(str(dataclasses.replace(first, largest_batch=found)), "Cache and largest batch")
+    assert lines[0].startswith("1 MiB of the temporaries")
+    assert f" {found} row" in lines[1]
+    assert largest_batch(dataclasses.replace(first, target="cpu"), 400, 4, plan_of) is None
