@@ -224,7 +224,8 @@ def _parser() -> _Parser:
     )
 
     for command in (plan, auto):
-        command.add_argument("--step", choices=("train", "test", "predict"), default="train", help="(default: train)")
+        steps = ("train", "test", "predict", "generate")
+        command.add_argument("--step", choices=steps, default="train", help="(default: train)")
         command.add_argument(
             "--compiler-option",
             action="append",

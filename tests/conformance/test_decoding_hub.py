@@ -253,6 +253,25 @@ def test_the_largest_batch_of_a_plan_fits_and_more_rows_do_not(compiler):
     assert not plan(rows + rows // 32).fits
 
 
+@pytest.mark.parametrize("objective", ["memory", slow("time")])
+def test_auto_chooses_for_generate_the_best_of_all_candidates(objective):
+    """No expected time leaves out a candidate, since nobody knows the latencies of what is not compiled."""
+    tokens = jax.ShapeDtypeStruct((4, LENGTH), "int32")
+    batch = ({"token_ids": tokens, "padding_mask": tokens},)
+    devices = jax.devices()[:4]
+    choice = kd.auto(language_model, batch, devices, step="generate", objective=objective, progress=False)
+    costs = {
+        trial.candidate: trial.seconds if objective == "time" else trial.memory_bytes
+        for trial in choice.trials
+        if trial.plan is not None
+    }
+    assert {each.strategy for each in costs} >= ({"dp", "tp", "fsdp_tp"} if objective == "time" else {"tp"})
+    assert costs[choice.trials[0].candidate] == min(costs.values())
+    assert choice.plan.step == "generate"
+    tokens = generated(choice.distribution, 4)
+    np.testing.assert_array_equal(tokens, generated(None, 4))
+
+
 def test_models_that_generate_nothing_are_refused():
     def build():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 import keras
 
+from keras_dist._keras import internals
 from keras_dist._report.argument_errors import did_you_mean
 from keras_dist._report.progress import show_progress
 from keras_dist._report.units import counted
@@ -58,14 +59,17 @@ def auto(
         objective: What to minimize: `"time"` of a step; `"memory"` of a device; or `"devices"`, the number of devices.
             With `"devices"`, the choice has the best time on the fewest devices of the target on which the model fits,
             or on the smallest such target of a list.
-        step: `"train"`, `"test"` or `"predict"`.
+        step: `"train"`, `"test"`, `"predict"`, or `"generate"` for a language model of KerasHub: the time is that of a
+            token of each row, so the choice for the most rows that fit is that of the most tokens per second.
         keep: Sizes of mesh axes that are fixed, such as `{"data": 4}` or `"data:4"`. The axes are "replica" (HSDP),
             "data", "context" and "model".
         strategies: Names of the strategies to choose from, by default all: `"dp"`, `"zero1"`, `"fsdp"`, `"hsdp"`,
             `"tp"`, `"tp_sp"`, `"fsdp_tp"`, `"fsdp_tp_sp"`; `"cp"`, which combines with all of them; and `"ep"`, which
-            combines with `"fsdp"` and `"hsdp"` for models with mixtures of experts.
+            combines with `"fsdp"` and `"hsdp"` for models with mixtures of experts. With `step="generate"`, by default
+            `"dp"`, `"tp"` and `"fsdp_tp"`: others gather all weights before the first token, or shard sequences.
         trials: The maximum number of candidates to compile. By default 12 at first, and, as soon as one candidate fits,
-            a quarter of all, but at least 3.
+            a quarter of all, but at least 3. With `step="generate"` 12, since latencies of collectives, which only the
+            forecast of a compiled program has, decide about the time of a token.
         depth: Number of blocks to extrapolate to, as in `kd.plan`. Candidates are compared by models of 1 and 2 blocks.
         compiler_options: XLA's options to compile with, as in `kd.plan`.
         search_step_options: Whether candidates that do not fit are compiled with step options that make them fit, if
@@ -107,7 +111,7 @@ def auto(
         raise ValueError(
             f"batch={batch!r} is not a batch. Pass {LARGEST!r}, a number of rows, arrays or shapes.{order}"
         )
-    require_step(step)
+    require_step(step, (*internals.STEPS, "generate"))
     if depth is not None:
         require_builder_of_depth(build_model, depth)
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
@@ -124,7 +128,7 @@ def auto(
         place = place_of(target, keep)
         places = place.with_fewer_devices() if fewest else [place]
     with show_progress(progress) as report:
-        goal, names = "time" if fewest else objective, _strategies(strategies)
+        goal, names = "time" if fewest else objective, _strategies(strategies, step)
         finds_rows = isinstance(batch, str) or callable(batch)
         searches_options = search_step_options and step == "train" and objective == "time" and not finds_rows
         task = Task(build_model, step, names, trials, depth, options, goal, searches_options, report)
@@ -151,10 +155,10 @@ def _are_targets(given: Any, fewest: bool) -> TypeGuard[Sequence[str | Target]]:
     return fewest or any(isinstance(each, Target) or each.partition(":")[0] not in devices for each in given)
 
 
-def _strategies(names: Iterable[str] | None) -> tuple[str, ...]:
+def _strategies(names: Iterable[str] | None, step: str) -> tuple[str, ...]:
     known = (*STRATEGIES, *COMBINED)
     if names is None:
-        return known
+        return ("dp", "tp", "fsdp_tp") if step == "generate" else known
     chosen = (names,) if isinstance(names, str) else tuple(names)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:

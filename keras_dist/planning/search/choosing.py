@@ -83,7 +83,15 @@ def choose(task: Task, place: Place, batch: Any, is_final: bool = True) -> Choic
                 return task.plan(distribution, batch, depths, report)
 
     search = Search(
-        candidates, sizes, compile, task.objective, task.trials, place.hardware, task.report, task.searches_options
+        candidates,
+        sizes,
+        compile,
+        task.objective,
+        task.trials,
+        place.hardware,
+        task.report,
+        task.searches_options,
+        prunes_by_time=task.step != "generate",
     )
     chosen, confirmed = search.run(), None
     if is_final and task.depth is not None and max(depths) < task.depth and depths != _PLANNED_DEPTHS:

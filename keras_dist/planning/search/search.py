@@ -44,6 +44,7 @@ class Search:
     hardware: Hardware | None  # of the target, None if it is unknown
     report: Callable[[str], Any]  # shows what is being done
     searches_options: bool = False  # whether step options are searched that make candidates fit
+    prunes_by_time: bool = True  # whether expected times say which candidates need not be compiled
     plans: dict[Candidate, Plan] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Search:
     def limit(self) -> int:
         if self.trials is not None:
             return self.trials
-        if self.best is None:
+        if self.best is None or not self.prunes_by_time:
             return _MAX_COMPILED
         return min(_MAX_COMPILED, max(_MIN_COMPILED, int(_FRACTION * _count_without_options(self.candidates))))
 
@@ -190,6 +191,8 @@ class Search:
         cost = self.best_cost
         if self.objective == "memory":
             return "cannot need less" if least >= (1 - _TOLERANCE) * cost else None
+        if not self.prunes_by_time:
+            return None
         for simpler in self.estimates.simpler(candidate):
             plan = self.plans.get(simpler)
             is_left_out = plan is None and self._why_not(simpler) is not None and self._is_expected_to_fit(simpler)

@@ -227,6 +227,8 @@ class _Workload:
                 gradients += computed
                 updated += elements * jnp.dtype(spec.dtype).itemsize
         passes = 1.0 if is_training else 0.5  # activations are sent forward only
+        if step.name == "generate":  # each token is one of a row, and weights are gathered before the first
+            gathered, passes = 0.0, passes / (_length(step) or 1)
         all_reduced = 0.0 if solution is None else solution.all_reduced_bytes
         # Those between attention and dense layers, which tensor parallelism over few devices all-reduces.
         activations = self._solutions[min(self._solutions)].all_reduced_bytes if self._solutions else 0.0
