@@ -45,6 +45,22 @@ examples:
 
 exit status: 0 if a candidate fits or the capacity is unknown, 1 if none fits, 2 after an error
 """
+_ESTIMATE = """\
+Estimate the memory of a model for each dtype policy and strategy. Without --target: the bytes of weights, gradients and
+optimizer state, and the fewest devices of each hardware that hold them. With --target and --rows, a step is compiled
+for hardware that need not be attached, and all of its memory is reported. No weights are read or downloaded.
+
+PRESET_OR_BUILDER is a preset of KerasHub (a name, a handle, or a folder with a config.json, also Hugging Face's), or a
+function that returns the compiled model, as 'path/to/file.py:function' or 'package.module:function'.
+"""
+_ESTIMATE_EXAMPLES = """\
+examples:
+  keras-dist estimate llama3.2_1b
+  keras-dist estimate hf://meta-llama/Llama-3.2-1B --dtype mixed_bfloat16 --optimizer adamw
+  keras-dist estimate llama3.2_1b --target v5e:2x4 --target h100:8 --rows 8 --sequence 1024
+
+exit status: 0 if a strategy fits or the capacity is unknown, 1 if none fits, 2 after an error
+"""
 _TARGET = "hardware: v5e:4x4, v5e:16, h100:8, h100:2x8 (2 hosts of 8), cpu:8, or a cloud name such as a3-highgpu-8g"
 _AXES = "mesh axes and their sizes, such as data:4,model:4; one size may be -1"
 
@@ -80,6 +96,12 @@ class _Parser(argparse.ArgumentParser):
 def _meant(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, sorted(set(known)), 1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
 
 
 def _missing_program(program: str, is_module: bool) -> str | None:
@@ -119,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = parser.parse_args(arguments)
         if parsed.command is None and not parsed.version:
-            parser.error("choose a command: plan, auto, mesh, devices, doctor or launch")
+            parser.error("choose a command: plan, auto, estimate, mesh, devices, doctor or launch")
         if parsed.command == "launch" and (missing := _missing_program(parsed.program, parsed.module)):
             parser.commands["launch"].error(missing)
     except SystemExit as ended:  # help, or arguments that are not understood
@@ -140,12 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> _Parser:
     parser = _Parser("keras-dist", description=_DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="{plan,auto,mesh,devices,doctor,launch}", dest="command")
+    commands = parser.add_subparsers(
+        title="commands", metavar="{plan,auto,estimate,mesh,devices,doctor,launch}", dest="command"
+    )
     parser.commands = commands.choices
 
-    def add_command_for_models(name: str, **texts: Any) -> argparse.ArgumentParser:
+    def add_command_for_models(
+        name: str, model: str = "MODEL", model_help: str = "function that returns the compiled model", **texts: Any
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
-        command.add_argument("model", metavar="MODEL", help="function that returns the compiled model")
+        command.add_argument("model", metavar=model, help=model_help)
         return command
 
     plan = add_command_for_models(
@@ -208,6 +234,32 @@ def _parser() -> _Parser:
         help="do not search step options (remat, microbatches, offload) for candidates that do not fit without them",
     )
 
+    estimate = add_command_for_models(
+        "estimate",
+        "PRESET_OR_BUILDER",
+        "preset of KerasHub, or function that returns the compiled model",
+        help="estimate the memory of a preset or a model, for each dtype and strategy",
+        usage="%(prog)s PRESET_OR_BUILDER [--target TARGET --rows ROWS [--sequence N]] [options]",
+        description=_ESTIMATE,
+        epilog=_ESTIMATE_EXAMPLES,
+    )
+    estimate.add_argument("--target", action="append", help=f"{_TARGET}. May be repeated")
+    estimate.add_argument("--rows", type=_positive, help="global number of rows of a batch")
+    estimate.add_argument(
+        "--sequence",
+        type=_positive,
+        metavar="N",
+        help="size of the dims that inputs leave open, such as tokens of a row",
+    )
+    estimate.add_argument(
+        "--dtype",
+        action="append",
+        choices=("float32", "mixed_bfloat16", "bfloat16", "mixed_float16", "float16"),
+        help="dtype policy to build the model with; may be repeated. Default: without --target, the first three; with "
+        "--target, Keras's",
+    )
+    estimate.add_argument("--optimizer", help="name of an optimizer of Keras. Default: the model's, or adam")
+
     mesh = commands.add_parser("mesh", help="show which device is where in a mesh")
     mesh.add_argument("axes", metavar="AXES", help=_AXES)
     devices = mesh.add_mutually_exclusive_group()
@@ -223,9 +275,10 @@ def _parser() -> _Parser:
         epilog="exit status: 0 if nothing must be changed, 1 if something must, 2 after an error",
     )
 
-    for command in (plan, auto):
-        steps = ("train", "test", "predict", "generate")
+    for command in (plan, auto, estimate):
+        steps = ("train", "test", "predict", *(("generate",) if command is not estimate else ()))
         command.add_argument("--step", choices=steps, default="train", help="(default: train)")
+    for command in (plan, auto):
         command.add_argument(
             "--compiler-option",
             action="append",
@@ -233,11 +286,11 @@ def _parser() -> _Parser:
             metavar="NAME=VALUE",
             help="an option of XLA, such as xla_tpu_scoped_vmem_limit_kib=98304; may be repeated",
         )
-    for command in (plan, auto, mesh):
+    for command in (plan, auto, estimate, mesh):
         command.add_argument(
             "--slices", type=int, default=1, help="number of TPU slices of the target's shape (default: 1)"
         )
-    for command in (plan, auto, mesh, listing, doctor):
+    for command in (plan, auto, estimate, mesh, listing, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
 
     launch = commands.add_parser(

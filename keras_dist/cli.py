@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import re
 import sys
@@ -26,21 +27,31 @@ import jax
 import keras
 
 import keras_dist as kd
+from keras_dist._keras import model_structure
+from keras_dist._report.argument_errors import did_you_mean
 from keras_dist._report.report import to_plain_data
-from keras_dist._report.tables import WIDTH, Table, render_text
+from keras_dist._report.tables import WIDTH, Lines, Table, render_text
 from keras_dist._report.units import bytes_text, counted
+from keras_dist.interchange.presets import preset_builder
 from keras_dist.mesh.axes import known_product, parse_axes, spell_axes
 from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.launcher import launch, launch_elastic, print_all_processes, print_first_process
+from keras_dist.planning.compiling.abstract_step import derived_batch
+from keras_dist.planning.reports.state_estimate import estimate_state
+from keras_dist.planning.search.by_strategy import plans_by_strategy
 from keras_dist.planning.search.choice import MAX_ROWS, Candidates, NothingFitsError
+from keras_dist.variables.deferred import built
+
+_DTYPES = "float32", "mixed_bfloat16", "bfloat16"  # policies of `estimate` without a target
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs a command with its options, prints its result, and returns the exit status."""
     if options.command == "launch":
         return _launch(options)
-    command = {"plan": _plan, "auto": _auto, "mesh": _mesh, "devices": _devices, "doctor": _doctor}[options.command]
+    commands = {"plan": _plan, "auto": _auto, "estimate": _estimate, "mesh": _mesh, "devices": _devices}
+    command = {**commands, "doctor": _doctor}[options.command]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             result, status = command(options)
@@ -117,6 +128,82 @@ def _auto(options: argparse.Namespace) -> tuple[str, int]:
             return json.dumps({"fits": False, "error": str(error), **candidates.to_dict()}, indent=2), 1
         return f"{render_text(candidates._sections(*shown))}\n\n{textwrap.fill(str(error), WIDTH)}", 1
     return choice.to_json() if options.json else render_text(choice._sections(*shown)), 0
+
+
+def _estimate(options: argparse.Namespace) -> tuple[str, int]:
+    _check_slices(options)
+    passed = [f"--{name}" for name in ("rows", "sequence") if getattr(options, name) is not None]
+    if options.target is None and passed:
+        raise ValueError(f"{passed[0]} needs --target, to compile a step for. Add, for example, --target v5e:2x4.")
+    if options.target is not None and options.rows is None:
+        raise ValueError(f"--target {options.target[0]} needs the global number of rows. Add, for example, --rows 64.")
+    targets = [_target(name, options.slices) for name in options.target or ()]  # before the user's module starts JAX
+    _check_optimizer(options.optimizer)
+    is_function = ":" in options.model and "://" not in options.model and not Path(options.model).is_dir()
+    build = _function(options.model) if is_function else preset_builder(options.model)
+
+    def build_under(dtype: str | None) -> Callable:
+        return functools.partial(_built_under, dtype, options.optimizer, build)
+
+    if not targets:
+        estimate = estimate_state(build_under, options.dtype or _DTYPES, options.step)
+        return estimate.to_json() if options.json else str(estimate), 0
+    plans, notes = {}, {}
+    for dtype, target in itertools.product(options.dtype or [None], targets):
+        with built(build_under(dtype)) as model:
+            batch = _batch_of_rows(model, options)
+        found, more = plans_by_strategy(build_under(dtype), batch, target, options.step)
+        names = [dtype, target.name if len(targets) > 1 else None]
+        plans |= {", ".join(filter(None, [label, *names])): planned for label, planned in found.items()}
+        notes |= dict.fromkeys(more)
+    status = int(all(planned.fits is False for planned in plans.values()))
+    comparison = kd.compare(**plans)
+    if options.json:
+        return json.dumps({"plans": comparison.to_dict(), "notes": list(notes)}, indent=2), status
+    return render_text([*comparison._sections(), *([("Notes", [Lines(tuple(notes))])] if notes else [])]), status
+
+
+def _check_optimizer(name: str | None) -> None:
+    kinds = {key.lower(): kind for key, kind in vars(keras.optimizers).items() if inspect.isclass(kind)}
+    known = [key for key, kind in kinds.items() if issubclass(kind, keras.Optimizer) and kind is not keras.Optimizer]
+    if name is not None and name.lower() not in known:
+        meant = did_you_mean(name, known) or " Write the name of a class of keras.optimizers, such as adamw."
+        raise ValueError(f"Unknown --optimizer {name!r}.{meant}")
+
+
+def _built_under(dtype: str | None, optimizer: str | None, build: Callable) -> Any:
+    """Returns the model that a function builds with a dtype policy of Keras, with another optimizer if one is named."""
+    default = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype or default)
+    try:
+        model = build()
+        if optimizer is not None:
+            model.optimizer = keras.optimizers.get(optimizer)
+        return model
+    finally:
+        keras.config.set_dtype_policy(default)
+
+
+def _batch_of_rows(model: Any, options: argparse.Namespace) -> Any:
+    """Returns the batch for `--rows` and `--sequence`. Raises a ValueError with the option that is missing."""
+    inputs, _ = model_structure.inputs_and_outputs(model)
+    if inputs is None:
+        raise ValueError(
+            f"The inputs of {model.name!r} are unknown. Pass a function that returns a batch to another command: "
+            "keras-dist auto MODEL --batch path/to/file.py:function."
+        )
+    shapes = [list(tensor.shape) for tensor in jax.tree.leaves(inputs)]
+    if options.sequence is None and any(None in shape[1:] for shape in shapes):
+        raise ValueError(
+            f"Inputs of {model.name!r} have dims of unknown size: {shapes}. Add their size in a batch, such as the "
+            "number of tokens of a row: --sequence 1024."
+        )
+    if options.step != "predict" and not model.compiled:
+        raise ValueError(
+            f"{model.name!r} ({type(model).__name__}) is not compiled, so it has no loss for a {options.step} step. "
+            "Add --step predict, or pass a function that returns a compiled model."
+        )
+    return derived_batch(model, options.rows, options.step, options.sequence)
 
 
 def _check_slices(options: argparse.Namespace) -> None:

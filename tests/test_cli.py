@@ -356,6 +356,100 @@ def test_wrong_options_of_auto(functions, capsys, more):
     assert error_of(capsys)
 
 
+# ------------------------------------------------------------------------------------------------------ estimates
+
+
+LANGUAGE_MODEL = """
+import keras
+
+def build():
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(64, 32)(tokens)
+    model = keras.Model(tokens, keras.layers.Dense(64)(x), name="lm")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+def uncompiled():
+    return keras.Model(*[keras.Input((4,))] * 2, name="uncompiled")
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+def subclassed():
+    model = Subclassed()
+    model.build((None, 4))
+    return model
+"""
+
+
+@pytest.fixture
+def language_model(functions, tmp_path) -> str:
+    (tmp_path / f"{functions}_lm.py").write_text(LANGUAGE_MODEL)
+    return f"{functions}_lm"
+
+
+def test_estimate_without_a_target_is_of_the_state(language_model, capsys):
+    assert main(["estimate", f"{language_model}:build", "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    parameters = 64 * 32 + 32 * 64 + 64
+    assert estimate["state"]["bfloat16"] == {"weights": 2 * parameters, "gradients": 2 * parameters, "optimizer": 8}
+    assert [*estimate["state"]] == ["float32", "mixed_bfloat16", "bfloat16"]
+    assert estimate["devices"]["v5e"] == dict.fromkeys(estimate["state"], 1)
+    options = ["--optimizer", "adamw", "--dtype", "float32"]
+    assert main(["estimate", f"{language_model}:build", *options, "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert (estimate["optimizer"], estimate["state"]["float32"]["optimizer"]) == ("AdamW", 8 * parameters + 8)
+    assert main(["estimate", f"{language_model}:build", "--step", "predict"]) == 0
+    assert "4.16 k parameters" in capsys.readouterr().out
+
+
+def test_estimate_for_a_target_compiles_the_step(language_model, capsys):
+    options = ["--target", "cpu:8", "--rows", "16", "--sequence", "24", "--dtype", "mixed_bfloat16"]
+    assert main(["estimate", f"{language_model}:build", *options, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [*plans] == ["DP, mixed_bfloat16", "TP, mixed_bfloat16"]
+    assert plans["DP, mixed_bfloat16"]["weights_bytes"] == 4 * (64 * 32 + 32 * 64 + 64)
+    assert 0 < plans["TP, mixed_bfloat16"]["weights_bytes"] < plans["DP, mixed_bfloat16"]["weights_bytes"]
+    assert all(each["fits"] and each["temporaries_bytes"] > 0 and each["devices"] == 8 for each in plans.values())
+    targets = ["--target", "cpu:4", *options]
+    assert main(["estimate", f"{language_model}:build", *targets, "--step", "predict"]) == 0
+    shown = capsys.readouterr().out
+    assert "cpu:4" in shown
+    assert "Left out: " in shown  # FSDP, which would shard nothing
+
+
+def test_estimate_exits_with_1_if_no_strategy_fits(language_model, monkeypatch, capsys):
+    sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 800}
+    monkeypatch.setattr("keras_dist.planning.targets.target.os.sysconf", sizes.__getitem__)
+    options = ["--target", "cpu:8", "--rows", "16", "--sequence", "24"]
+    assert main(["estimate", f"{language_model}:build", *options]) == 1
+    assert "does not" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("build", "--rows 8", "--rows needs --target"),
+        ("build", "--target cpu:8", "Add, for example, --rows 64"),
+        ("build", "--target cpu:8 --rows 8", "--sequence 1024"),
+        ("build", "--optimizer adm", "Did you mean 'adam'"),
+        ("uncompiled", "--target cpu:8 --rows 8", "--step predict"),
+        ("subclassed", "--target cpu:8 --rows 8", "keras-dist auto"),
+        ("nothing", "", "no function 'nothing'"),
+    ],
+)
+def test_wrong_options_of_estimate(language_model, capsys, function, options, message):
+    assert main(["estimate", f"{language_model}:{function}", *options.split()]) == 2
+    assert message in error_of(capsys)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_rows_of_an_estimate_are_positive(language_model, capsys, number):
+    assert main(["estimate", f"{language_model}:build", "--target", "cpu:8", f"--rows={number}"]) == 2
+    assert f"{number!r} is not a positive integer" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------ the others
 
 

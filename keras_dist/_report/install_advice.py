@@ -11,6 +11,7 @@ EXTRAS = {
     "checkpoint": "orbax-checkpoint>=0.12",
     "cuda12": "jax[cuda12]",
     "cuda13": "jax[cuda13]",
+    "hub": "keras-hub",
     "plot": "matplotlib",
     "tpu": "jax[tpu]",
 }

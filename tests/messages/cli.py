@@ -20,12 +20,28 @@ def build():
     model.compile("sgd", "mse")
     return model
 
+def tokens():
+    return keras.Sequential([keras.Input((None,), dtype="int32"), keras.layers.Embedding(8, 4)], name="tokens")
+
+def uncompiled():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="uncompiled")
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+def subclassed():
+    model = Subclassed(name="subclassed")
+    model.build((None, 4))
+    return model
+
 def no_layout(mesh):
     return {"dense/kernel": (None, "model")}
 
 def of_another_mesh(mesh):
     return kd.DataParallel(kd.create_device_mesh("other:8"))
 """
+TARGET = ("--target", "cpu:8", "--rows", "8")
 PLAN = ("plan", "model.py:build", "--target", "cpu:8", "--mesh", "data:2,model:4", "--batch", "16")
 
 
@@ -54,6 +70,7 @@ CASES = {
     "help": lambda: shown("--help"),
     "help for plan": lambda: shown("plan", "--help"),
     "help for auto": lambda: shown("auto", "--help"),
+    "help for estimate": lambda: shown("estimate", "--help"),
     "help for mesh": lambda: shown("mesh", "--help"),
     "help for devices": lambda: shown("devices", "--help"),
     "no command": lambda: shown(),
@@ -75,6 +92,16 @@ CASES = {
     "several targets to choose the fastest for": lambda: shown(
         "auto", "model.py:build", "--batch", "16", "--target", "v5e:2x2", "--target", "v5e:2x4"
     ),
+    "an estimate of state": lambda: "\n".join(shown("estimate", "model.py:build").splitlines()[:11]),
+    "rows of an estimate without a target": lambda: shown("estimate", "model.py:build", "--rows", "8"),
+    "a target of an estimate without rows": lambda: shown("estimate", "model.py:build", "--target", "cpu:8"),
+    "an estimate for sequences of unknown length": lambda: shown("estimate", "model.py:tokens", *TARGET),
+    "an estimate of a model without known inputs": lambda: shown("estimate", "model.py:subclassed", *TARGET),
+    "an estimate of a train step without a loss": lambda: shown("estimate", "model.py:uncompiled", *TARGET),
+    "a misspelled optimizer": lambda: shown("estimate", "model.py:build", "--optimizer", "adm"),
+    "an optimizer that is unlike any": lambda: shown("estimate", "model.py:build", "--optimizer", "best"),
+    "a misspelled preset": lambda: shown("estimate", "bert_tiny_en_uncasd"),
+    "a folder that is no preset": lambda: shown("estimate", "."),
     "a batch that is neither a number nor a function": lambda: changed(batch="many"),
     "a batch that is a function of rows": lambda: changed(batch="model.py:no_layout"),
     "a batch of no rows": lambda: changed(batch="0"),

@@ -141,7 +141,7 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
 def batch_specs(model: keras.Model, batch: Any, name: str, distribution: Distribution) -> Any:
     """Returns the batch of `keras_dist.plan` as a tuple of x, y and sample weights, with shapes and shardings."""
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
-        batch = _derived_batch(model, int(batch), name)
+        batch = derived_batch(model, int(batch), name)
     parts = batch if isinstance(batch, tuple) and not is_shape(batch) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise ValueError(
@@ -284,12 +284,16 @@ def _spec(leaf: Any, dtype_of_shape: str, distribution: Distribution) -> jax.Sha
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), sharding=sharding)
 
 
-def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
-    """Returns the batch for a number of rows, derived from a model's inputs and losses."""
+def derived_batch(model: keras.Model, rows: int, name: str, length: int | None = None) -> Any:
+    """Returns the batch for a number of rows, derived from a model's inputs and losses.
+
+    `length` is the size of the dims that inputs leave open, such as the number of tokens of a row.
+    """
     inputs, outputs = model_structure.inputs_and_outputs(model)
     if rows < 1:
         raise ValueError(f"A batch needs at least 1 row, but got batch={rows}.")
-    if inputs is None or any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs)):
+    has_open_dims = any(None in tensor.shape[1:] for tensor in jax.tree.leaves(inputs))
+    if inputs is None or (has_open_dims and length is None):
         shapes = jax.tree.map(lambda tensor: tensor.shape, inputs)
         fault = "its inputs are unknown" if inputs is None else f"input shapes contain None: {shapes}"
         raise ValueError(
@@ -298,9 +302,11 @@ def _derived_batch(model: keras.Model, rows: int, name: str) -> Any:
         )
 
     def tensor(shape, dtype):
-        return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows, *(length if size is None else size for size in shape[1:])), dtype)
 
     x = jax.tree.map(lambda leaf: tensor(leaf.shape, leaf.dtype), inputs)
+    if has_open_dims:
+        outputs = model.compute_output_spec(jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x))
     if name == "predict" or model.loss is None:
         return (x,)
 
