@@ -98,12 +98,6 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
 def _missing_program(program: str, is_module: bool) -> str | None:
     """Returns the error about a program that does not exist, before processes are started for it."""
     if is_module:
@@ -244,10 +238,10 @@ def _parser() -> _Parser:
         epilog=_ESTIMATE_EXAMPLES,
     )
     estimate.add_argument("--target", action="append", help=f"{_TARGET}. May be repeated")
-    estimate.add_argument("--rows", type=_positive, help="global number of rows of a batch")
+    estimate.add_argument("--rows", type=int, help="global number of rows of a batch")
     estimate.add_argument(
         "--sequence",
-        type=_positive,
+        type=int,
         metavar="N",
         help="size of the dims that inputs leave open, such as tokens of a row",
     )

@@ -38,7 +38,7 @@ from keras_dist.monitoring import system_facts
 from keras_dist.monitoring.doctor import diagnose
 from keras_dist.multihost.launcher import launch, launch_elastic, print_all_processes, print_first_process
 from keras_dist.planning.compiling.abstract_step import derived_batch
-from keras_dist.planning.reports.state_estimate import estimate_state
+from keras_dist.planning.reports.state_estimate import estimate_state, state_text
 from keras_dist.planning.search.by_strategy import plans_by_strategy
 from keras_dist.planning.search.choice import MAX_ROWS, Candidates, NothingFitsError
 from keras_dist.variables.deferred import built
@@ -146,8 +146,8 @@ def _estimate(options: argparse.Namespace) -> tuple[str, int]:
         return functools.partial(_built_under, dtype, options.optimizer, build)
 
     if not targets:
-        estimate = estimate_state(build_under, options.dtype or _DTYPES, options.step)
-        return estimate.to_json() if options.json else str(estimate), 0
+        states = {dtype: estimate_state(build_under(dtype), options.step) for dtype in options.dtype or _DTYPES}
+        return json.dumps(to_plain_data(states), indent=2) if options.json else state_text(states), 0
     plans, notes = {}, {}
     for dtype, target in itertools.product(options.dtype or [None], targets):
         with built(build_under(dtype)) as model:
@@ -185,23 +185,18 @@ def _built_under(dtype: str | None, optimizer: str | None, build: Callable) -> A
 
 
 def _batch_of_rows(model: Any, options: argparse.Namespace) -> Any:
-    """Returns the batch for `--rows` and `--sequence`. Raises a ValueError with the option that is missing."""
     inputs, _ = model_structure.inputs_and_outputs(model)
-    if inputs is None:
-        raise ValueError(
-            f"The inputs of {model.name!r} are unknown. Pass a function that returns a batch to another command: "
-            "keras-dist auto MODEL --batch path/to/file.py:function."
-        )
     shapes = [list(tensor.shape) for tensor in jax.tree.leaves(inputs)]
-    if options.sequence is None and any(None in shape[1:] for shape in shapes):
+    has_open_dims = any(None in shape[1:] for shape in shapes)
+    if has_open_dims and (options.sequence or 0) < 1:
         raise ValueError(
             f"Inputs of {model.name!r} have dims of unknown size: {shapes}. Add their size in a batch, such as the "
             "number of tokens of a row: --sequence 1024."
         )
-    if options.step != "predict" and not model.compiled:
+    if options.sequence is not None and not has_open_dims:
         raise ValueError(
-            f"{model.name!r} ({type(model).__name__}) is not compiled, so it has no loss for a {options.step} step. "
-            "Add --step predict, or pass a function that returns a compiled model."
+            f"--sequence {options.sequence} is the size of dims that inputs leave open, but those of {model.name!r} "
+            f"have the shapes {shapes}. Leave it out."
         )
     return derived_batch(model, options.rows, options.step, options.sequence)
 

@@ -11,38 +11,32 @@ from keras_dist._report.install_advice import install_command
 
 
 def preset_builder(preset: str) -> Callable[[], keras.Model]:
-    """Returns a function that builds the model of a preset from its configuration, and reads no weights.
+    """Returns a function that builds the model of a preset of KerasHub from its configuration, and reads no weights.
 
     The model is the task that was saved; else the language model of the family, if it has one; else the backbone.
-
-    Args:
-        preset: What `from_preset` of KerasHub takes: a name, a handle, or a folder with the config.json of KerasHub,
-            Hugging Face or timm.
-
-    Raises:
-        ValueError: KerasHub is not installed, or cannot read the preset.
+    Raises ValueError if KerasHub is not installed, or cannot read the preset.
     """
     try:
         import keras_hub
     except ImportError:
         raise ValueError(f"The preset {preset!r} needs KerasHub. Run: {install_command('hub')}") from None
-    if not os.path.isdir(preset) and "://" not in preset:
-        known = keras_hub.models.Backbone.presets
-        if preset not in known:
-            raise ValueError(
-                f"Unknown preset {preset!r}: it is neither a folder nor a preset of KerasHub."
-                f"{did_you_mean(preset, list(known))} Pass one of keras_hub.models.Backbone.presets, a handle such as "
-                "'hf://organization/model', a folder with a config.json, or the function that builds the model, as "
-                "'path/to/file.py:function'."
-            )
+    known: Any = keras_hub.models.Backbone.presets
+    is_folder = os.path.isdir(preset)
+    if not is_folder and "://" not in preset and preset not in known:
+        raise ValueError(
+            f"Unknown preset {preset!r}: it is neither a folder nor a preset of KerasHub."
+            f"{did_you_mean(preset, list(known))} Pass one of keras_hub.models.Backbone.presets, a handle such as "
+            "'hf://organization/model', a folder with a config.json, or the function that builds the model, as "
+            "'path/to/file.py:function'."
+        )
+    if is_folder and not os.path.exists(os.path.join(preset, "config.json")):
+        raise ValueError(
+            f"Folder {preset!r} has no config.json. Pass a folder that save_to_preset of KerasHub or save_pretrained "
+            "of Hugging Face wrote."
+        )
     try:
         kind = _model_class(keras_hub, preset)
     except (ValueError, OSError) as error:  # also of the network
-        if os.path.isdir(preset) and not os.path.exists(os.path.join(preset, "config.json")):
-            raise ValueError(
-                f"Folder {preset!r} has no config.json. Pass a folder that save_to_preset of KerasHub or "
-                "save_pretrained of Hugging Face wrote."
-            ) from None
         raise ValueError(f"KerasHub cannot read the preset {preset!r}: {error}") from error
     options = {} if issubclass(kind, keras_hub.models.Backbone) else {"preprocessor": None}
     return lambda: kind.from_preset(preset, load_weights=False, **options)
@@ -58,5 +52,5 @@ def _model_class(keras_hub: Any, preset: str) -> Any:
         found = [each for each in preset_utils.list_subclasses(kind) if each.backbone_cls is backbone]
         usual = backbone.__name__.removesuffix("Backbone") + kind.__name__  # some families have several
         if found:
-            return next((each for each in found if each.__name__ == usual), found[0])
+            return min(found, key=lambda each: (each.__name__ != usual, each.__name__))
     return keras_hub.models.Backbone

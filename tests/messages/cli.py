@@ -96,6 +96,9 @@ CASES = {
     "rows of an estimate without a target": lambda: shown("estimate", "model.py:build", "--rows", "8"),
     "a target of an estimate without rows": lambda: shown("estimate", "model.py:build", "--target", "cpu:8"),
     "an estimate for sequences of unknown length": lambda: shown("estimate", "model.py:tokens", *TARGET),
+    "an estimate for sequences of a model without them": lambda: shown(
+        "estimate", "model.py:build", *TARGET, "--sequence", "8"
+    ),
     "an estimate of a model without known inputs": lambda: shown("estimate", "model.py:subclassed", *TARGET),
     "an estimate of a train step without a loss": lambda: shown("estimate", "model.py:uncompiled", *TARGET),
     "a misspelled optimizer": lambda: shown("estimate", "model.py:build", "--optimizer", "adm"),

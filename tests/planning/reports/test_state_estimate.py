@@ -6,10 +6,11 @@ import keras
 import pytest
 
 import keras_dist as kd
+from keras_dist._report.units import bytes_text
 from keras_dist.planning.compiling.abstract_step import bytes_on_a_device, prepared_step
 from keras_dist.planning.hardware.registry import HardwareRegistry
 from keras_dist.planning.reports import state_estimate
-from keras_dist.planning.reports.state_estimate import estimate_state
+from keras_dist.planning.reports.state_estimate import estimate_state, state_text
 from keras_dist.planning.search.by_strategy import plans_by_strategy
 
 
@@ -47,29 +48,30 @@ def test_fewest_devices_hold_what_a_step_under_fsdp_has(missing, fewest, monkeyp
     exact = dataclasses.replace(kd.hardware["h100"], name="exact", memory_bytes=needed - missing)
     tiny = dataclasses.replace(exact, name="tiny", memory_bytes=1)
     monkeypatch.setattr(state_estimate, "hardware", HardwareRegistry([exact, tiny, kd.hardware["cpu"]]))
-    estimate = estimate_state(lambda dtype: build, ["float32"], "train")
-    assert estimate.devices == {"exact": {"float32": fewest}, "tiny": {"float32": None}}
-    assert "more" in str(estimate)
+    state = estimate_state(build, "train")
+    assert state.devices == {"exact": fewest, "tiny": None}
+    assert "more" in state_text({"float32": state})
 
 
 def test_state_is_that_of_a_step_whose_state_is_not_sharded():
-    estimate = estimate_state(builder_under, ["float32", "mixed_bfloat16", "bfloat16"], "train")
-    for dtype, state in estimate.state.items():
+    states = {}
+    for dtype in ("float32", "mixed_bfloat16", "bfloat16"):
         trained, others, optimizer = step_state(builder_under(dtype), kd.DataParallel())
-        assert state == (trained + others, trained, optimizer)
-    assert estimate.parameters - estimate.trainable == 2 * 1000  # moving means and variances
-    assert estimate.state["mixed_bfloat16"] == estimate.state["float32"]
-    assert 2 * estimate.state["bfloat16"].gradients == estimate.state["float32"].gradients
-    assert estimate.optimizer == "Adam"
-    assert estimate.to_dict()["state"]["float32"]["weights"] == 4 * estimate.parameters
-    assert "sets its dtypes itself" not in str(estimate)
+        states[dtype] = state = estimate_state(builder_under(dtype), "train")
+        assert (state.weights, state.gradients, state.optimizer_state) == (trained + others, trained, optimizer)
+    assert states["mixed_bfloat16"] == states["float32"]
+    assert 2 * states["bfloat16"].gradients == states["float32"].gradients
+    assert states["float32"].weights - states["float32"].gradients == 4 * 2 * 1000  # moving means and variances
+    assert (state.optimizer, state.parameters) == ("Adam", states["float32"].weights // 4)
+    text = state_text(states)
+    assert "sets its dtypes itself" not in text
+    assert bytes_text(states["bfloat16"].optimizer_state) in text
 
 
 def test_model_that_sets_its_own_dtypes_is_reported():
-    estimate = estimate_state(lambda dtype: build, ["float32", "bfloat16"], "predict")
-    assert estimate.state["float32"] == estimate.state["bfloat16"] == (4 * estimate.parameters, 0, 0)
-    assert "sets its dtypes itself" in str(estimate)
-    assert "gradients" not in str(estimate)
+    text = state_text(dict.fromkeys(("float32", "bfloat16"), estimate_state(build, "predict")))
+    assert "sets its dtypes itself" in text
+    assert "gradients" not in text
 
 
 def test_plans_of_strategies_are_those_of_the_mesh_with_the_least_state():
@@ -86,22 +88,3 @@ def test_plans_of_strategies_are_those_of_the_mesh_with_the_least_state():
     assert plans["FSDP"].memory.weights + plans["FSDP"].memory.optimizer == sum(held)
     assert plans["FSDP"].memory.temporaries > 0
     assert notes == []
-
-
-def test_strategies_that_cannot_be_compiled_are_notes_unless_all_are(monkeypatch):
-    from keras_dist.planning.search import by_strategy
-
-    class Failing(by_strategy.Task):
-        def plan(self, distribution, *arguments, **options):
-            if isinstance(distribution, failing):
-                raise RuntimeError("the compiler failed")
-            return super().plan(distribution, *arguments, **options)
-
-    monkeypatch.setattr(by_strategy, "Task", Failing)
-    failing = kd.FullyShardedDataParallel
-    plans, notes = plans_by_strategy(build, 8, "cpu:8", "train", ("dp", "fsdp"))
-    assert [*plans] == ["DP"]
-    assert [note for note in notes if "FSDP" in note and "the compiler failed" in note]
-    failing = kd.Distribution
-    with pytest.raises(RuntimeError, match="the compiler failed"):
-        plans_by_strategy(build, 8, "cpu:8", "train", ("dp", "fsdp"))
