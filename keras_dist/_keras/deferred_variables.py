@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
@@ -44,6 +45,11 @@ class DeferredValue:
 def is_deferring() -> bool:
     """Returns whether variables that are created in this thread get no values."""
     return _blocks_of_thread.value > 0
+
+
+def give_value(variable: keras.Variable, value: Any) -> None:
+    """Gives a deferred variable a value, which is read where it is used."""
+    variable._initializer = DeferredValue(lambda shape, dtype=None: value, variable.path)
 
 
 def deferred_initializer(variable: keras.Variable) -> Callable | None:

@@ -1,6 +1,6 @@
 """Patches that create variables without values inside `deferred()`."""
 
-from keras_dist._keras.deferred_variables import DEFERRED, DeferredValue, deferred_initializer
+from keras_dist._keras.deferred_variables import DEFERRED, DeferredValue, deferred_initializer, give_value
 from keras_dist._keras.internals import JaxVariable, KerasVariable
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
@@ -32,7 +32,7 @@ def _initialize(original, blocks, self, value):
 @DEFERRED.patch(JaxVariable, "_direct_assign", reason=_REASON)
 def _direct_assign(original, blocks, self, value):
     if deferred_initializer(self) is not None:
-        self._initializer = DeferredValue(lambda shape, dtype=None: value, self.path)
+        give_value(self, value)
     elif not is_on_attached_devices(self):
         self._value = value
     else:

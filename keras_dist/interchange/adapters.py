@@ -24,7 +24,7 @@ from keras_dist._keras import internals
 from keras_dist._report.units import counted
 from keras_dist.interchange.converter import Elements, TensorType
 from keras_dist.interchange.hub_source import Source
-from keras_dist.interchange.model_parts import Part, parts_of_model, require_model_of_kerashub, source_of
+from keras_dist.interchange.model_parts import Conversion, Part, require_model_of_kerashub, source_of
 from keras_dist.interchange.output_files import FileWriter, OutputFile, new_folder, write_json
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import place, reshard
@@ -75,7 +75,7 @@ def export_adapter(model: keras.Model, directory: str | os.PathLike, like: str |
     """
     require_model_of_kerashub("export_adapter", model)
     with new_folder(directory) as folder, source_of(model, like) as source:
-        all_parts = parts_of_model(model, source, source.types)
+        all_parts = Conversion(model, source).parts(source.types)
         parts = [part for part in all_parts if _is_adapted(part)]
         if not parts:
             raise ValueError(
@@ -147,7 +147,7 @@ def merge_adapter(model: keras.Model, directory: str | os.PathLike, like: str | 
     require_model_of_kerashub("merge_adapter", model)
     folder = os.fspath(directory)
     with source_of(model, like) as source:
-        parts = parts_of_model(model, source, source.types)
+        parts = Conversion(model, source).parts(source.types)
         factors = _read(folder, source.types)
     read = {each.tensor for part in parts for each in part.elements}
     unread = sorted(factors.keys() - read)
@@ -290,13 +290,11 @@ def _factors(part: Part, elements: Elements, tensor: TensorType) -> _Factors:
             "enable_lora, or write merged weights with export_safetensors."
         )
     outputs = [dim for dim in range(a.ndim) if dim not in inputs]
-    start = dict(
-        zip((True, False), divmod(elements.offset // tensor.dtype.itemsize, width), strict=True)
-    )  # row and column
+    row, column = divmod(elements.offset // tensor.dtype.itemsize, width)
 
     def positions(dims: list[int], are_rows: bool) -> np.ndarray:
         offsets = [np.arange(shape[dim]) * steps[dim] // (width if are_rows else 1) for dim in dims]
-        return sum(np.ix_(*offsets), start=np.asarray(start[are_rows])).reshape(-1)
+        return sum(np.ix_(*offsets), start=np.asarray(row if are_rows else column)).reshape(-1)
 
     blocks = math.prod(shape[dim] for dim in outputs[:-1])
     ordered = a.transpose([*outputs[:-1], a.ndim - 1, *inputs]).reshape(blocks * rank, -1)

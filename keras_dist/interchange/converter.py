@@ -17,11 +17,12 @@ import itertools
 import math
 import mmap
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_dist._keras.deferred_variables import give_value
 from keras_dist.variables.lazy_tensor import Bounds
 from keras_dist.variables.safetensors_files import DTYPES, FileView, is_view, parts_of
 
@@ -65,6 +66,23 @@ def elements_of_variables(convert: Any, variables: Iterable[Any], types: Mapping
     return found
 
 
+def read_values(convert: Any, variables: Iterable[Any], tensors: Mapping[str, Callable], use: Callable) -> None:
+    """Runs `convert` on tensors that have values, and calls `use` with each variable and the value that it is assigned.
+
+    Tensors are functions that return views of files. Variables read what they are assigned where they are used: from
+    some of them, a converter computes others.
+    """
+
+    def assign(variable: Any, value: Any) -> Any:
+        give_value(variable, value)
+        use(variable, value)
+        return value
+
+    for variable in variables:
+        variable.assign = functools.partial(assign, variable)
+    convert(_loader(_OpenFiles(tensors)))
+
+
 def _record(found: dict[int, list], tensors: "_Tensors", variable: Any, value: Any) -> Any:
     if tuple(value.shape) != tuple(variable.shape):
         raise ValueError(
@@ -104,6 +122,19 @@ class _Tensors:
         return found
 
 
+class _OpenFiles:
+    """Stands for an open file that has the tensors of several."""
+
+    def __init__(self, tensors: Mapping[str, Callable]):
+        self._tensors = tensors
+
+    def keys(self) -> Any:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        return self._tensors[name]()
+
+
 class _Tensor(FileView):
     """A tensor whose dtype is that of the file: a converter that casts it writes back what the variable holds."""
 
@@ -111,7 +142,7 @@ class _Tensor(FileView):
         return self
 
 
-def _loader(tensors: _Tensors) -> Any:
+def _loader(tensors: _Tensors | _OpenFiles) -> Any:
     """Returns a loader of KerasHub that finds all tensors in one open file."""
     from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 

@@ -1,5 +1,6 @@
 """Writes models of KerasHub in the format of Hugging Face, from the shards of their variables."""
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -7,14 +8,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from keras_dist._keras import internals
 from keras_dist._report.units import counted
 from keras_dist.interchange.hub_source import CODES, Source
 from keras_dist.interchange.model_parts import (
+    Conversion,
     Part,
-    converter_name,
-    parts_of_model,
     require_model_of_kerashub,
     source_of,
 )
@@ -32,6 +33,7 @@ from keras_dist.variables.gather import gather
 from keras_dist.variables.global_reads import require_same_call
 from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.lazy_tensor import slices_of
+from keras_dist.variables.safetensors_files import SafetensorsFile
 
 
 def export_safetensors(
@@ -85,7 +87,8 @@ def export_safetensors(
             f"max_shard_bytes={max_shard_bytes!r} is not positive. Pass a number of bytes, such as 2 * 10**9."
         )
     with new_folder(directory) as folder, source_of(model, like) as source:
-        export = _planned(model, source, dtype, max_shard_bytes)
+        conversion = Conversion(model, source)
+        export = _planned(model, source, conversion, dtype, max_shard_bytes)
         require_same_call(
             "export",
             f"{folder.target} ({counted(len(export.files), 'file')}, {counted(len(export.parts), 'variable')})",
@@ -95,17 +98,19 @@ def export_safetensors(
         writers: dict[str, FileWriter] = {}
         folder.run(lambda: _open_files(folder.path, export, source, writers))
         folder.run(lambda: _write_values(export.parts, writers))
+        _require_computed_values(folder.path, export, conversion)
         folder.complete(lambda: _write_others(folder.path, export, source))
 
 
 class _Export(NamedTuple):
     files: list[OutputFile]
     parts: list[Part]
+    computed: list[Part]  # trainable, but KerasHub computes their values from tensors
     copied: list[str]  # tensors that begin with the values of `like`
     config: dict
 
 
-def _planned(model: Any, source: Source, dtype: str | None, max_bytes: int) -> _Export:
+def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | None, max_bytes: int) -> _Export:
     """Finds the place of each variable, and checks that every tensor has values."""
     types, config = source.types, dict(source.config)
     if dtype is not None:
@@ -114,8 +119,8 @@ def _planned(model: Any, source: Source, dtype: str | None, max_bytes: int) -> _
             for name, each in types.items()
         }
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    parts = parts_of_model(model, source, types)
-    _require_places(model, parts, converter_name(source))
+    parts = conversion.parts(types)
+    _require_places(model, parts)
     covered = dict.fromkeys(types, 0)
     for part in parts:
         for each in part.elements:
@@ -123,8 +128,8 @@ def _planned(model: Any, source: Source, dtype: str | None, max_bytes: int) -> _
     shared = next((name for name, each in types.items() if covered[name] > math.prod(each.shape)), None)
     if shared is not None:
         raise ValueError(
-            f"KerasHub's {converter_name(source)} reads {shared!r} into several variables, which may differ by now, so "
-            "they cannot be written back. Use model.save_to_preset(directory)."
+            f"KerasHub's {conversion.name} reads {shared!r} into several variables, which may differ by now, so they "
+            "cannot be written back. Use model.save_to_preset(directory)."
         )
     missing = [name for name, each in types.items() if covered[name] < math.prod(each.shape)]
     if source.tensor is None:
@@ -136,10 +141,11 @@ def _planned(model: Any, source: Source, dtype: str | None, max_bytes: int) -> _
                 "like=folder with the config.json and the safetensors that the model was loaded from."
             )
     files = planned_files(types, max_bytes, messaging.process_count())
-    return _Export(files, [part for part in parts if part.elements], missing, config)
+    computed = [part for part in parts if part.twin.trainable and not part.elements]
+    return _Export(files, [part for part in parts if part.elements], computed, missing, config)
 
 
-def _require_places(model: Any, parts: list[Part], converter: str) -> None:
+def _require_places(model: Any, parts: list[Part]) -> None:
     known = {id(part.variable) for part in parts}
     odd = [each for each in model.trainable_variables if id(each) not in known and "lora_" not in each.name]
     if odd:
@@ -147,11 +153,32 @@ def _require_places(model: Any, parts: list[Part], converter: str) -> None:
             f"KerasHub reads the backbone of {model.name!r} from Hugging Face, but not {odd[0].path!r} "
             f"({counted(len(odd), 'weight')}), so the format has no place for it. Export the backbone: model.backbone."
         )
-    computed = next((part for part in parts if part.is_trained and not part.elements), None)
-    if computed is not None:
+
+
+def _require_computed_values(folder: str, export: _Export, conversion: Conversion) -> None:
+    """Raises ValueError unless KerasHub computes the values that variables have from the tensors that were written.
+
+    Examples: the position table of DINOv2 for another size of images, and the experts of GPT-OSS, which have 4 bits.
+    """
+    if not export.computed:
+        return
+    unread, tensors = {id(part.twin): part for part in export.computed}, {}
+    for file in export.files:
+        opened = SafetensorsFile(os.path.join(folder, file.name), None)
+        tensors |= {name: functools.partial(opened.get_tensor, name) for name in file.types}
+
+    def compare(twin: Any, value: Any) -> None:
+        part = unread.get(id(twin))
+        own = None if part is None else gather(_value(part.layer, part.variable))
+        if own is not None and np.array_equal(np.asarray(value).astype(own.dtype), own):
+            del unread[id(twin)]
+
+    conversion.read(tensors, compare)
+    for part in unread.values():
         raise ValueError(
-            f"KerasHub's {converter} computes the values of {computed.variable.path!r} from several tensors, or from "
-            "none, so they cannot be written back. Use model.save_to_preset(directory)."
+            f"KerasHub's {conversion.name} computes the values of {part.variable.path!r} from several tensors, which "
+            "say something else: it was trained, and cannot be written back. Freeze it before you train, or use "
+            "model.save_to_preset(directory)."
         )
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from keras_dist._keras.deferred_variables import deferred_initializer
 from keras_dist._keras.model_structure import all_layers, direct_variables
-from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables
+from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables, read_values
 from keras_dist.interchange.hub_source import Source, exporter_source, folder_source, preset_loader
 
 
@@ -18,13 +18,13 @@ class Part(NamedTuple):
         layer: The layer that has it.
         variable: The variable.
         elements: Its elements in tensors; empty if KerasHub computes its values.
-        is_trained: Whether it is trained in a model without adapters.
+        twin: The variable of the same model without values.
     """
 
     layer: Any
     variable: Any
     elements: list[Elements]
-    is_trained: bool
+    twin: Any
 
 
 @contextlib.contextmanager
@@ -62,40 +62,47 @@ def require_model_of_kerashub(function: str, model: Any) -> None:
         )
 
 
-def parts_of_model(model: Any, source: Source, types: Mapping[str, TensorType]) -> list[Part]:
-    """Runs KerasHub's converter on tensors without values; raises ValueError if they do not fit the model."""
-    converter = preset_loader(source.name, source.config).converter
-    name, backbone = converter_name(source), getattr(model, "backbone", model)
-    pairs = list(_pairs(backbone, source.twin))
-    has_head = hasattr(converter, "convert_head")
-    task = _task_with(source.twin, model) if has_head and model is not backbone else None
-    if task is not None:
-        pairs += _pairs(model, task)
+class Conversion:
+    """KerasHub's converter from a source to the variables of a model.
 
-    def convert(loader):
-        converter.convert_weights(source.twin, loader, source.config)
-        if task is not None:
+    Attributes:
+        name: That of its module, such as "convert_gpt2".
+    """
+
+    def __init__(self, model: Any, source: Source):
+        self._converter = preset_loader(source.name, source.config).converter
+        self._source, self._backbone = source, getattr(model, "backbone", model)
+        self.name = self._converter.__name__.rpartition(".")[2]
+        has_head = hasattr(self._converter, "convert_head") and model is not self._backbone
+        self._task = _task_with(source.twin, model) if has_head else None
+        self._pairs = [*_pairs(self._backbone, source.twin), *(_pairs(model, self._task) if has_head else ())]
+
+    def parts(self, types: Mapping[str, TensorType]) -> list[Part]:
+        """Runs the converter on tensors without values; raises ValueError if they do not fit the model."""
+        kind = type(self._backbone).__name__
+        try:
+            elements = elements_of_variables(self._convert, (twin for *_, twin in self._pairs), types)
+        except KeyError as error:
+            raise ValueError(
+                f"{self._source.name!r} lacks {error.args[0]!r}, which KerasHub reads for {kind}. Pass like=folder "
+                "with the complete checkpoint that the model was loaded from."
+            ) from error
+        except AttributeError as error:  # KerasHub reads fewer variants of a backbone than it builds
+            raise ValueError(
+                f"KerasHub's {self.name} reads no {kind} like this one from Hugging Face ({error}), so it has no form "
+                "there. Use model.save_to_preset(directory)."
+            ) from error
+        return [Part(layer, variable, elements.get(id(twin), []), twin) for layer, variable, twin in self._pairs]
+
+    def read(self, tensors: Mapping[str, Callable], use: Callable[[Any, Any], None]) -> None:
+        """Calls a function with the twin of each variable and the value that it has in tensors, given as functions."""
+        read_values(self._convert, (twin for *_, twin in self._pairs), tensors, use)
+
+    def _convert(self, loader: Any) -> None:
+        self._converter.convert_weights(self._source.twin, loader, self._source.config)
+        if self._task is not None:
             loader.prefix = ""
-            converter.convert_head(task, loader, source.config)
-
-    try:
-        elements = elements_of_variables(convert, (twin for *_, twin in pairs), types)
-    except KeyError as error:
-        raise ValueError(
-            f"{source.name!r} lacks {error.args[0]!r}, which KerasHub reads for {type(backbone).__name__}. Pass "
-            "like=folder with the complete checkpoint that the model was loaded from."
-        ) from error
-    except AttributeError as error:  # KerasHub reads fewer variants of a backbone than it builds
-        raise ValueError(
-            f"KerasHub's {name} reads no {type(backbone).__name__} like this one from Hugging Face ({error}), so it "
-            "has no form there. Use model.save_to_preset(directory)."
-        ) from error
-    return [Part(layer, variable, elements.get(id(twin), []), twin.trainable) for layer, variable, twin in pairs]
-
-
-def converter_name(source: Source) -> str:
-    """Returns the name of the module of KerasHub that converts a family, such as "convert_gpt2"."""
-    return preset_loader(source.name, source.config).converter.__name__.rpartition(".")[2]
+            self._converter.convert_head(self._task, loader, self._source.config)
 
 
 def _pairs(model: Any, twin: Any) -> Iterator[tuple[Any, Any, Any]]:

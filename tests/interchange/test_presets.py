@@ -26,9 +26,10 @@ def llama(tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "family", [slow_unless(each in ("llama", "gemma4_text", "vit"), each) for each in SAVED_BY_TRANSFORMERS]
-)
+FAMILIES = sorted(SAVED_BY_TRANSFORMERS.keys() - {"gpt_oss"})  # whose experts have 4 bits in files
+
+
+@pytest.mark.parametrize("family", [slow_unless(each in ("llama", "gemma4_text", "vit"), each) for each in FAMILIES])
 def test_parameters_are_those_of_the_checkpoint(family, tmp_path):
     saved = SAVED_BY_TRANSFORMERS[family]
     (tmp_path / "config.json").write_text(json.dumps(saved["config"]))

@@ -7,14 +7,14 @@ import struct
 import numpy as np
 
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-CODES |= {"int8": "I8", "int64": "I64", "uint16": "U16", "bool": "BOOL", "complex64": "C64"}
+CODES |= {"uint8": "U8", "int8": "I8", "int64": "I64", "uint16": "U16", "bool": "BOOL", "complex64": "C64"}
 
 HEADS, KEY_HEADS = 4, 2
 FAMILIES = ["llama", "gpt2", "mixtral"]
 
 # The config.json and the shapes of tensors of small models, as transformers 5.24 saves them. Changed to what KerasHub
 # reads: `esm` (names of norms), `qwen3_5` and `qwen3_5_moe` (prefix of names, model type), `bart` and `qwen3_moe` (keys
-# of the config), `vit` and `deit` (with labels).
+# of the config), `vit` and `deit` (with labels), `gpt_oss` (experts of 4 bits, as those of its real checkpoints).
 SAVED_BY_TRANSFORMERS = json.loads((pathlib.Path(__file__).parent / "hub_families.json").read_text())
 
 
@@ -23,10 +23,13 @@ def write_family(folder: pathlib.Path, family: str, scale: float = 1.0, dtype: s
     saved, rng = SAVED_BY_TRANSFORMERS[family], np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(saved["config"]))
-    write_safetensors(
-        folder / "model.safetensors",
-        {name: (rng.normal(size=shape) * scale).astype(np.dtype(dtype)) for name, shape in saved["tensors"].items()},
-    )
+    tensors = {}
+    for name, shape in saved["tensors"].items():
+        if name.endswith(("_blocks", "_scales")):  # pairs of 4 bits, and exponents of 2 with an offset of 127
+            tensors[name] = rng.integers(120, 130, shape, "uint8")
+        else:
+            tensors[name] = (rng.normal(size=shape) * scale).astype(np.dtype(dtype))
+    write_safetensors(folder / "model.safetensors", tensors)
     return folder
 
 
