@@ -66,11 +66,12 @@ def export_adapter(model: keras.Model, directory: str | os.PathLike, like: str |
 
     Example:
 
-    >>> import keras_hub
+    >>> import keras_hub, os, tempfile
+    >>> folder = tempfile.mkdtemp()
     >>> backbone = keras_hub.models.GemmaBackbone(64, 2, 2, 1, hidden_dim=16, intermediate_dim=32, head_dim=8)
     >>> backbone.enable_lora(4)
-    >>> export_adapter(backbone, "adapter")
-    >>> sorted(os.listdir("adapter"))
+    >>> export_adapter(backbone, folder)
+    >>> sorted(os.listdir(folder))
     ['adapter_config.json', 'adapter_model.safetensors']
     """
     require_model_of_kerashub("export_adapter", model)
@@ -137,12 +138,13 @@ def merge_adapter(model: keras.Model, directory: str | os.PathLike, like: str | 
 
     Example:
 
-    >>> import keras_hub
+    >>> import keras_hub, tempfile
+    >>> folder = tempfile.mkdtemp()
     >>> backbone = keras_hub.models.GemmaBackbone(64, 2, 2, 1, hidden_dim=16, intermediate_dim=32, head_dim=8)
     >>> backbone.enable_lora(4)
-    >>> export_adapter(backbone, "trained_adapter")
+    >>> export_adapter(backbone, folder)
     >>> other = keras_hub.models.GemmaBackbone(64, 2, 2, 1, hidden_dim=16, intermediate_dim=32, head_dim=8)
-    >>> merge_adapter(other, "trained_adapter")
+    >>> merge_adapter(other, folder)
     """
     require_model_of_kerashub("merge_adapter", model)
     folder = os.fspath(directory)

@@ -73,10 +73,11 @@ def export_safetensors(
 
     Example:
 
-    >>> import keras_hub
+    >>> import keras_hub, os, tempfile
+    >>> folder = tempfile.mkdtemp()
     >>> backbone = keras_hub.models.GPT2Backbone(64, num_layers=2, num_heads=2, hidden_dim=16, intermediate_dim=32)
-    >>> export_safetensors(keras_hub.models.GPT2CausalLM(backbone), "exported")
-    >>> sorted(os.listdir("exported"))
+    >>> export_safetensors(keras_hub.models.GPT2CausalLM(backbone), folder)
+    >>> sorted(os.listdir(folder))
     ['config.json', 'model.safetensors']
     """
     require_model_of_kerashub("export_safetensors", model)

@@ -266,9 +266,9 @@ def test_the_first_epoch_of_a_dataset_with_workers_has_all_batches_in_order():
 def test_positions_survive_json():
     random.seed(3)
     np.random.seed(3)
-    state = DataPosition(5, RandomState.capture(), RandomState.capture(), "x", epochs_began=2, epochs_now=3)
+    state = DataPosition(5, RandomState.capture(), RandomState.capture(), "x", epochs_began=2, epochs_now=3, rows=8)
     again = DataPosition.from_json(json.loads(json.dumps(state.as_json())))
-    assert again._replace(began=None, now=None) == (5, None, None, "x", 2, 3)
+    assert again._replace(began=None, now=None) == (5, None, None, "x", 2, 3, 8)
     again.began.restore()
     drawn = random.random(), np.random.rand()
     state.began.restore()
