@@ -10,6 +10,7 @@ rank 8: A has the shape (inputs, 4, 8), B (8, head_dim); lora_A has (32, inputs)
 """
 
 import collections
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from keras_dist.interchange.output_files import FileWriter, OutputFile, new_fold
 from keras_dist.variables.gather import gather
 from keras_dist.variables.host_to_device import place, reshard
 from keras_dist.variables.lazy_tensor import slices_of
-from keras_dist.variables.safetensors_files import SafetensorsFile, read_header
+from keras_dist.variables.safetensors_files import SafetensorsFile
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NOT_LORA_ALONE = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "modules_to_save")
@@ -77,7 +78,7 @@ def export_adapter(model: keras.Model, directory: str | os.PathLike, like: str |
     require_model_of_kerashub("export_adapter", model)
     with new_folder(directory) as folder, source_of(model, like) as source:
         all_parts = Conversion(model, source).parts(source.types)
-        parts = [part for part in all_parts if _is_adapted(part)]
+        parts = [part for part in all_parts if part.is_adapted]
         if not parts:
             raise ValueError(
                 f"{model.name!r} has no adapters. Call model.enable_lora(rank), or export_safetensors for its weights."
@@ -97,13 +98,14 @@ def export_adapter(model: keras.Model, directory: str | os.PathLike, like: str |
             tensors |= {f"base_model.model.{module}.{kind}A{suffix}": down}
             tensors |= {f"base_model.model.{module}.{kind}B{suffix}": up}
             ranks[module] = len(down)
+        every = itertools.chain(*by_tensor.values())
         rank = max(ranks.values())  # where alpha and rank are equal, nothing is scaled
         others = {module: each for module, each in ranks.items() if each != rank}
         config = {
             **{"peft_type": "LORA", "base_model_name_or_path": None if like is None else os.fspath(like)},
             **{"r": rank, "lora_alpha": rank, "rank_pattern": others, "alpha_pattern": others},
             **{"target_modules": _targets(ranks, source.types), "lora_dropout": 0.0, "bias": "none"},
-            **{"fan_in_fan_out": any(_is_of_transposed(each) for factors in by_tensor.values() for each in factors)},
+            **{"fan_in_fan_out": any(each.is_transposed and not each.is_embedding for each in every)},
             **{"inference_mode": True, "task_type": "CAUSAL_LM" if hasattr(model, "generate") else None},
         }
         types = {name: TensorType("F32", each.shape) for name, each in tensors.items()}
@@ -180,9 +182,9 @@ def _read(folder: str, types: Mapping[str, TensorType]) -> dict[str, _Factors]:
         what = unknown[0] if unknown else f"peft_type={config.get('peft_type')!r}"
         raise ValueError(f"{folder} is an adapter with {what}, and only plain LoRA can be merged. Merge it in PEFT.")
     path = os.path.join(folder, _WEIGHTS)
-    file = SafetensorsFile(path, None)
+    file = SafetensorsFile(path)
     tensors: dict[str, dict[str, Any]] = collections.defaultdict(dict)
-    for key in read_header(path)[0]:
+    for key in file.header:
         match = _KEY.fullmatch(key)
         if key.endswith(".base_layer.weight"):  # an embedding's, which PEFT saves beside its adapter
             continue
@@ -238,8 +240,8 @@ def _product(factors: _Factors, elements: Elements, tensor: TensorType) -> np.nd
 def _require_others_as_before(parts: list[Part], source: Source) -> None:
     """Raises ValueError if other variables than those of adapters were trained, such as biases of the same layers."""
     for part in parts:
-        if part.variable.trainable and not (_is_adapted(part) or _has_values_of(source, part)):
-            before = "" if source.tensor is None else f" and differs from {source.name!r}"
+        if part.variable.trainable and not (part.is_adapted or _has_values_of(source, part)):
+            before = "" if source.tensors is None else f" and differs from {source.name!r}"
             raise ValueError(
                 f"{part.variable.path!r} is trainable{before}, but an adapter has no place for it. Set "
                 "variable.trainable = False before you train, or write merged weights with export_safetensors."
@@ -247,23 +249,15 @@ def _require_others_as_before(parts: list[Part], source: Source) -> None:
 
 
 def _has_values_of(source: Source, part: Part) -> bool:
-    if source.tensor is None:
+    if source.tensors is None:
         return False
     values = _gathered(part.variable)
     for each in part.elements:
-        tensor = source.tensor(each.tensor)
+        tensor = source.tensors[each.tensor]
         found = np.ndarray(each.shape, tensor.dtype, tensor.view("uint8"), each.offset, each.strides)
         if not np.array_equal(found.astype(values.dtype), values[slices_of(each.bounds)]):
             return False
     return True
-
-
-def _is_of_transposed(factors: _Factors) -> bool:
-    return factors.is_transposed and not factors.is_embedding
-
-
-def _is_adapted(part: Part) -> bool:
-    return getattr(part.layer, "lora_enabled", False) and part.variable.name in ("kernel", "embeddings")
 
 
 def _targets(modules: Mapping[str, Any], types: Mapping[str, TensorType]) -> list[str]:

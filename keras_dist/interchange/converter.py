@@ -66,11 +66,11 @@ def elements_of_variables(convert: Any, variables: Iterable[Any], types: Mapping
     return found
 
 
-def read_values(convert: Any, variables: Iterable[Any], tensors: Mapping[str, Callable], use: Callable) -> None:
+def read_values(convert: Any, variables: Iterable[Any], tensors: Mapping[str, np.ndarray], use: Callable) -> None:
     """Runs `convert` on tensors that have values, and calls `use` with each variable and the value that it is assigned.
 
-    Tensors are functions that return views of files. Variables read what they are assigned where they are used: from
-    some of them, a converter computes others.
+    Tensors are views of files. Variables read what they are assigned where they are used: from some of them, a
+    converter computes others.
     """
 
     def assign(variable: Any, value: Any) -> Any:
@@ -125,14 +125,14 @@ class _Tensors:
 class _OpenFiles:
     """Stands for an open file that has the tensors of several."""
 
-    def __init__(self, tensors: Mapping[str, Callable]):
+    def __init__(self, tensors: Mapping[str, np.ndarray]):
         self._tensors = tensors
 
     def keys(self) -> Any:
         return self._tensors.keys()
 
     def get_tensor(self, name: str) -> np.ndarray:
-        return self._tensors[name]()
+        return self._tensors[name]
 
 
 class _Tensor(FileView):

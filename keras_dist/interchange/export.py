@@ -1,6 +1,5 @@
 """Writes models of KerasHub in the format of Hugging Face, from the shards of their variables."""
 
-import functools
 import math
 import os
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from keras_dist.variables.gather import gather
 from keras_dist.variables.global_reads import require_same_call
 from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.lazy_tensor import slices_of
-from keras_dist.variables.safetensors_files import SafetensorsFile
+from keras_dist.variables.safetensors_files import SafetensorsFile, views_of
 
 
 def export_safetensors(
@@ -133,7 +132,7 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
             "cannot be written back. Use model.save_to_preset(directory)."
         )
     missing = [name for name, each in types.items() if covered[name] < math.prod(each.shape)]
-    if source.tensor is None:
+    if source.tensors is None:
         types = {name: each for name, each in types.items() if name not in missing or name != "lm_head.weight"}  # tied
         missing = [name for name in missing if name in types]
         if missing:
@@ -163,18 +162,16 @@ def _require_computed_values(folder: str, export: _Export, conversion: Conversio
     """
     if not export.computed:
         return
-    unread, tensors = {id(part.twin): part for part in export.computed}, {}
-    for file in export.files:
-        opened = SafetensorsFile(os.path.join(folder, file.name), None)
-        tensors |= {name: functools.partial(opened.get_tensor, name) for name in file.types}
+    unread = {id(part.twin): part for part in export.computed}
 
     def compare(twin: Any, value: Any) -> None:
         part = unread.get(id(twin))
-        own = None if part is None else gather(_value(part.layer, part.variable))
+        own = None if part is None else gather(_value(part))
         if own is not None and np.array_equal(np.asarray(value).astype(own.dtype), own):
             del unread[id(twin)]
 
-    conversion.read(tensors, compare)
+    written = views_of(SafetensorsFile(os.path.join(folder, file.name)) for file in export.files)
+    conversion.read(written, compare)
     for part in unread.values():
         raise ValueError(
             f"KerasHub's {conversion.name} computes the values of {part.variable.path!r} from several tensors, which "
@@ -190,8 +187,8 @@ def _open_files(folder: str, export: _Export, source: Source, writers: dict[str,
             writers.update(dict.fromkeys(file.types, FileWriter(folder, file)))
     for name in export.copied:
         if name in writers:
-            assert source.tensor is not None
-            writers[name].write(name, source.tensor(name))
+            assert source.tensors is not None
+            writers[name].write(name, source.tensors[name])
 
 
 def _write_others(folder: str, export: _Export, source: Source) -> None:
@@ -203,9 +200,9 @@ def _write_others(folder: str, export: _Export, source: Source) -> None:
 
 def _write_values(parts: list[Part], writers: Mapping[str, FileWriter]) -> None:
     """Gathers one variable after the other, and writes what files of this process have of it."""
-    for layer, variable, elements, _ in parts:
-        own = [each for each in elements if each.tensor in writers]
-        values = gather(_value(layer, variable), keep=bool(own))
+    for part in parts:
+        own = [each for each in part.elements if each.tensor in writers]
+        values = gather(_value(part), keep=bool(own))
         for each in own:
             assert values is not None
             writers[each.tensor].write(each.tensor, values[slices_of(each.bounds)], each)
@@ -214,9 +211,9 @@ def _write_values(parts: list[Part], writers: Mapping[str, FileWriter]) -> None:
         writer.close()
 
 
-def _value(layer: Any, variable: Any) -> Any:
+def _value(part: Part) -> Any:
     """The value of a variable, to which adapters are added."""
-    value: Any = internals.variable_value(variable)
-    if getattr(layer, "lora_enabled", False) and variable.name in ("kernel", "embeddings"):
-        return reshard(keras.ops.convert_to_tensor(getattr(layer, variable.name)), value.sharding)
-    return value
+    value: Any = internals.variable_value(part.variable)
+    if not part.is_adapted:
+        return value
+    return reshard(keras.ops.convert_to_tensor(getattr(part.layer, part.variable.name)), value.sharding)

@@ -9,7 +9,7 @@ import json
 import os
 import pkgutil
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from keras_dist.interchange.converter import TensorType
 from keras_dist.interchange.output_files import INDEX
 from keras_dist.variables.deferred import built
-from keras_dist.variables.safetensors_files import DTYPES, SafetensorsFile, read_header
+from keras_dist.variables.safetensors_files import DTYPES, SafetensorsFile, views_of
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".index.json")
@@ -32,7 +32,7 @@ class Source(NamedTuple):
     config: dict
     types: dict[str, TensorType]
     twin: Any  # a backbone like that of the model, without values
-    tensor: Callable[[str], np.ndarray] | None  # the tensors of a folder
+    tensors: Mapping[str, np.ndarray] | None  # those of a folder, as views of its files
     write_others: Callable[[str], None]  # writes the tokenizer and other files, but not the config, into a folder
 
 
@@ -55,11 +55,9 @@ def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
             f"like={folder!r} has neither model.safetensors nor all files of {INDEX}: {missing[0]!r} is missing. Pass "
             "a folder with safetensors; transformers writes one with model.save_pretrained(folder)."
         )
-    headers = [read_header(path)[0] for path in paths]
-    where = {name: path for path, header in zip(paths, headers, strict=True) for name in header}
-    types = {
-        name: TensorType(entry["dtype"], tuple(entry["shape"])) for header in headers for name, entry in header.items()
-    }
+    opened = [SafetensorsFile(path) for path in paths]
+    entries = [each for file in opened for each in file.header.items()]
+    types = {name: TensorType(entry["dtype"], tuple(entry["shape"])) for name, entry in entries}
     unknown = next((name for name, each in types.items() if each.code not in DTYPES), None)
     if unknown is not None:
         raise ValueError(f"like={folder!r}: {unknown!r} has the type {types[unknown].code}, which NumPy does not have.")
@@ -79,8 +77,7 @@ def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
         )
     with built(lambda: loader.load_backbone(type(backbone), load_weights=False)) as twin:
         _require_same_config(folder, backbone.get_config(), twin.get_config())
-        opened = {path: SafetensorsFile(path, None) for path in paths}
-        yield Source(folder, config, types, twin, lambda name: opened[where[name]].get_tensor(name), write_others)
+        yield Source(folder, config, types, twin, views_of(opened), write_others)
 
 
 def _read_json(folder: str, name: str) -> dict:

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from keras_dist._keras.deferred_variables import deferred_initializer
 from keras_dist._keras.model_structure import all_layers, direct_variables
 from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables, read_values
@@ -26,14 +28,16 @@ class Part(NamedTuple):
     elements: list[Elements]
     twin: Any
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of LoRA adds to it."""
+        return getattr(self.layer, "lora_enabled", False) and self.variable.name in ("kernel", "embeddings")
 
-@contextlib.contextmanager
-def source_of(model: Any, like: str | os.PathLike | None) -> Iterator[Source]:
+
+def source_of(model: Any, like: str | os.PathLike | None) -> contextlib.AbstractContextManager[Source]:
     """Provides what Hugging Face's form of a model consists of besides values, from a folder or from KerasHub."""
     backbone = getattr(model, "backbone", model)
-    source = exporter_source(model, backbone) if like is None else folder_source(os.fspath(like), backbone)
-    with source as found:
-        yield found
+    return exporter_source(model, backbone) if like is None else folder_source(os.fspath(like), backbone)
 
 
 def require_model_of_kerashub(function: str, model: Any) -> None:
@@ -94,8 +98,8 @@ class Conversion:
             ) from error
         return [Part(layer, variable, elements.get(id(twin), []), twin) for layer, variable, twin in self._pairs]
 
-    def read(self, tensors: Mapping[str, Callable], use: Callable[[Any, Any], None]) -> None:
-        """Calls a function with the twin of each variable and the value that it has in tensors, given as functions."""
+    def read(self, tensors: Mapping[str, np.ndarray], use: Callable[[Any, Any], None]) -> None:
+        """Calls a function with the twin of each variable and the value that it has in tensors."""
         read_values(self._convert, (twin for *_, twin in self._pairs), tensors, use)
 
     def _convert(self, loader: Any) -> None:

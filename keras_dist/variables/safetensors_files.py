@@ -39,14 +39,14 @@ class SafetensorsFile:
     Pages of the file are copied when they are written to, so the file does not change.
     """
 
-    def __init__(self, path: str | os.PathLike, opened: Any):
+    def __init__(self, path: str | os.PathLike, opened: Any = None):
         self._path, self._opened = path, opened  # the reader of safetensors, which has checked the file
-        self._header, self._start = read_header(path)
+        self.header, self._start = read_header(path)
         self._bytes: np.ndarray | None = np.memmap(path, mode="c")
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Returns a tensor as a view of the file; raises KeyError if the file does not contain it."""
-        entry = self._header.get(name)
+        entry = self.header.get(name)
         if entry is None:
             raise KeyError(f"{os.fspath(self._path)} contains no tensor {name!r}.")
         dtype = DTYPES.get(entry["dtype"])
@@ -65,6 +65,11 @@ class SafetensorsFile:
 
     def __getattr__(self, name: str):
         return getattr(self._opened, name)
+
+
+def views_of(files: Iterable[SafetensorsFile]) -> dict[str, np.ndarray]:
+    """Returns the tensors of files by their names, of which nothing is read yet."""
+    return {name: file.get_tensor(name) for file in files for name in file.header}
 
 
 def read_header(path: str | os.PathLike) -> tuple[dict[str, dict], int]:
