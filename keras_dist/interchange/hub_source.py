@@ -4,6 +4,7 @@ What KerasHub reads from a config is not enough to write one, so a model of anot
 """
 
 import contextlib
+import copy
 import importlib.metadata
 import json
 import os
@@ -122,7 +123,7 @@ def preset_loader(folder: str, config: dict) -> Any:
     from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
 
     try:
-        return TransformersPresetLoader(folder, config)
+        return TransformersPresetLoader(folder, copy.deepcopy(config))  # some converters change what they are given
     except (KeyError, ValueError):
         modules = (module.name for module in pkgutil.iter_modules(transformers.__path__))
         known = sorted(name.removeprefix("convert_") for name in modules if name.startswith("convert_"))

@@ -74,7 +74,8 @@ class Conversion:
     """
 
     def __init__(self, model: Any, source: Source):
-        self._converter = preset_loader(source.name, source.config).converter
+        loader = preset_loader(source.name, source.config)
+        self._converter, self._config = loader.converter, loader.config
         self._source, self._backbone = source, getattr(model, "backbone", model)
         self.name = self._converter.__name__.rpartition(".")[2]
         has_head = hasattr(self._converter, "convert_head") and model is not self._backbone
@@ -103,10 +104,10 @@ class Conversion:
         read_values(self._convert, (twin for *_, twin in self._pairs), tensors, use)
 
     def _convert(self, loader: Any) -> None:
-        self._converter.convert_weights(self._source.twin, loader, self._source.config)
+        self._converter.convert_weights(self._source.twin, loader, self._config)
         if self._task is not None:
             loader.prefix = ""
-            self._converter.convert_head(self._task, loader, self._source.config)
+            self._converter.convert_head(self._task, loader, self._config)
 
 
 def _pairs(model: Any, twin: Any) -> Iterator[tuple[Any, Any, Any]]:
