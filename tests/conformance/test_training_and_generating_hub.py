@@ -2,12 +2,14 @@
 
 import inspect
 from collections import Counter
+from typing import Any
 
 import jax
 import keras
 import keras_hub
 import numpy as np
 import pytest
+from multihost.programs import generating
 from support.compilations import counted_compilations
 from support.hlo_text import read_module
 from support.keras_scenarios import assert_same_numbers, start_anew
@@ -19,18 +21,8 @@ import keras_dist as kd
 VOCABULARY, LENGTH, ROWS = 64, 12, 8
 
 
-def language_model(sampler="greedy"):
-    backbone = keras_hub.models.LlamaBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_query_heads=8,
-        num_key_value_heads=8,
-        hidden_dim=64,
-        intermediate_dim=128,
-    )
-    model = keras_hub.models.LlamaCausalLM(backbone=backbone, preprocessor=None)
-    model.compile("adam", sampler=sampler)
-    return model
+def language_model(sampler: Any = "greedy") -> Any:
+    return generating.language_model(heads=8, sampler=sampler)
 
 
 def tensor_parallel():

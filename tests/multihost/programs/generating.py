@@ -1,5 +1,7 @@
 """A program that generates text, as one or as several processes."""
 
+from typing import Any
+
 import keras
 import keras_hub
 import numpy as np
@@ -36,17 +38,17 @@ def rounds() -> list:
     return found
 
 
-def language_model():
+def language_model(heads: int = 4, sampler: Any = "greedy") -> Any:
     backbone = keras_hub.models.LlamaBackbone(
         vocabulary_size=64,
         num_layers=1,
-        num_query_heads=4,
-        num_key_value_heads=4,
-        hidden_dim=32,
-        intermediate_dim=64,
+        num_query_heads=heads,
+        num_key_value_heads=heads,
+        hidden_dim=8 * heads,
+        intermediate_dim=16 * heads,
     )
     model = keras_hub.models.LlamaCausalLM(backbone=backbone, preprocessor=None)
-    model.compile("adam", sampler="greedy")
+    model.compile("adam", sampler=sampler)
     return model
 
 
