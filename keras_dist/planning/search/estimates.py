@@ -151,10 +151,13 @@ class Estimates:
             return 0.0
         base, plan = self._memory_base
         ours, theirs = self._sizes[candidate], self._sizes[base]
-        temporaries = plan.memory.temporaries
+        cache = plan.memory.cache  # of keys and values, whose heads are sharded as attention's weights are
+        temporaries = plan.memory.temporaries - cache
         activations = max(temporaries - _held_weights(base, theirs), 0.1 * temporaries)
-        share = ours.tokens / theirs.tokens * _activated(candidate) / _activated(base)
-        return (activations * share + _held_weights(candidate, ours)) * self._larger[_kind(candidate)]
+        activations *= _activated(candidate) / _activated(base)
+        cache *= base.size(MODEL) / candidate.size(MODEL)
+        of_tokens = (activations + cache) * ours.tokens / theirs.tokens
+        return (of_tokens + _held_weights(candidate, ours)) * self._larger[_kind(candidate)]
 
 
 def seconds_of(plan: Plan) -> float:

@@ -7,6 +7,7 @@ import pytest
 from keras import layers
 
 from keras_dist.planning.frozen_mapping import FrozenMapping
+from keras_dist.planning.reports.plan_report import Memory
 from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.search.estimates import Estimates
 from keras_dist.planning.search.places import place_of
@@ -39,8 +40,8 @@ def test_shapes_have_the_candidates_of_a_number_of_rows(space):
     assert any("context" in candidate.axes for candidate in of_shapes.candidates)
 
 
-def plan_of(candidate, sizes, exposure):
-    """A plan in which a fraction of each collective's time is exposed, and state takes all memory."""
+def plan_of(candidate, sizes, exposure, **memory):
+    """A plan in which a fraction of each collective's time is exposed, and state takes all memory by default."""
     part = sizes.sharded_fraction / candidate.size("model") + 1 - sizes.sharded_fraction
     computing = COMPUTING * sizes.tokens * part
     axes = {WEIGHTS: ("data",), TENSOR: ("model",), SEQUENCE: ("model",), ATTENTION: ("context",)}
@@ -53,7 +54,7 @@ def plan_of(candidate, sizes, exposure):
     return SimpleNamespace(
         fits=True,
         flops=1.0,
-        memory=SimpleNamespace(total=sizes.state, temporaries=0),
+        memory=Memory(weights=sizes.state, optimizer=0, other=0, batch=0, **memory),
         traffic=traffic,
         wire_bytes=0,
         host_traffic=0,
@@ -108,6 +109,20 @@ def test_candidates_that_send_more_are_not_expected_to_be_faster(space):
     assert again
     for each in again:
         assert all(estimates.seconds(each) >= estimates.seconds(simpler) for simpler in estimates.simpler(each))
+
+
+def test_tensor_parallelism_shards_the_cache_of_generate(space):
+    """All of it, unlike the activations between sharded layers."""
+    candidates = {str(each): each for each in space.candidates}
+    data, tensor = map(candidates.get, ("DP on data:8", "TP on data:2 x model:4"))
+
+    def temporaries(cache):
+        estimates = Estimates(space.sizes, None)
+        estimates.observe(data, plan_of(data, space.sizes[data], 0, temporaries=10**9 + cache, cache=cache))
+        return estimates.bytes(tensor)
+
+    share = space.sizes[tensor].tokens / space.sizes[data].tokens / 4
+    assert temporaries(10**12) - temporaries(0) == pytest.approx(share * 10**12)
 
 
 @pytest.mark.parametrize(
