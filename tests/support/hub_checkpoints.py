@@ -10,7 +10,8 @@ CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn"
 CODES |= {"uint8": "U8", "int8": "I8", "int64": "I64", "uint16": "U16", "bool": "BOOL", "complex64": "C64"}
 
 HEADS, KEY_HEADS = 4, 2
-FAMILIES = ["llama", "gpt2", "mixtral"]
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "mixtral": "MixtralForCausalLM"}
+FAMILIES = [*ARCHITECTURES]
 
 # The config.json and the shapes of tensors of small models, as transformers 5.24 saves them. Changed to what KerasHub
 # reads: `esm` (names of norms), `qwen3_5` and `qwen3_5_moe` (prefix of names, model type), `bart` and `qwen3_moe` (keys
@@ -52,7 +53,7 @@ def write_checkpoint(
 ):
     """Writes config.json, and weights in one file, or in several with an index."""
     config = {
-        **{"model_type": family, "architectures": [f"{family}ForCausalLM"], "vocab_size": vocabulary},
+        **{"model_type": family, "architectures": [ARCHITECTURES[family]], "vocab_size": vocabulary},
         **{"tie_word_embeddings": False, "rope_theta": 10000.0},
         **{"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS},
         **{"hidden_size": hidden, "intermediate_size": intermediate, "rms_norm_eps": 1e-5, "sliding_window": None},
