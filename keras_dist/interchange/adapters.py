@@ -34,6 +34,8 @@ from keras_dist.variables.safetensors_files import SafetensorsFile
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NOT_LORA_ALONE = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "modules_to_save")
+_NOT_LORA_ALONE += ("alora_invocation_tokens", "trainable_token_indices")
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # `init_lora_weights` that change those they adapt
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
 
@@ -77,13 +79,16 @@ def export_adapter(model: keras.Model, directory: str | os.PathLike, like: str |
     """
     require_model_of_kerashub("export_adapter", model)
     with new_folder(directory) as folder, source_of(model, like) as source:
-        all_parts = Conversion(model, source).parts(source.types)
+        conversion = Conversion(model, source)
+        all_parts = conversion.parts(source.types)
+        conversion.require_all_weights(model)
         parts = [part for part in all_parts if part.is_adapted]
         if not parts:
             raise ValueError(
                 f"{model.name!r} has no adapters. Call model.enable_lora(rank), or export_safetensors for its weights."
             )
         _require_others_as_before(all_parts, source)
+        _require_untied(parts)
         by_tensor: dict[str, list[_Factors]] = collections.defaultdict(list)
         for part in parts:
             for each in part.elements:
@@ -153,6 +158,7 @@ def merge_adapter(model: keras.Model, directory: str | os.PathLike, like: str | 
     with source_of(model, like) as source:
         parts = Conversion(model, source).parts(source.types)
         factors = _read(folder, source.types)
+    _require_untied([part for part in parts if any(each.tensor in factors for each in part.elements)])
     read = {each.tensor for part in parts for each in part.elements}
     unread = sorted(factors.keys() - read)
     if unread:
@@ -175,12 +181,7 @@ def _read(folder: str, types: Mapping[str, TensorType]) -> dict[str, _Factors]:
     for name in (_CONFIG, _WEIGHTS):
         if not os.path.exists(os.path.join(folder, name)):
             raise ValueError(f"{folder} is no adapter of PEFT: it has no {name}. Pass the folder that PEFT wrote.")
-    with open(os.path.join(folder, _CONFIG), encoding="utf-8") as file:
-        config = json.load(file)
-    unknown = [name for name in _NOT_LORA_ALONE if config.get(name)]
-    if config.get("peft_type") != "LORA" or unknown:
-        what = unknown[0] if unknown else f"peft_type={config.get('peft_type')!r}"
-        raise ValueError(f"{folder} is an adapter with {what}, and only plain LoRA can be merged. Merge it in PEFT.")
+    config = _read_config(os.path.join(folder, _CONFIG))
     path = os.path.join(folder, _WEIGHTS)
     file = SafetensorsFile(path)
     tensors: dict[str, dict[str, Any]] = collections.defaultdict(dict)
@@ -192,9 +193,17 @@ def _read(folder: str, types: Mapping[str, TensorType]) -> dict[str, _Factors]:
             raise ValueError(f"{path} has {key!r}, which is no factor of LoRA. Merge the adapter in PEFT.")
         module, embedding, factor = match.groups()
         tensors[module] |= {factor: np.asarray(file.get_tensor(key), "float32"), "is_embedding": bool(embedding)}
+    if not tensors:
+        raise ValueError(f"{path} has no tensors. Pass the folder that PEFT wrote.")
     factors = {}
     for module, each in tensors.items():
-        name, (down, up) = _tensor_of(module, types, folder), (each["A"], each["B"])
+        name, down, up = _tensor_of(module, types, folder), each.get("A"), each.get("B")
+        if down is None or up is None or (down.ndim, up.ndim) != (2, 2) or not 0 < len(down) == up.shape[1]:
+            shapes = (None if factor is None else factor.shape for factor in (down, up))
+            raise ValueError(
+                f"{path}: the factors of {module!r} have the shapes {' and '.join(map(str, shapes))}, and not (rank, "
+                "inputs) and (outputs, rank). Copy or download the file again."
+            )
         alpha = _of_module(module, config.get("alpha_pattern"), config["lora_alpha"])
         scale = alpha / (math.sqrt(len(down)) if config.get("use_rslora") else len(down))
         shape, wanted = (up.shape[0], down.shape[1]), types[name].shape
@@ -204,9 +213,29 @@ def _read(folder: str, types: Mapping[str, TensorType]) -> dict[str, _Factors]:
                 "that the adapter was trained for."
             )
         is_square = shape == shape[::-1]
-        is_transposed = (each["is_embedding"] or config["fan_in_fan_out"]) if is_square else wanted != shape
+        is_transposed = (each["is_embedding"] or config.get("fan_in_fan_out", False)) if is_square else wanted != shape
         factors[name] = _Factors(down, scale * up, is_transposed, each["is_embedding"])
     return factors
+
+
+def _read_config(path: str) -> dict:
+    """Returns the config of an adapter of PEFT, with an alpha; raises ValueError unless it is LoRA alone."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = {"lora_alpha": 8, **json.load(file)}  # PEFT's default
+    except (ValueError, TypeError) as error:  # no JSON, or no object
+        raise ValueError(f"{path} is no config of PEFT ({error}). Pass the folder that PEFT wrote.") from None
+    unknown = [name for name in _NOT_LORA_ALONE if config.get(name)]
+    initialized = str(config.get("init_lora_weights"))
+    unknown += [f"init_lora_weights={initialized!r}"] if initialized.lower().startswith(_CHANGE_WEIGHTS) else []
+    if config.get("peft_type") != "LORA" or unknown:
+        what = unknown[0] if unknown else f"peft_type={config.get('peft_type')!r}"
+        raise ValueError(f"{path} is of an adapter with {what}, and only plain LoRA can be merged. Merge it in PEFT.")
+    alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
+    wrong = [each for each in alphas if not isinstance(each, (int, float))]
+    if wrong:
+        raise ValueError(f"{path}: lora_alpha is {wrong[0]!r}, which is no number. Pass the folder that PEFT wrote.")
+    return config
 
 
 def _tensor_of(module: str, types: Mapping[str, TensorType], folder: str) -> str:
@@ -248,6 +277,17 @@ def _require_others_as_before(parts: list[Part], source: Source) -> None:
             )
 
 
+def _require_untied(adapted: list[Part]) -> None:
+    """Raises ValueError for embeddings that also compute logits: Keras adapts both uses, and PEFT only the lookup."""
+    for part in adapted:
+        if part.variable.name == "embeddings" and getattr(part.layer, "tie_weights", False):
+            raise ValueError(
+                f"The embeddings of {part.layer.path!r} also compute logits. Keras adapts both, and PEFT only the "
+                "lookup, so an adapter of one has no form in the other. Leave the layer out of the adapter, or merge "
+                "it: keras_dist.export_safetensors writes merged weights, and so does merge_and_unload() of PEFT."
+            )
+
+
 def _has_values_of(source: Source, part: Part) -> bool:
     if source.tensors is None:
         return False
@@ -269,9 +309,9 @@ def _targets(modules: Mapping[str, Any], types: Mapping[str, TensorType]) -> lis
 
 def _factors(part: Part, elements: Elements, tensor: TensorType) -> _Factors:
     """Returns the adapter of a kernel for the matrix that its elements are in."""
-    layer, names = part.layer, [f"lora_{part.variable.name}_{each}" for each in "ab"]
-    a, b = (_gathered(getattr(layer, name)) for name in names)
-    scale, rank, inputs = layer.lora_alpha / layer.lora_rank, len(b), _input_dims(layer, a.ndim)
+    layer, (*variables, scale) = part.layer, part.factors()
+    a, b = map(_gathered, variables)
+    rank, inputs = len(b), _input_dims(layer, a.ndim)
     shape: tuple[int, ...] = tuple(part.variable.shape)
     is_matrix = len(tensor.shape) == 2 and elements.shape == shape
     width = tensor.shape[1] if is_matrix else 1

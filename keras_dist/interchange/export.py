@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_dist._keras import internals
 from keras_dist._report.units import counted
 from keras_dist.interchange.hub_source import CODES, Source
 from keras_dist.interchange.model_parts import (
@@ -30,9 +29,10 @@ from keras_dist.interchange.output_files import (
 from keras_dist.multihost import messaging
 from keras_dist.variables.gather import gather
 from keras_dist.variables.global_reads import require_same_call
-from keras_dist.variables.host_to_device import reshard
 from keras_dist.variables.lazy_tensor import slices_of
 from keras_dist.variables.safetensors_files import SafetensorsFile, views_of
+
+_FLOATS = [dtype for dtype in CODES if jnp.issubdtype(jnp.dtype(dtype), jnp.floating)]
 
 
 def export_safetensors(
@@ -80,11 +80,13 @@ def export_safetensors(
     ['config.json', 'model.safetensors']
     """
     require_model_of_kerashub("export_safetensors", model)
-    if dtype is not None and (dtype not in CODES or not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
+    if dtype is not None and (
+        not isinstance(dtype, str) or dtype not in CODES or not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    ):
         raise ValueError(f"dtype={dtype!r} is no floating-point dtype. Pass 'bfloat16', 'float16' or 'float32'.")
-    if max_shard_bytes < 1:
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(
-            f"max_shard_bytes={max_shard_bytes!r} is not positive. Pass a number of bytes, such as 2 * 10**9."
+            f"max_shard_bytes={max_shard_bytes!r} is no positive integer. Pass a number of bytes, such as 2 * 10**9."
         )
     with new_folder(directory) as folder, source_of(model, like) as source:
         conversion = Conversion(model, source)
@@ -120,7 +122,7 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
         }
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     parts = conversion.parts(types)
-    _require_places(model, parts)
+    conversion.require_all_weights(model)
     covered = dict.fromkeys(types, 0)
     for part in parts:
         for each in part.elements:
@@ -133,8 +135,9 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
         )
     missing = [name for name, each in types.items() if covered[name] < math.prod(each.shape)]
     if source.tensors is None:
-        types = {name: each for name, each in types.items() if name not in missing or name != "lm_head.weight"}  # tied
-        missing = [name for name in missing if name in types]
+        if getattr(getattr(source.twin, "token_embedding", None), "tie_weights", False):
+            types = {name: each for name, each in types.items() if name not in missing or name != "lm_head.weight"}
+            missing = [name for name in missing if name in types]
         if missing:
             raise ValueError(
                 f"{source.name} writes {missing[0]!r}, which KerasHub's converter does not read for this model. Pass "
@@ -143,16 +146,6 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
     files = planned_files(types, max_bytes, messaging.process_count())
     computed = [part for part in parts if part.twin.trainable and not part.elements]
     return _Export(files, [part for part in parts if part.elements], computed, missing, config)
-
-
-def _require_places(model: Any, parts: list[Part]) -> None:
-    known = {id(part.variable) for part in parts}
-    odd = [each for each in model.trainable_variables if id(each) not in known and "lora_" not in each.name]
-    if odd:
-        raise ValueError(
-            f"KerasHub reads the backbone of {model.name!r} from Hugging Face, but not {odd[0].path!r} "
-            f"({counted(len(odd), 'weight')}), so the format has no place for it. Export the backbone: model.backbone."
-        )
 
 
 def _require_computed_values(folder: str, export: _Export, conversion: Conversion) -> None:
@@ -166,7 +159,7 @@ def _require_computed_values(folder: str, export: _Export, conversion: Conversio
 
     def compare(twin: Any, value: Any) -> None:
         part = unread.get(id(twin))
-        own = None if part is None else gather(_value(part))
+        own = None if part is None else gather(part.value())
         if own is not None and np.array_equal(np.asarray(value).astype(own.dtype), own):
             del unread[id(twin)]
 
@@ -202,18 +195,10 @@ def _write_values(parts: list[Part], writers: Mapping[str, FileWriter]) -> None:
     """Gathers one variable after the other, and writes what files of this process have of it."""
     for part in parts:
         own = [each for each in part.elements if each.tensor in writers]
-        values = gather(_value(part), keep=bool(own))
+        values = gather(part.value(), keep=bool(own))
         for each in own:
             assert values is not None
             writers[each.tensor].write(each.tensor, values[slices_of(each.bounds)], each)
         del values  # before the next one takes memory
     for writer in set(writers.values()):
         writer.close()
-
-
-def _value(part: Part) -> Any:
-    """The value of a variable, to which adapters are added."""
-    value: Any = internals.variable_value(part.variable)
-    if not part.is_adapted:
-        return value
-    return reshard(keras.ops.convert_to_tensor(getattr(part.layer, part.variable.name)), value.sharding)

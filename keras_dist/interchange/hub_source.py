@@ -6,6 +6,7 @@ What KerasHub reads from a config is not enough to write one, so a model of anot
 import contextlib
 import copy
 import importlib.metadata
+import inspect
 import json
 import os
 import pkgutil
@@ -147,7 +148,10 @@ def exporter_source(model: Any, backbone: Any) -> Iterator[Source]:
         )
     preprocessor: Any = getattr(model, "preprocessor", None)
     tokenizer: Any = getattr(preprocessor, "tokenizer", None)
-    with built(lambda: type(backbone).from_config(backbone.get_config())) as twin:
+    own_config = backbone.get_config()
+    if "tie_word_embeddings" in inspect.signature(type(backbone)).parameters:  # Llama's config does not say it
+        own_config["tie_word_embeddings"] = backbone.token_embedding.tie_weights
+    with built(lambda: type(backbone).from_config(own_config)) as twin:
         config: Any = hf_exporter.MODEL_CONFIGS[family](twin)
         config = config if isinstance(config, dict) else config.to_dict()
         for name, role in (("bos", "start"), ("eos", "end")):

@@ -5,12 +5,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from keras_dist._keras import internals
 from keras_dist._keras.deferred_variables import deferred_initializer
 from keras_dist._keras.model_structure import all_layers, direct_variables
+from keras_dist._report.units import counted
 from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables, read_values
 from keras_dist.interchange.hub_source import Source, exporter_source, folder_source, preset_loader
+from keras_dist.variables.host_to_device import reshard
 
 
 class Part(NamedTuple):
@@ -32,6 +36,20 @@ class Part(NamedTuple):
     def is_adapted(self) -> bool:
         """Whether an adapter of LoRA adds to it."""
         return getattr(self.layer, "lora_enabled", False) and self.variable.name in ("kernel", "embeddings")
+
+    def factors(self) -> tuple[Any, Any, float]:
+        """Returns the variables A and B of its adapter, and what their product is multiplied by."""
+        a, b = (getattr(self.layer, f"lora_{self.variable.name}_{each}") for each in "ab")
+        return a, b, self.layer.lora_alpha / self.layer.lora_rank
+
+    def value(self) -> Any:
+        """Returns its value, with what its adapter adds to it: in float32, whatever dtype the layer computes in."""
+        value: Any = internals.variable_value(self.variable)
+        if not self.is_adapted:
+            return value
+        a, b, scale = self.factors()
+        a, b = (jnp.asarray(internals.variable_value(each), "float32") for each in (a, b))
+        return reshard((value + scale * jnp.matmul(a, b)).astype(value.dtype), value.sharding)
 
 
 def source_of(model: Any, like: str | os.PathLike | None) -> contextlib.AbstractContextManager[Source]:
@@ -80,7 +98,8 @@ class Conversion:
         self.name = self._converter.__name__.rpartition(".")[2]
         has_head = hasattr(self._converter, "convert_head") and model is not self._backbone
         self._task = _task_with(source.twin, model) if has_head else None
-        self._pairs = [*_pairs(self._backbone, source.twin), *(_pairs(model, self._task) if has_head else ())]
+        self._pairs = [*_pairs(self._backbone, source.twin, source.name)]
+        self._pairs += _pairs(model, self._task, source.name) if has_head else ()
 
     def parts(self, types: Mapping[str, TensorType]) -> list[Part]:
         """Runs the converter on tensors without values; raises ValueError if they do not fit the model."""
@@ -99,6 +118,17 @@ class Conversion:
             ) from error
         return [Part(layer, variable, elements.get(id(twin), []), twin) for layer, variable, twin in self._pairs]
 
+    def require_all_weights(self, model: Any) -> None:
+        """Raises ValueError if a model has weights that KerasHub does not read, such as heads of most tasks."""
+        known = {id(each) for layer, *_ in self._pairs for each in direct_variables(layer)}
+        odd = [each for each in model.weights if id(each) not in known]
+        if odd:
+            raise ValueError(
+                f"KerasHub reads the backbone of {model.name!r} from Hugging Face, but not {odd[0].path!r} "
+                f"({counted(len(odd), 'weight')}), so the format has no place for it. Export the backbone: "
+                "model.backbone."
+            )
+
     def read(self, tensors: Mapping[str, np.ndarray], use: Callable[[Any, Any], None]) -> None:
         """Calls a function with the twin of each variable and the value that it has in tensors."""
         read_values(self._convert, (twin for *_, twin in self._pairs), tensors, use)
@@ -110,16 +140,22 @@ class Conversion:
             self._converter.convert_head(self._task, loader, self._config)
 
 
-def _pairs(model: Any, twin: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _pairs(model: Any, twin: Any, source: str) -> Iterator[tuple[Any, Any, Any]]:
     """Yields the layers of a model, each variable, and that of the same model without values; not those of LoRA.
 
     Both are compared layer by layer: names of layers may be numbered on, and LoRA changes the order of variables.
+    Raises ValueError if layers have other variables: configs of KerasHub do not say all that their constructors take.
     """
     for layer, other in zip(_layers(model), _layers(twin), strict=True):
-        named = {variable.name: variable for variable in direct_variables(other)}
-        for variable in direct_variables(layer):
-            if variable.name in named:
-                yield layer, variable, named[variable.name]
+        own = {each.name: each for each in direct_variables(layer) if "lora_" not in each.name}
+        twins = {each.name: each for each in direct_variables(other)}
+        if own.keys() != twins.keys():
+            raise ValueError(
+                f"Layer {layer.path!r} has the variables {', '.join(own)}, but KerasHub builds one with "
+                f"{', '.join(twins)} for {source!r}. Pass like=folder with the config.json and the safetensors of a "
+                "model that is like it, also in tie_word_embeddings."
+            )
+        yield from ((layer, own[name], twins[name]) for name in twins)
 
 
 def _layers(model: Any) -> list[Any]:

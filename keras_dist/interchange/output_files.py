@@ -62,9 +62,10 @@ def index_of(files: Iterable[OutputFile]) -> dict:
 
 
 class NewFolder:
-    """A folder that several processes fill under a hidden name next to its target, which it takes when it is complete.
+    """A folder that several processes fill under a hidden name, next to its target, which it becomes when complete.
 
-    All processes must call the same methods. If one raises an exception, all do.
+    A target that exists stays, since it may be a mounted file system: the hidden folder is in it, and its content is
+    moved up, with config.json last. All processes must call the same methods. If one raises an exception, all do.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -74,11 +75,13 @@ class NewFolder:
                 f"{given!r} is not on a file system of this machine, and files are mapped to be written. Pass a local "
                 "directory, which all processes share, and copy it."
             )
-        if (os.path.isdir(given) and os.listdir(given)) or os.path.isfile(given):
-            raise FileExistsError(f"{given!r} is not empty. Delete it, or pass another directory.")
         self.target = os.path.realpath(given)
         parent, name = os.path.split(self.target)
-        self.path = os.path.join(parent, f".{name}.part")
+        part = f".{name}.part"
+        self.is_in_target = os.path.isdir(self.target)
+        if os.path.isfile(self.target) or (self.is_in_target and set(os.listdir(self.target)) - {part}):
+            raise FileExistsError(f"{given!r} is not empty. Delete it, or pass another directory.")
+        self.path = os.path.join(self.target if self.is_in_target else parent, part)
 
     def run(self, work: Callable[[], None], everywhere: bool = True) -> None:
         """Runs a function on all processes, or on process 0."""
@@ -93,11 +96,16 @@ class NewFolder:
         self.run(create, everywhere=False)
 
     def complete(self, write_others: Callable[[], None]) -> None:
-        """Lets process 0 write what is left, and then moves the folder, to where there may be an empty one."""
+        """Lets process 0 write what is left, and then moves the folder, or its content to one that there was."""
 
         def move() -> None:
             write_others()
-            os.rename(self.path, self.target)
+            if not self.is_in_target:
+                os.rename(self.path, self.target)
+                return
+            for name in sorted(os.listdir(self.path), key=lambda name: (name == "config.json", name)):
+                os.rename(os.path.join(self.path, name), os.path.join(self.target, name))
+            os.rmdir(self.path)
 
         self.run(move, everywhere=False)
 
@@ -151,7 +159,12 @@ class FileWriter:
         if elements is not None:
             shape, strides, start = elements.shape, elements.strides, start + elements.offset
         output: np.ndarray = np.ndarray(shape, self._types[name].dtype, self._bytes, start, strides)
-        output[...] = values
+        with np.errstate(over="ignore"):  # reported below
+            output[...] = values
+        if output.dtype == np.float16 and values.dtype != np.float16 and np.any(np.isinf(output) > np.isinf(values)):
+            raise ValueError(
+                f"{name!r} has values that are too large for float16, whose largest is 65,504. Pass dtype='bfloat16'."
+            )
 
     def close(self) -> None:
         """Waits until everything is on the disk."""

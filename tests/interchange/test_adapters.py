@@ -135,9 +135,18 @@ def test_adapters_that_have_no_form(tmp_path):
         kd.export_adapter(model, tmp_path / "out", like)
     with pytest.raises(ValueError, match="bias' is trainable, but an adapter has no place"):
         kd.export_adapter(model, tmp_path / "out")
+    tied = keras_hub.models.Backbone.from_preset(str(write_family(tmp_path / "tied", "gemma")))
+    tied.enable_lora(2, ["token_embedding"])
+    with pytest.raises(ValueError, match=r"embeddings of 'token_embedding.*' also compute logits.*export_safetensors"):
+        kd.export_adapter(tied, tmp_path / "out", tmp_path / "tied")
+    bert = write_family(tmp_path / "bert", "bert")
+    classifier = keras_hub.models.TextClassifier.from_preset(str(bert), num_classes=2, preprocessor=None)
+    classifier.backbone.enable_lora(2)
+    with pytest.raises(ValueError, match=r"not 'logits/kernel' \(2 weights\).*Export the backbone"):
+        kd.export_adapter(classifier, tmp_path / "out", bert)
     with pytest.raises(TypeError, match="export_adapter takes a task or a backbone of KerasHub"):
         kd.export_adapter(keras.Sequential(), tmp_path / "out", like)
-    assert sorted(os.listdir(tmp_path)) == ["like", "same"]
+    assert sorted(os.listdir(tmp_path)) == ["bert", "like", "same", "tied"]
 
 
 def test_adapters_that_cannot_be_merged(tmp_path):
@@ -153,6 +162,17 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     for other, config, text in (
         (good, {"peft_type": "LOHA"}, r"an adapter with peft_type='LOHA', and only plain LoRA"),
         (good, {"use_dora": True}, "an adapter with use_dora"),
+        (good, {"alora_invocation_tokens": [1]}, "an adapter with alora_invocation_tokens"),
+        (good, {"init_lora_weights": "pissa_niter_4"}, r"with init_lora_weights='pissa_niter_4'.*Merge it in PEFT"),
+        (good, {"lora_alpha": None}, "lora_alpha is None, which is no number"),
+        ({}, {}, "has no tensors"),
+        (
+            good | factors("model.layers.1.self_attn.o_proj", b=np.ones((32, 3), "float32")),
+            {},
+            r"layers\.1\.self_attn\.o_proj' have the shapes \(2, 32\) and \(32, 3\), and not \(rank, inputs\)",
+        ),
+        (factors("model.layers.0.self_attn.o_proj", a[:0], b[:, :0]), {}, r"have the shapes \(0, 32\) and \(32, 0\)"),
+        (dict([*good.items()][:1]), {}, r"have the shapes \(2, 32\) and None"),
         (good | {"base_model.model.lm_head.weight": a}, {}, r"has 'base_model\.model\.lm_head\.weight', which is no"),
         (
             good | factors("model.layers.7.mlp.up_proj"),
@@ -167,8 +187,21 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     ):
         with pytest.raises(ValueError, match=text):
             kd.merge_adapter(model, write_adapter(tmp_path / "adapter", other, **config), like)
+    for config in ("{", "[]"):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+        with pytest.raises(ValueError, match=r"adapter_config\.json is no config of PEFT"):
+            kd.merge_adapter(model, tmp_path / "adapter", like)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"is no adapter of PEFT: it has no adapter_model\.safetensors"):
         kd.merge_adapter(model, tmp_path / "adapter", like)
     for variable, value in zip(model.weights, before, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+def test_an_adapter_of_tied_embeddings_cannot_be_merged(tmp_path):
+    like = write_family(tmp_path / "like", "gemma")
+    module = "base_model.model.model.embed_tokens.lora_embedding_"
+    factors = {f"{module}A": np.ones((2, 64), "float32"), f"{module}B": np.ones((32, 2), "float32")}
+    model = keras_hub.models.Backbone.from_preset(str(like))
+    with pytest.raises(ValueError, match=r"embeddings of 'token_embedding.*' also compute logits.*merge_and_unload"):
+        kd.merge_adapter(model, write_adapter(tmp_path / "adapter", factors), like)

@@ -145,6 +145,14 @@ def test_adapters_of_lora_are_merged(family, tmp_path):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+def test_weights_that_an_adapter_does_not_change_keep_their_bits(tmp_path):
+    like = write_family(tmp_path / "like", "llama")
+    model = imported(like, dtype="mixed_bfloat16")
+    model.enable_lora(2)  # whose factors B are zeros
+    kd.export_safetensors(model, tmp_path / "out", like)
+    assert_same_tensors(tensors_in(tmp_path / "out"), tensors_in(like))
+
+
 def test_heads_that_kerashub_reads_are_written(tmp_path):
     like = write_family(tmp_path / "like", "vit")
     model = imported(like, keras_hub.models.ImageClassifier, preprocessor=None)
@@ -204,6 +212,19 @@ def test_tokenizer_and_tokens_are_written(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 4
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_config_and_tensors_say_whether_embeddings_are_tied(is_tied, tmp_path):
+    """KerasHub's config of Llama does not."""
+    model = keras_hub.models.Llama3Backbone(**LLAMA, tie_word_embeddings=is_tied)
+    kd.export_safetensors(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is is_tied
+    assert ("lm_head.weight" in tensors_in(tmp_path / "out")) is not is_tied
+    assert_same_weights(imported(tmp_path / "out"), model)
+    other = keras_hub.models.Llama3Backbone(**LLAMA, tie_word_embeddings=not is_tied)
+    with pytest.raises(ValueError, match=r"token_embedding' has the variables .*like it, also in tie_word_embeddings"):
+        kd.export_safetensors(other, tmp_path / "other", tmp_path / "out")
+
+
 def test_a_family_without_exporter_needs_a_folder(tmp_path):
     model = imported(write_family(tmp_path / "like", "bert"))
     with pytest.raises(ValueError, match=r"GPT2Backbone, .* but not for BertBackbone\. Pass like=folder"):
@@ -238,9 +259,20 @@ def test_folders_that_cannot_be_written(llama, tmp_path):
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         kd.export_safetensors(model, tmp_path / "full" / "model.safetensors" / "out", like)
     assert (tmp_path / "full" / "model.safetensors").read_text() == "of another model"
-    (tmp_path / "empty").mkdir()
-    kd.export_safetensors(model, tmp_path / "empty", like)
-    assert_same_tensors(tensors_in(tmp_path / "empty"), tensors_in(like))
+
+
+def test_an_empty_folder_is_filled(llama, tmp_path, monkeypatch):
+    """It may be a mounted file system, or the working directory."""
+    like, model = llama
+    (tmp_path / "out").mkdir(mode=0o750)
+    before = os.stat(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    kd.export_safetensors(model, ".", like)
+    after = os.stat(tmp_path / "out")
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(".")) == ["config.json", "model.safetensors"]
+    assert_same_tensors(tensors_in(tmp_path / "out"), tensors_in(like))
 
 
 def test_a_full_disk_leaves_nothing(llama, tmp_path, monkeypatch):
@@ -255,6 +287,13 @@ def test_a_full_disk_leaves_nothing(llama, tmp_path, monkeypatch):
     ):
         kd.export_safetensors(model, tmp_path / "out", like)
     assert os.listdir(tmp_path) == []
+
+
+def test_values_that_a_dtype_cannot_hold(tmp_path):
+    like = write_family(tmp_path / "like", "llama", scale=1e5)
+    with pytest.raises(ValueError, match=r"'.*weight' has values that are too large for float16.*dtype='bfloat16'"):
+        kd.export_safetensors(imported(like), tmp_path / "out", like, dtype="float16")
+    assert os.listdir(tmp_path) == ["like"]
 
 
 def test_an_error_while_values_are_written_leaves_nothing(llama, tmp_path, monkeypatch):
@@ -324,14 +363,20 @@ def test_models_that_cannot_be_written(llama, tmp_path):
         kd.export_safetensors(keras.Sequential([keras.layers.Dense(1)]), tmp_path / "out", like)
     bert = write_family(tmp_path / "bert", "bert")
     classifier = imported(bert, keras_hub.models.TextClassifier, num_classes=2, preprocessor=None)
-    with pytest.raises(
-        ValueError, match=r"but not 'logits/kernel' \(2 weights\).*Export the backbone: model\.backbone"
+    for count, change in (
+        (2, lambda: None),
+        (2, lambda: setattr(classifier, "trainable", False)),
+        (4, lambda: classifier.get_layer("logits").enable_lora(2)),
     ):
-        kd.export_safetensors(classifier, tmp_path / "out", bert)
-    with pytest.raises(ValueError, match="dtype='int8' is no floating"):
-        kd.export_safetensors(model, tmp_path / "out", like, dtype="int8")
-    with pytest.raises(ValueError, match="max_shard_bytes=0 is not positive"):
-        kd.export_safetensors(model, tmp_path / "out", like, max_shard_bytes=0)
+        change()
+        with pytest.raises(ValueError, match=rf"not 'logits/kernel' \({count} weights\).*: model\.backbone"):
+            kd.export_safetensors(classifier, tmp_path / "out", bert)
+    for wrong in ("int8", ["bfloat16"]):
+        with pytest.raises(ValueError, match=re.escape(f"dtype={wrong!r} is no floating")):
+            kd.export_safetensors(model, tmp_path / "out", like, dtype=wrong)
+    for wrong in (0, "5GB", None):
+        with pytest.raises(ValueError, match=f"max_shard_bytes={wrong!r} is no positive integer"):
+            kd.export_safetensors(model, tmp_path / "out", like, max_shard_bytes=wrong)
     quantized = imported(like)
     quantized.quantize("int8")
     with pytest.raises(ValueError, match=r"is quantized \(int8\).*before you quantize it"):
