@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -112,6 +113,10 @@ class _Export(NamedTuple):
     config: dict
 
 
+# The epsilon of norms in configs of Hugging Face.
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+
+
 def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | None, max_bytes: int) -> _Export:
     """Finds the place of each variable, and checks that every tensor has values."""
     types, config = source.types, dict(source.config)
@@ -121,6 +126,7 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
             for name, each in types.items()
         }
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    config |= _epsilon_of(model, source)
     parts = conversion.parts(types)
     conversion.require_all_weights(model)
     covered = dict.fromkeys(types, 0)
@@ -146,6 +152,21 @@ def _planned(model: Any, source: Source, conversion: Conversion, dtype: str | No
     files = planned_files(types, max_bytes, messaging.process_count())
     computed = [part for part in parts if part.twin.trainable and not part.elements]
     return _Export(files, [part for part in parts if part.elements], computed, missing, config)
+
+
+def _epsilon_of(model: Any, source: Source) -> dict:
+    """Returns what a config must say of the norms of a model otherwise than its source."""
+    own = getattr(model, "backbone", model).get_config().get("layer_norm_epsilon")
+    given = {name: source.config[name] for name in _EPSILONS if own is not None and name in source.config}
+    changed = {name: own for name, value in given.items() if value != own}
+    for name in changed:
+        warnings.warn(
+            f"The norms of {model.name!r} have an epsilon of {own}, but {source.name!r} says {name}={given[name]}, "
+            f"which KerasHub's converter did not read. The export says {own}, as the model computes. To train with the "
+            f"other one, pass from_preset(folder, layer_norm_epsilon={given[name]}) of the backbone.",
+            stacklevel=4,
+        )
+    return changed
 
 
 def _require_computed_values(folder: str, export: _Export, conversion: Conversion) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import warnings
 
 import jax
 import keras
@@ -11,7 +12,7 @@ import keras_hub
 import ml_dtypes  # noqa: F401  (names the types that NumPy lacks)
 import numpy as np
 import pytest
-from support.hub_checkpoints import SAVED_BY_TRANSFORMERS, write_family
+from support.hub_checkpoints import SAVED_BY_TRANSFORMERS, write_checkpoint, write_family
 from support.slow_cases import slow_unless
 
 import keras_dist as kd
@@ -223,6 +224,20 @@ def test_config_and_tensors_say_whether_embeddings_are_tied(is_tied, tmp_path):
     other = keras_hub.models.Llama3Backbone(**LLAMA, tie_word_embeddings=not is_tied)
     with pytest.raises(ValueError, match=r"token_embedding' has the variables .*like it, also in tie_word_embeddings"):
         kd.export_safetensors(other, tmp_path / "other", tmp_path / "out")
+
+
+def test_config_has_the_epsilon_that_the_model_computes_with(tmp_path):
+    """KerasHub's converter of Llama does not read it."""
+    write_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    with pytest.warns(UserWarning, match=r"have an epsilon of 1e-06, but .* says rms_norm_eps=1e-05, which KerasHub"):
+        kd.export_safetensors(imported(tmp_path), tmp_path / "out", tmp_path)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kd.export_safetensors(imported(tmp_path, layer_norm_epsilon=1e-5), tmp_path / "same", tmp_path)
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["rms_norm_eps"] == 1e-5
 
 
 def test_a_family_without_exporter_needs_a_folder(tmp_path):

@@ -44,7 +44,7 @@ def test_a_step_computes_chosen_experts_and_sends_what_fsdp_sends(target, form, 
 @pytest.mark.parametrize(
     ("target", "form", "temporaries"),
     [
-        pytest.param("v5e:2x4", "megablox", 185, marks=needs_libtpu),
+        pytest.param("v5e:2x4", "megablox", 185, marks=[needs_libtpu, pytest.mark.slow]),
         pytest.param("h100:8", "mosaic", 165, marks=needs_cuda),
     ],
 )
@@ -61,7 +61,7 @@ def test_an_exchange_sends_fewer_bytes_than_the_weights_have(target, form, tempo
     ("target", "reserved"),
     [
         # XLA takes memory for speed as long as there is some, so little is left of the 16,128 MiB.
-        pytest.param("v5e:2x4", 16_000, marks=needs_libtpu),
+        pytest.param("v5e:2x4", 16_000, marks=[needs_libtpu, pytest.mark.slow]),
         pytest.param("h100:8", 0, marks=needs_cuda),
     ],
 )

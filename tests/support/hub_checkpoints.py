@@ -54,9 +54,9 @@ def write_checkpoint(
     """Writes config.json, and weights in one file, or in several with an index."""
     config = {
         **{"model_type": family, "architectures": [ARCHITECTURES[family]], "vocab_size": vocabulary},
-        **{"tie_word_embeddings": False, "rope_theta": 10000.0},
+        **{"tie_word_embeddings": family == "gpt2", "rope_theta": 10000.0},
         **{"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS},
-        **{"hidden_size": hidden, "intermediate_size": intermediate, "rms_norm_eps": 1e-5, "sliding_window": None},
+        **{"hidden_size": hidden, "intermediate_size": intermediate, "rms_norm_eps": 1e-6, "sliding_window": None},
         **{"num_local_experts": experts, "num_experts_per_tok": 2, "output_router_logits": False},
         **{"n_layer": layers, "n_head": HEADS, "n_embd": hidden, "n_positions": 32, "resid_pdrop": 0.0},
     }
