@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import keras
 import keras_hub
@@ -135,12 +136,12 @@ def test_adapters_that_have_no_form(tmp_path):
         kd.export_adapter(model, tmp_path / "out", like)
     with pytest.raises(ValueError, match="bias' is trainable, but an adapter has no place"):
         kd.export_adapter(model, tmp_path / "out")
-    tied = keras_hub.models.Backbone.from_preset(str(write_family(tmp_path / "tied", "gemma")))
+    tied: Any = keras_hub.models.Backbone.from_preset(str(write_family(tmp_path / "tied", "gemma")))
     tied.enable_lora(2, ["token_embedding"])
     with pytest.raises(ValueError, match=r"embeddings of 'token_embedding.*' also compute logits.*export_safetensors"):
         kd.export_adapter(tied, tmp_path / "out", tmp_path / "tied")
     bert = write_family(tmp_path / "bert", "bert")
-    classifier = keras_hub.models.TextClassifier.from_preset(str(bert), num_classes=2, preprocessor=None)
+    classifier: Any = keras_hub.models.TextClassifier.from_preset(str(bert), num_classes=2, preprocessor=None)
     classifier.backbone.enable_lora(2)
     with pytest.raises(ValueError, match=r"not 'logits/kernel' \(2 weights\).*Export the backbone"):
         kd.export_adapter(classifier, tmp_path / "out", bert)
@@ -155,7 +156,7 @@ def test_adapters_that_cannot_be_merged(tmp_path):
     before = [variable.numpy() for variable in model.weights]
     a, b = np.ones((2, 32), "float32"), np.ones((32, 2), "float32")
 
-    def factors(name, a=a, b=b):
+    def factors(name, a: Any = a, b: Any = b):
         return {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
 
     good = factors("model.layers.0.self_attn.o_proj")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import warnings
+from typing import Any
 
 import jax
 import keras
@@ -386,6 +387,7 @@ def test_models_that_cannot_be_written(llama, tmp_path):
         change()
         with pytest.raises(ValueError, match=rf"not 'logits/kernel' \({count} weights\).*: model\.backbone"):
             kd.export_safetensors(classifier, tmp_path / "out", bert)
+    wrong: Any
     for wrong in ("int8", ["bfloat16"]):
         with pytest.raises(ValueError, match=re.escape(f"dtype={wrong!r} is no floating")):
             kd.export_safetensors(model, tmp_path / "out", like, dtype=wrong)
