@@ -140,8 +140,12 @@ if safetensors is not None:
 
     @INSTALLED.patch(safetensors, "safe_open", reason=_ENTIRE_TENSORS)
     def _safe_open(original, distribution, *args, **kwargs):
-        opened = original(*args, **kwargs)
         named = dict(zip(("filename", "framework"), args, strict=False)) | kwargs
+        try:
+            opened = original(*args, **kwargs)
+        except safetensors.SafetensorError:  # pyright: ignore[reportOptionalMemberAccess]
+            safetensors_files.read_header(named["filename"])  # raises an error that names a damaged file
+            raise
         is_of_numpy = named["framework"] in ("np", "numpy")
         return safetensors_files.SafetensorsFile(named["filename"], opened) if is_of_numpy else opened
 

@@ -73,12 +73,30 @@ def views_of(files: Iterable[SafetensorsFile]) -> dict[str, np.ndarray]:
 
 
 def read_header(path: str | os.PathLike) -> tuple[dict[str, dict], int]:
-    """Returns what a file says of each of its tensors, and where the first one starts."""
+    """Returns what a file says of each of its tensors, and where the first one starts.
+
+    Raises ValueError if the file is not one of safetensors, or not all of one.
+    """
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
+        start = 8 + struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+        if size < 8 or size < start:
+            raise _damaged(path, f"it has {size} bytes, but its header ends at byte {start}")
+        try:
+            header = json.loads(file.read(start - 8))
+            header.pop("__metadata__", None)
+            end = start + max((each["data_offsets"][1] for each in header.values()), default=0)
+        except (ValueError, TypeError, AttributeError, LookupError):
+            raise _damaged(path, f"its header, the {start - 8} bytes from byte 8 on, is not one of tensors") from None
+    if size < end:
+        raise _damaged(path, f"it has {size} bytes, but its last tensor ends at byte {end}")
+    return header, start
+
+
+def _damaged(path: str | os.PathLike, fault: str) -> ValueError:
+    return ValueError(
+        f"{os.fspath(path)!r} is no complete file of safetensors: {fault}. Copy or download the file again."
+    )
 
 
 class FileView(np.ndarray):

@@ -1,6 +1,7 @@
 """Checkpoints of Hugging Face that KerasHub converts are views of files, of which each device receives its shard."""
 
 import contextlib
+import struct
 import threading
 import tracemalloc
 
@@ -230,17 +231,42 @@ def test_only_numpy_in_threads_with_a_distribution_is_read_as_views(tensors):
     assert safetensors.safe_open is stock
 
 
-def test_unreadable_files_raise_the_errors_of_safetensors(tensors, tmp_path):
+def file_with(header: str) -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode()
+
+
+def test_files_that_are_not_complete_are_named(tensors, tmp_path):
     path, *_ = tensors
     data, bad = path.read_bytes(), tmp_path / "bad.safetensors"
-    for content in (b"", b"abc", data[:100], data[:-1], b"{" + data):
+    (length,) = struct.unpack("<Q", data[:8])
+    contents = {
+        b"": "has 0 bytes, but its header ends at byte 8",
+        b"abc": "has 3 bytes, but its header ends at byte",
+        data[:100]: f"has 100 bytes, but its header ends at byte {8 + length}",
+        data[:-1]: f"has {len(data) - 1} bytes, but its last tensor ends at byte {len(data)}",
+        b"{" + data: f"has {len(data) + 1} bytes, but its header ends at byte",
+        file_with("{"): "its header, the 1 bytes from byte 8 on, is not one of tensors",
+        file_with("[1]"): "its header, the 3 bytes from byte 8 on, is not one of tensors",
+        file_with('{"a": 1}'): "is not one of tensors",
+        file_with('{"a": {"data_offsets": [0]}}'): "is not one of tensors",
+    }
+    for content, fault in contents.items():
         bad.write_bytes(content)
-        errors = []
-        for scope in (contextlib.nullcontext(), fully_sharded()):
-            with scope, pytest.raises(safetensors.SafetensorError) as error:
-                safetensors.safe_open(bad, framework="np")
-            errors.append(str(error.value))
-        assert errors[0] == errors[1]
+        for read in (lambda: safetensors.safe_open(bad, framework="np"), lambda: SafetensorsFile(bad)):
+            with fully_sharded(), pytest.raises(ValueError, match=rf"bad\.safetensors'.*{fault}.*download"):
+                read()
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.safe_open(bad, framework="np")
+
+
+def test_other_errors_of_safetensors_are_raised_as_they_are(tmp_path):
+    path, errors = tmp_path / "hole.safetensors", []
+    path.write_bytes(file_with('{"a": {"dtype": "I8", "shape": [3], "data_offsets": [1, 4]}}') + bytes(4))
+    for scope in (contextlib.nullcontext(), fully_sharded()):
+        with scope, pytest.raises(safetensors.SafetensorError) as error:
+            safetensors.safe_open(path, framework="np")
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
     with fully_sharded(), pytest.raises(FileNotFoundError, match="absent"):
         safetensors.safe_open(tmp_path / "absent", framework="np")
 
