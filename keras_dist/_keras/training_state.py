@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import threading
+import weakref
 from collections import UserList
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,16 @@ import jax
 from keras_dist._keras.internals import StatelessScope
 
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
+
+
+class _Started(threading.local):
+    """The models whose steps have taken values from variables in this thread."""
+
+    def __init__(self):  # called once in each thread
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_started = _Started()
 
 
 class _Leaves(UserList):
@@ -72,6 +84,7 @@ def step_function(
     """
 
     def from_variables(state) -> tuple:
+        _started.models.add(model)
         variables = state_variables(model, step)
         _require_arrays(model, step, variables, state)
         _give_own_arrays(variables, state)
@@ -196,11 +209,25 @@ def put_values_back(model) -> None:
 
     While steps run, the variables hold no values, so that memory is not used twice. Keras restores them at the end of a
     run and, for `fit` only, when it fails. A variable that was assigned a value since then keeps it.
+
+    The run may also be that of a model that has the same variables: one that this one is a part of, for example.
     """
-    state = getattr(model, "_jax_state", None)
-    if state is None or model._jax_state_synced:
-        return
-    for part, values in state.items():
+    if others := [each for each in _started.models if each is not model and _has_values(each)]:
+        own = set(map(id, model.variables))
+        for other in others:
+            if not own.isdisjoint(map(id, other.variables)):
+                _put_back(other)
+    if _has_values(model):
+        _put_back(model)
+
+
+def _has_values(model) -> bool:
+    """Whether the values of a model's variables are in a run."""
+    return getattr(model, "_jax_state", None) is not None and not model._jax_state_synced
+
+
+def _put_back(model) -> None:
+    for part, values in model._jax_state.items():
         variables = model.optimizer.variables if part == "optimizer_variables" else getattr(model, part)
         _fill(variables, values)
     model._jax_state, model._jax_state_synced = None, True

@@ -215,6 +215,59 @@ def test_callbacks_that_exchange_weights_give_the_numbers_of_one_device(without_
         assert_close(numbers(), expected)
 
 
+def model_and_part():
+    keras.utils.set_random_seed(1)
+    part = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization()])
+    model = keras.Sequential([keras.Input((8,)), part, keras.layers.Dense(8)])
+    for each in (part, model):
+        each.compile("adam", "mse")
+    return model, part
+
+
+RUNS = {
+    "fit": ("on_train_batch_end", lambda model, calls: model.fit(X, Y, shuffle=False, callbacks=calls, **ROWS)),
+    "evaluate": ("on_test_batch_end", lambda model, calls: model.evaluate(X, Y, callbacks=calls, **ROWS)),
+    "predict": ("on_predict_batch_end", lambda model, calls: model.predict(X, callbacks=calls, **ROWS)),
+}
+
+
+@pytest.mark.parametrize("is_part", [True, False], ids=["of a part of the model", "of what it is a part of"])
+@pytest.mark.parametrize("run", RUNS)
+def test_methods_of_another_model_with_its_variables_are_called_in_a_run(run, is_part):
+    """The same methods are called through `Callback.model` in plain Keras, which gives variables their values."""
+    moment, start = RUNS[run]
+
+    def numbers():
+        running, other = model_and_part() if is_part else model_and_part()[::-1]
+        found, callback = [], keras.callbacks.Callback()
+
+        def call(batch, logs=None):
+            assert is_distributed or callback.model is running
+            found.append([METHODS[name](other) for name in ("predict", "evaluate", "fit", "predict")])
+
+        setattr(callback, moment, call)
+        start(running, [callback])
+        assert len(found) == 2
+        return found, METHODS["predict"](running), save(running), save(other)
+
+    is_distributed = False
+    expected = numbers()
+    is_distributed = True
+    with fsdp().scope():
+        assert_close(numbers(), expected)
+
+
+def test_values_stay_in_the_run_of_a_model_without_these_variables(monkeypatch):
+    with kd.DataParallel().scope():
+        (model, _), (other, _) = model_and_part(), model_and_part()
+        callback = keras.callbacks.Callback()
+        put_back, real = [], training_state._put_back
+        monkeypatch.setattr(training_state, "_put_back", lambda each: (put_back.append(each), real(each)))
+        callback.on_train_batch_end = lambda batch, logs=None: other.predict(X, **ROWS)
+        model.fit(X, Y, callbacks=[callback], **ROWS)
+    assert model not in put_back
+
+
 def test_arrays_that_a_user_keeps_keep_their_values():
     with kd.DataParallel().scope():
         model = perceptron("sgd")

@@ -190,6 +190,28 @@ def test_variables_that_the_block_creates():
     assert np.isfinite(fit(model)).all()
 
 
+def test_a_block_for_a_part_of_the_model_that_trains():
+    def part_and_model():
+        part = trained_model()
+        model = keras.Sequential([keras.Input((4,)), part, keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile("adam", "mse")
+        return part, model
+
+    def generate(batch, logs=None):
+        with kd.inference_layout(part, model_parallel(kd, RULES)):
+            assert shard_shape(part.weights[0]) == (4, 2)
+            predictions.append(part.predict(X, verbose=0))
+
+    predictions, (_, plain) = [], part_and_model()
+    expected = fit(plain, epochs=2)
+    part, model = part_and_model()
+    callback = keras.callbacks.Callback()
+    callback.on_train_batch_end = generate
+    assert_same_numbers(fit(model, epochs=2, callbacks=[callback]), expected)
+    assert_same_numbers(predictions[-1], part.predict(X, verbose=0))
+    assert len(predictions) > 2
+
+
 @pytest.mark.parametrize("moment", ["on_epoch_end", "on_train_batch_end"])
 def test_a_block_in_the_middle_of_fit(moment):
     inference, blocks = model_parallel(kd, RULES), []
