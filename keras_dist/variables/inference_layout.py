@@ -51,16 +51,17 @@ def inference_layout(
         model: A built model. It cannot train in the block.
         distribution: The distribution of the block, on the devices that the model trains on.
         keep: Keep the weights in the layout for training, too, so that devices hold both.
-        max_bytes: Wait for arrays that are moved whenever those that a device may still receive exceed so many bytes.
+        max_bytes: Wait for arrays that are moved whenever those that a device may still receive exceed so many bytes. A
+            variable whose shard is larger is moved in one piece.
 
     Returns:
         A context manager of the same model.
 
     Raises:
         TypeError: The arguments are not a model and a distribution of keras_dist.
-        ValueError: The model is in such a block already, no distribution of keras_dist chose its layouts, or a rule
-            does not fit a variable. In these cases, no variable is moved. Later: the model trains, or is redistributed,
-            in the block.
+        ValueError: `max_bytes` is not a positive integer, the model is in such a block already, no distribution of
+            keras_dist chose its layouts, or a rule does not fit a variable. In these cases, no variable is moved.
+            Later: the model trains, or is redistributed, in the block.
 
     Example:
 
@@ -84,6 +85,11 @@ def inference_layout(
     if not isinstance(distribution, PackageDistribution):
         raise TypeError(
             f"inference_layout takes a distribution, but got {what_instead_of_a_distribution(distribution)}"
+        )
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
+        raise ValueError(
+            f"max_bytes={max_bytes!r} must be a positive integer: the bytes that a device receives before "
+            "inference_layout waits for them. Pass, for example, max_bytes=2**30 for 1 GiB."
         )
     if "_inference_distribution" in vars(model):
         raise ValueError(

@@ -69,6 +69,9 @@ CASES = {
     "inference_layout of a model that is not distributed": lambda: kd.inference_layout(
         small_model(), kd.DataParallel()
     ),
+    "inference_layout with a text in place of a number of bytes": lambda: kd.inference_layout(
+        small_model(), kd.DataParallel(), max_bytes="1GB"
+    ),
     "inference_layout in another one": lambda: in_inference_layout(
         lambda model: kd.inference_layout(model, kd.DataParallel())
     ),

@@ -190,6 +190,15 @@ def test_variables_that_the_block_creates():
     assert np.isfinite(fit(model)).all()
 
 
+@pytest.mark.parametrize("max_bytes", ["1GB", 0, -1, True, 1e9, None])
+def test_max_bytes_that_are_no_number_of_bytes(max_bytes):
+    model = trained_model()
+    with pytest.raises(ValueError, match=rf"max_bytes={max_bytes!r} must be a positive integer"):
+        kd.inference_layout(model, model_parallel(kd, RULES), max_bytes=max_bytes)
+    with kd.inference_layout(model, model_parallel(kd, RULES), max_bytes=1):  # less than any shard
+        assert shard_shape(model.weights[0]) == (4, 2)
+
+
 def test_a_block_for_a_part_of_the_model_that_trains():
     def part_and_model():
         part = trained_model()
