@@ -1,7 +1,8 @@
 """Models of KerasHub's presets, without their weights."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -36,10 +37,27 @@ def preset_builder(preset: str) -> Callable[[], keras.Model]:
         )
     try:
         kind = _model_class(keras_hub, preset)
-    except (ValueError, OSError) as error:  # also of the network
+    except (ValueError, TypeError, OSError) as error:  # also of the network
         raise ValueError(f"KerasHub cannot read the preset {preset!r}: {error}") from error
     options = {} if issubclass(kind, keras_hub.models.Backbone) else {"preprocessor": None}
-    return lambda: kind.from_preset(preset, load_weights=False, **options)
+
+    def build() -> keras.Model:
+        with missing_keys_explained(preset):
+            return kind.from_preset(preset, load_weights=False, **options)
+
+    return build
+
+
+@contextlib.contextmanager
+def missing_keys_explained(source: str) -> Iterator[None]:
+    """Raises a ValueError with the fix where KerasHub builds a model from a config that lacks a key."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(
+            f"KerasHub cannot build a model from the config.json of {source!r}: it has no {error.args[0]!r}. Add it, "
+            "or copy or download the file again."
+        ) from error
 
 
 def _model_class(keras_hub: Any, preset: str) -> Any:

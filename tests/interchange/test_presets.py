@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import re
 
 import keras
@@ -14,6 +15,7 @@ from support.slow_cases import slow_unless
 import keras_dist as kd
 from keras_dist.interchange.presets import preset_builder
 from keras_dist.planning.reports.state_estimate import estimate_state
+from keras_dist_cli import main
 
 # Backbones have no heads, and the parameters of some are not those of the file: reserved rows, derived tables.
 OTHERS = {"albert", "bart", "deit", "dinov2", "distilbert", "esm", "roberta", "smollm3", "vit", "xlm-roberta"}
@@ -82,6 +84,7 @@ def test_preset_is_loaded_under_the_distribution_that_auto_chose(llama):
         (None, ["no config.json"]),
         ({"model_type": "unknown_family"}, ["KerasHub cannot read", "unknown_family"]),
         ({"nothing": "known"}, ["KerasHub cannot read", "nothing"]),
+        ([1], ["KerasHub cannot read"]),
     ],
 )
 def test_folders_that_are_no_presets(config, faults, tmp_path):
@@ -90,6 +93,19 @@ def test_folders_that_are_no_presets(config, faults, tmp_path):
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as raised:
         preset_builder(str(tmp_path))
     assert [fault for fault in faults if fault not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
+def test_config_that_lacks_a_key(key, llama, capsys):
+    path = pathlib.Path(llama) / "config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    assert main(["estimate", llama]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].startswith(f"keras-dist: error: KerasHub cannot build a model from the config.json of {llama!r}")
+    assert f"it has no {key!r}" in shown[-1]
+    assert not any("Traceback" in line for line in shown)
 
 
 def test_misspelled_preset_names_the_closest_one():
