@@ -143,7 +143,7 @@ def _estimate(options: argparse.Namespace) -> tuple[str, int]:
     build = _function(options.model) if is_function else preset_builder(options.model)
 
     def build_under(dtype: str | None) -> Callable:
-        return functools.partial(_built_under, dtype, options.optimizer, build)
+        return functools.wraps(build)(lambda: _built_under(dtype, options.optimizer, build))  # errors name `build`
 
     if not targets:
         states = {dtype: estimate_state(build_under(dtype), options.step) for dtype in options.dtype or _DTYPES}
@@ -165,7 +165,8 @@ def _estimate(options: argparse.Namespace) -> tuple[str, int]:
 
 def _check_optimizer(name: str | None) -> None:
     kinds = {key.lower(): kind for key, kind in vars(keras.optimizers).items() if inspect.isclass(kind)}
-    known = [key for key, kind in kinds.items() if issubclass(kind, keras.Optimizer) and kind is not keras.Optimizer]
+    wrappers = "optimizer", "lossscaleoptimizer", "multioptimizer"  # and the base class, which need other arguments
+    known = [key for key, kind in kinds.items() if issubclass(kind, keras.Optimizer) and key not in wrappers]
     if name is not None and name.lower() not in known:
         meant = did_you_mean(name, known) or " Write the name of a class of keras.optimizers, such as adamw."
         raise ValueError(f"Unknown --optimizer {name!r}.{meant}")
@@ -177,7 +178,7 @@ def _built_under(dtype: str | None, optimizer: str | None, build: Callable) -> A
     keras.config.set_dtype_policy(dtype or default)
     try:
         model = build()
-        if optimizer is not None:
+        if optimizer is not None and isinstance(model, keras.Layer):
             model.optimizer = keras.optimizers.get(optimizer)
         return model
     finally:
@@ -188,7 +189,9 @@ def _batch_of_rows(model: Any, options: argparse.Namespace) -> Any:
     inputs, _ = model_structure.inputs_and_outputs(model)
     shapes = [list(tensor.shape) for tensor in jax.tree.leaves(inputs)]
     has_open_dims = any(None in shape[1:] for shape in shapes)
-    if has_open_dims and (options.sequence or 0) < 1:
+    if options.sequence is not None and options.sequence < 1:
+        raise ValueError(f"--sequence {options.sequence} must be positive. Write, for example, --sequence 1024.")
+    if has_open_dims and options.sequence is None:
         raise ValueError(
             f"Inputs of {model.name!r} have dims of unknown size: {shapes}. Add their size in a batch, such as the "
             "number of tokens of a row: --sequence 1024."

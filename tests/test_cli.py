@@ -380,6 +380,12 @@ def subclassed():
     model = Subclassed()
     model.build((None, 4))
     return model
+
+def forgetful():
+    build()
+
+def of_width(width):
+    return build()
 """
 
 
@@ -434,9 +440,16 @@ def test_estimate_exits_with_1_if_no_strategy_fits(language_model, monkeypatch, 
         ("build", "--target cpu:8", "Add, for example, --rows 64"),
         ("build", "--target cpu:8 --rows 8", "--sequence 1024"),
         ("build", "--target cpu:8 --rows 0 --sequence 8", "at least 1 row"),
-        ("build", "--target cpu:8 --rows 8 --sequence 0", "--sequence 1024"),
+        ("build", "--target cpu:8 --rows 8 --sequence 0", "--sequence 0 must be positive"),
+        ("uncompiled", "--target cpu:8 --rows 8 --sequence -1", "--sequence -1 must be positive"),
         ("uncompiled", "--target cpu:8 --rows 8 --sequence 8", "Leave it out"),
         ("build", "--optimizer adm", "Did you mean 'adam'"),
+        ("build", "--optimizer optimizer", "Unknown --optimizer 'optimizer'. Write the name"),
+        ("build", "--optimizer LossScaleOptimizer", "Unknown --optimizer 'LossScaleOptimizer'. Write the name"),
+        ("build", "--optimizer MultiOptimizer", "Unknown --optimizer 'MultiOptimizer'. Write the name"),
+        ("forgetful", "", "'forgetful' returned None"),
+        ("forgetful", "--optimizer adam", "'forgetful' returned None"),
+        ("of_width", "", "of_width(width) needs width"),
         ("uncompiled", "--target cpu:8 --rows 8", 'step="predict"'),
         ("subclassed", "--target cpu:8 --rows 8", "its inputs are unknown"),
         ("nothing", "", "no function 'nothing'"),

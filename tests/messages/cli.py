@@ -35,6 +35,9 @@ def subclassed():
     model.build((None, 4))
     return model
 
+def forgetful():
+    build()
+
 def no_layout(mesh):
     return {"dense/kernel": (None, "model")}
 
@@ -101,8 +104,13 @@ CASES = {
     ),
     "an estimate of a model without known inputs": lambda: shown("estimate", "model.py:subclassed", *TARGET),
     "an estimate of a train step without a loss": lambda: shown("estimate", "model.py:uncompiled", *TARGET),
+    "an estimate for sequences of no tokens": lambda: shown("estimate", "model.py:tokens", *TARGET, "--sequence", "0"),
+    "an estimate of a function that returns no model": lambda: shown("estimate", "model.py:forgetful"),
     "a misspelled optimizer": lambda: shown("estimate", "model.py:build", "--optimizer", "adm"),
     "an optimizer that is unlike any": lambda: shown("estimate", "model.py:build", "--optimizer", "best"),
+    "an optimizer that wraps another one": lambda: shown(
+        "estimate", "model.py:build", "--optimizer", "lossscaleoptimizer"
+    ),
     "a misspelled preset": lambda: shown("estimate", "bert_tiny_en_uncasd"),
     "a folder that is no preset": lambda: shown("estimate", "."),
     "a batch that is neither a number nor a function": lambda: changed(batch="many"),
