@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import pkgutil
+import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 
 from keras_dist.interchange.converter import TensorType
 from keras_dist.interchange.output_files import INDEX
+from keras_dist.interchange.presets import missing_keys_explained
 from keras_dist.variables.deferred import built
 from keras_dist.variables.safetensors_files import DTYPES, SafetensorsFile, views_of
 
@@ -42,13 +44,15 @@ class Source(NamedTuple):
 def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
     """Provides what is in a folder of Hugging Face.
 
-    Raises ValueError if files are missing, or if KerasHub builds another model from the config. Only the epsilon of its
-    norms may differ: some converters of KerasHub do not read it.
+    Raises ValueError if files are missing or damaged, or if KerasHub builds another model from the config. Only the
+    epsilon of its norms may differ: some converters of KerasHub do not read it.
     """
+    if os.path.isfile(folder):
+        raise ValueError(f"like={folder!r} is a file. Pass the folder that it is in.")
     config = _read_json(folder, "config.json")
     files = [None]
     if os.path.exists(os.path.join(folder, INDEX)):
-        files = sorted(set(_read_json(folder, INDEX)["weight_map"].values()))
+        files = _indexed_files(folder)
     elif os.path.exists(os.path.join(folder, "model.safetensors")):
         files = ["model.safetensors"]
     paths = [os.path.join(folder, name or INDEX) for name in files]
@@ -78,20 +82,42 @@ def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
             f"{loader.check_backbone_class().__name__}, but the model has a {type(backbone).__name__}. Pass the folder "
             "of a model of the same family."
         )
-    with built(lambda: loader.load_backbone(type(backbone), load_weights=False)) as twin:
+
+    def build() -> Any:
+        with missing_keys_explained(folder):
+            return loader.load_backbone(type(backbone), load_weights=False)
+
+    with built(build) as twin:
         _require_same_config(folder, backbone.get_config(), twin.get_config())
         yield Source(folder, config, types, twin, views_of(opened), write_others)
+
+
+def _indexed_files(folder: str) -> list[str]:
+    weight_map = _read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(each, str) for each in weight_map.values()):
+        raise ValueError(
+            f"like={folder!r}: {INDEX} has no 'weight_map' from names of tensors to names of files, but "
+            f"{reprlib.repr(weight_map)}. Copy or download it again."
+        )
+    return sorted(set(weight_map.values()))
 
 
 def _read_json(folder: str, name: str) -> dict:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
-            return json.load(file)
+            content = json.load(file)
     except FileNotFoundError:
         raise ValueError(
             f"like={folder!r} has no {name}. Pass a folder in the format of Hugging Face, with config.json and "
             "safetensors. That of a model on its hub is huggingface_hub.snapshot_download('organization/model')."
         ) from None
+    except ValueError as error:  # also of the encoding
+        raise ValueError(f"like={folder!r}: {name} is not JSON: {error}. Copy or download it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"like={folder!r}: {name} is no JSON object, but {reprlib.repr(content)}. Copy or download it again."
+        )
+    return content
 
 
 def _require_same_config(folder: str, ours: dict, theirs: dict) -> None:
