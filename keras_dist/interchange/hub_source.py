@@ -12,7 +12,7 @@ import os
 import pkgutil
 import reprlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from keras_dist.variables.safetensors_files import DTYPES, SafetensorsFile, view
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".index.json")
+_MODULES = "modules.json"  # of sentence-transformers: the modules that run one after the other, with their subfolders
 
 
 class Source(NamedTuple):
@@ -49,7 +50,7 @@ def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
     """
     if os.path.isfile(folder):
         raise ValueError(f"like={folder!r} is a file. Pass the folder that it is in.")
-    config = _read_json(folder, "config.json")
+    config, modules = _read_json(folder, "config.json"), _module_folders(folder)
     files = [None]
     if os.path.exists(os.path.join(folder, INDEX)):
         files = _indexed_files(folder)
@@ -70,10 +71,7 @@ def folder_source(folder: str, backbone: Any) -> Iterator[Source]:
         raise ValueError(f"like={folder!r}: {unknown!r} has the type {types[unknown].code}, which NumPy does not have.")
 
     def write_others(target: str) -> None:
-        for name in os.listdir(folder):
-            path = os.path.join(folder, name)
-            if os.path.isfile(path) and not name.endswith(_WEIGHTS) and name != "config.json":
-                shutil.copy(path, target)
+        _copy_others(folder, target, modules)
 
     loader = preset_loader(folder, config)
     if loader.check_backbone_class() is not type(backbone):
@@ -102,7 +100,32 @@ def _indexed_files(folder: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _read_json(folder: str, name: str) -> dict:
+def _module_folders(folder: str) -> set[str]:
+    """Returns the subfolders that a model of sentence-transformers consists of, besides that of KerasHub's model."""
+    modules = _read_json(folder, _MODULES, list) if os.path.exists(os.path.join(folder, _MODULES)) else []
+    return {os.path.normpath(str(each.get("path"))) for each in modules if isinstance(each, dict)}
+
+
+def _copy_others(folder: str, target: str, modules: Collection[str]) -> None:
+    """Copies what is in a folder, except its config and weights, hidden subfolders, and those with other weights.
+
+    These are the same weights in another form, for example in `onnx/` and `original/`, except those of `modules`.
+    """
+    for directory, subfolders, names in os.walk(folder):
+        inside = os.path.relpath(directory, folder)
+        if inside == os.curdir:
+            names = [name for name in names if not name.endswith(_WEIGHTS) and name != "config.json"]
+        elif inside not in modules and any(name.endswith(_WEIGHTS) for name in names):
+            subfolders.clear()
+            continue
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]  # which `os.walk` goes into
+        for path in (os.path.join(directory, name) for name in names):
+            if os.path.isfile(path):
+                os.makedirs(os.path.join(target, inside), exist_ok=True)
+                shutil.copy(path, os.path.join(target, inside))
+
+
+def _read_json(folder: str, name: str, kind: type = dict) -> Any:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             content = json.load(file)
@@ -113,9 +136,10 @@ def _read_json(folder: str, name: str) -> dict:
         ) from None
     except ValueError as error:  # also of the encoding
         raise ValueError(f"like={folder!r}: {name} is not JSON: {error}. Copy or download it again.") from None
-    if not isinstance(content, dict):
+    if not isinstance(content, kind):
         raise ValueError(
-            f"like={folder!r}: {name} is no JSON object, but {reprlib.repr(content)}. Copy or download it again."
+            f"like={folder!r}: {name} is no JSON {'object' if kind is dict else 'array'}, but {reprlib.repr(content)}. "
+            "Copy or download it again."
         )
     return content
 

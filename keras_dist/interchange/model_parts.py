@@ -116,6 +116,13 @@ class Conversion:
                 f"KerasHub's {self.name} reads no {kind} like this one from Hugging Face ({error}), so it has no form "
                 "there. Use model.save_to_preset(directory)."
             ) from error
+        except ValueError as error:
+            if self._source.tensors is not None:
+                raise
+            raise ValueError(
+                f"{self._source.name} writes tensors that KerasHub's {self.name} cannot read ({error}). Pass like=folder "
+                "with the config.json and the safetensors that the model was loaded from."
+            ) from error
         return [Part(layer, variable, elements.get(id(twin), []), twin) for layer, variable, twin in self._pairs]
 
     def require_all_weights(self, model: Any) -> None:

@@ -227,6 +227,12 @@ def test_config_and_tensors_say_whether_embeddings_are_tied(is_tied, tmp_path):
         kd.export_safetensors(other, tmp_path / "other", tmp_path / "out")
 
 
+def test_a_model_that_kerashub_writes_incompletely_needs_a_folder(tmp_path):
+    model = keras_hub.models.GemmaBackbone(**GEMMA | {"num_key_value_heads": 2})  # of which it writes the first
+    with pytest.raises(ValueError, match=r"exporter of GemmaBackbone writes tensors that .*convert_gemma cannot read"):
+        kd.export_safetensors(model, tmp_path / "out")
+
+
 def test_config_has_the_epsilon_that_the_model_computes_with(tmp_path):
     """KerasHub's converter of Llama does not read it."""
     write_checkpoint(tmp_path, "llama")

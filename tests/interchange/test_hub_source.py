@@ -1,4 +1,4 @@
-"""A folder `like` that is damaged is named with its fault."""
+"""A folder `like` that is damaged is named with its fault, and its other files are copied into an export."""
 
 import json
 import pathlib
@@ -36,6 +36,7 @@ def model(like):
         (INDEX, "{}", r"has no 'weight_map' .* but None"),
         (INDEX, '{"weight_map": ["a"]}', r"has no 'weight_map' .* but \['a'\]"),
         (INDEX, '{"weight_map": {"a": 1}}', r"has no 'weight_map' .* but \{'a': 1\}"),
+        ("modules.json", "{}", r"modules\.json is no JSON array, but \{\}"),
     ],
 )
 def test_files_that_are_damaged(name, content, fault, like, model, tmp_path):
@@ -65,3 +66,23 @@ def test_weights_that_were_not_copied_to_their_end(size, like, model, tmp_path):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=rf"model\.safetensors'.* {path.stat().st_size} bytes.*again"):
         kd.export_safetensors(model, tmp_path / "out", like)
+
+
+def test_subfolders_are_copied_without_other_weights(like, model, tmp_path):
+    copied = {"tokenizer.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    copied |= {"assets/images/logo.png", "modules.json"}
+    others = {"onnx/model.onnx", "onnx/model.onnx_data", "original/consolidated.00.pth", "original/params.json"}
+    others |= {".cache/a.json", "assets/.hidden/a.json", "checkpoint-5/model.safetensors", "checkpoint-5/config.json"}
+    for name in copied | others:
+        (like / name).parent.mkdir(parents=True, exist_ok=True)
+        (like / name).write_text(name)
+    modules = [{"idx": i, "path": path} for i, path in enumerate(["", "1_Pooling", "2_Dense"])]
+    (like / "modules.json").write_text(json.dumps(modules))
+    out = tmp_path / "out"
+    kd.export_safetensors(model, out, like)
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert found == copied | {"config.json", "model.safetensors"}
+    assert not (out / "onnx").exists()
+    for name in copied - {"modules.json"}:
+        assert (out / name).read_text() == name
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
