@@ -120,8 +120,8 @@ class Conversion:
             if self._source.tensors is not None:
                 raise
             raise ValueError(
-                f"{self._source.name} writes tensors that KerasHub's {self.name} cannot read ({error}). Pass like=folder "
-                "with the config.json and the safetensors that the model was loaded from."
+                f"{self._source.name} writes tensors that KerasHub's {self.name} cannot read ({error}). Pass "
+                "like=folder with the config.json and the safetensors that the model was loaded from."
             ) from error
         return [Part(layer, variable, elements.get(id(twin), []), twin) for layer, variable, twin in self._pairs]
 

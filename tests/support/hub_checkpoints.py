@@ -15,7 +15,8 @@ FAMILIES = [*ARCHITECTURES]
 
 # The config.json and the shapes of tensors of small models, as transformers 5.24 saves them. Changed to what KerasHub
 # reads: `esm` (names of norms), `qwen3_5` and `qwen3_5_moe` (prefix of names, model type), `bart` and `qwen3_moe` (keys
-# of the config), `vit` and `deit` (with labels), `gpt_oss` (experts of 4 bits, as those of its real checkpoints).
+# of the config), `vit` and `deit` (with labels; epsilon of `vit`), `gpt_oss` (experts of 4 bits, as those of its real
+# checkpoints).
 SAVED_BY_TRANSFORMERS = json.loads((pathlib.Path(__file__).parent / "hub_families.json").read_text())
 
 
