@@ -60,6 +60,7 @@ def after_passes(function, devices):
     return program, after_passes_on(devices, program)
 
 
+@pytest.mark.compiler
 @needs_cuda
 @pytest.mark.parametrize("function", [gelu, tanh_gelu, mish, gated])
 def test_the_backward_pass_has_copies_behind_a_barrier(function):
@@ -69,12 +70,14 @@ def test_the_backward_pass_has_copies_behind_a_barrier(function):
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.compiler
 @needs_cuda
 def test_a_program_may_return_a_number():
     program = jax.make_jaxpr(lambda *operands: (*jax.grad(gelu, (0, 1))(*operands), 1.0))(*OPERANDS)
     assert str(after_passes_on(kd.target("h100:2"), program)).count("optimization_barrier") == 1
 
 
+@pytest.mark.compiler
 @needs_cuda
 def test_gradients_in_a_loop():
     def of_halves(*operands):
@@ -88,6 +91,7 @@ def test_gradients_in_a_loop():
     np.testing.assert_array_equal(*(jaxpr_as_fun(each)(*OPERANDS)[0] for each in (program, changed)))
 
 
+@pytest.mark.compiler
 @needs_cuda
 @pytest.mark.parametrize("function", [silu, tanh, of_a_sum, soft_cap])
 def test_what_would_not_take_less_memory_stays(function):

@@ -39,6 +39,7 @@ def after_the_pass(function, target):
     return program, rewritten(StepProgram(program, placer, ("data",), [()] * 4), [gates])
 
 
+@pytest.mark.compiler
 @needs_cuda
 @pytest.mark.parametrize(
     ("function", "target", "barriers"),
