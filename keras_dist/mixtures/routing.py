@@ -6,6 +6,7 @@ scatters of rows are slow on all platforms.
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ class Routing:
 
     def of_pairs(self, values: jax.Array) -> jax.Array:
         """Returns of values for all pairs, (T, E, ...), those of the chosen ones, (R, ...)."""
-        chosen = _chosen_of_all(values, self.indices, values.shape[1])
+        chosen: Any = _chosen_of_all(values, self.indices, values.shape[1])
         return _pairs_to_rows(chosen.reshape(-1, *chosen.shape[2:]), self.order, self.rows, self.groups.mode)
 
     def summed(self, rows: jax.Array) -> jax.Array:

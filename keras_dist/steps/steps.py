@@ -41,7 +41,7 @@ _SINGLE_CALLS = {
 }
 
 # Otherwise JAX 0.12 inlines the function when it is lowered, and programs that users trace have a call.
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 _choose_remat: Callable[[Any, Any, Any], Any] | None = None  # compiles steps, as a room above this one does
 
