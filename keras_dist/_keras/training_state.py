@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-import threading
 import weakref
 from collections import UserList
 from collections.abc import Callable
@@ -11,18 +10,13 @@ from typing import Any
 import jax
 
 from keras_dist._keras.internals import StatelessScope
+from keras_dist._keras.thread_value import ThreadValue
 
 NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
 
 
-class _Started(threading.local):
-    """The models whose steps have taken values from variables in this thread."""
-
-    def __init__(self):  # called once in each thread
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-_started = _Started()
+# The models whose steps have taken values from variables.
+_started: ThreadValue[frozenset[weakref.ref]] = ThreadValue(frozenset())
 
 
 class _Leaves(UserList):
@@ -84,7 +78,7 @@ def step_function(
     """
 
     def from_variables(state) -> tuple:
-        _started.models.add(model)
+        _started.value = frozenset(each for each in _started.value if each() is not None) | {weakref.ref(model)}
         variables = state_variables(model, step)
         _require_arrays(model, step, variables, state)
         _give_own_arrays(variables, state)
@@ -212,7 +206,8 @@ def put_values_back(model) -> None:
 
     The run may also be that of a model that has the same variables: one that this one is a part of, for example.
     """
-    if others := [each for each in _started.models if each is not model and _has_values(each)]:
+    started = (reference() for reference in _started.value)
+    if others := [each for each in started if each is not None and each is not model and _has_values(each)]:
         own = set(map(id, model.variables))
         for other in others:
             if not own.isdisjoint(map(id, other.variables)):

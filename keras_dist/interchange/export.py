@@ -81,9 +81,7 @@ def export_safetensors(
     ['config.json', 'model.safetensors']
     """
     require_model_of_kerashub("export_safetensors", model)
-    if dtype is not None and (
-        not isinstance(dtype, str) or dtype not in CODES or not jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    ):
+    if dtype is not None and dtype not in _FLOATS:
         raise ValueError(f"dtype={dtype!r} is no floating-point dtype. Pass 'bfloat16', 'float16' or 'float32'.")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(

@@ -78,10 +78,10 @@ class NewFolder:
         self.target = os.path.realpath(given)
         parent, name = os.path.split(self.target)
         part = f".{name}.part"
-        self.is_in_target = os.path.isdir(self.target)
-        if os.path.isfile(self.target) or (self.is_in_target and set(os.listdir(self.target)) - {part}):
+        self._is_in_target = os.path.isdir(self.target)
+        if os.path.isfile(self.target) or (self._is_in_target and set(os.listdir(self.target)) - {part}):
             raise FileExistsError(f"{given!r} is not empty. Delete it, or pass another directory.")
-        self.path = os.path.join(self.target if self.is_in_target else parent, part)
+        self.path = os.path.join(self.target if self._is_in_target else parent, part)
 
     def run(self, work: Callable[[], None], everywhere: bool = True) -> None:
         """Runs a function on all processes, or on process 0."""
@@ -100,7 +100,7 @@ class NewFolder:
 
         def move() -> None:
             write_others()
-            if not self.is_in_target:
+            if not self._is_in_target:
                 os.rename(self.path, self.target)
                 return
             for name in sorted(os.listdir(self.path), key=lambda name: (name == "config.json", name)):

@@ -156,8 +156,8 @@ class Estimates:
         activations = max(temporaries - _held_weights(base, theirs), 0.1 * temporaries)
         activations *= _activated(candidate) / _activated(base)
         cache *= base.size(MODEL) / candidate.size(MODEL)
-        of_tokens = (activations + cache) * ours.tokens / theirs.tokens
-        return (of_tokens + _held_weights(candidate, ours)) * self._larger[_kind(candidate)]
+        token_bytes = (activations + cache) * ours.tokens / theirs.tokens
+        return (token_bytes + _held_weights(candidate, ours)) * self._larger[_kind(candidate)]
 
 
 def seconds_of(plan: Plan) -> float:
