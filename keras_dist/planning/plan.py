@@ -27,7 +27,8 @@ from keras_dist.planning.generated_rows import largest_batch, num_rows, with_row
 from keras_dist.planning.hardware.compiler_options import checked_compiler_options
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.hardware.registry import hardware
-from keras_dist.planning.reports.plan_report import Memory, Plan
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.planning.reports.step_memory import Memory
 from keras_dist.planning.targets.target import require_one_target, target
 from keras_dist.steps.options import AUTO
 from keras_dist.strategies.base import Distribution

@@ -9,7 +9,8 @@ from keras_dist.planning.compiling.compilation import Attention, Mixtures, Traff
 from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.costs.roofline import Roofline
 from keras_dist.planning.hlo.module_costs import LargeValue
-from keras_dist.planning.reports.plan_report import Memory, Plan
+from keras_dist.planning.reports.plan_report import Plan
+from keras_dist.planning.reports.step_memory import Memory
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MEMORY = Memory(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keras_dist._report.report import Report, to_plain_data
-from keras_dist._report.tables import Bar, Bars, Lines, Section, Table, render_text
+from keras_dist._report.tables import Bars, Lines, Section, Table, render_text
 from keras_dist._report.units import bytes_text, count_text, counted, flops_text, percent_text, seconds_text
-from keras_dist._report.variable_groups import PARTS, VARIABLE_COLUMNS, PlacedVariable, variable_rows
+from keras_dist._report.variable_groups import VARIABLE_COLUMNS, PlacedVariable, variable_rows
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.mesh.topology import networks_of
@@ -24,6 +24,7 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.hardware.compiler_options import options_text
 from keras_dist.planning.hlo.collectives import Collective
 from keras_dist.planning.hlo.module_costs import LargeValue
+from keras_dist.planning.reports.step_memory import Memory, cache_section, capacity_text, memory_section, memory_width
 from keras_dist.planning.reports.step_time import axes_text, bound_bars, forecast_section, plan_figure, sum_of
 from keras_dist.steps.options import StepOptions
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_ROWS = {"weights": 12, "optimizer": 6, "other": 3}  # rows of variables, by part
-_MEMORY = (*PARTS, "batch", "padding", "outputs", "temporaries", "program")
-_LABELS = {"other": "other state", "memory": "HBM"}
 # Figures of collectives, with their columns and how they are printed.
 _TRAFFIC = {
     "count": (">count", count_text),
@@ -41,47 +40,6 @@ _TRAFFIC = {
     "wire_bytes": (">sent per device", bytes_text),
 }
 _TRAFFIC_TIMES = {"seconds": (">total time", seconds_text), "exposed_seconds": (">exposed", seconds_text)}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of one device during a step, in bytes.
-
-    Attributes:
-        weights: Trainable and non-trainable weights of the model.
-        optimizer: Optimizer state.
-        other: Metrics and random seeds.
-        batch: The device's shard of the batch.
-        padding: What the compiler adds to variables and batch to fill the hardware's tiles.
-        outputs: Results that do not reuse the memory of an argument.
-        temporaries: Activations, gradients, gathered weights and collective buffers.
-        cache: The part of the temporaries that `generate()` keeps of the tokens before: keys and values.
-        program: The compiled program.
-        host: Variables in the memory of the device's host, which are not part of the total.
-        capacity: Memory of the device; None if unknown.
-    """
-
-    weights: int
-    optimizer: int
-    other: int
-    batch: int
-    padding: int = 0
-    outputs: int = 0
-    temporaries: int = 0
-    cache: int = 0
-    program: int = 0
-    host: int = 0
-    capacity: int | None = None
-
-    @property
-    def state(self) -> int:
-        """Bytes of all variables: weights, optimizer state and other state."""
-        return self.weights + self.optimizer + self.other
-
-    @property
-    def total(self) -> int:
-        """Bytes needed in total."""
-        return self.state + self.batch + self.padding + self.outputs + self.temporaries + self.program
 
 
 @dataclass(frozen=True)
@@ -191,7 +149,7 @@ class Plan(Report):
     def picture(self) -> str:
         """Returns bar charts as text: memory per device, the lower bounds on step time, and the forecast."""
         forecast = [(title, parts[:2]) for title, parts in self._forecast()]  # without its table
-        return render_text([_memory(self), _time(self), *forecast])
+        return render_text([memory_section(self.memory), _time(self), *forecast])
 
     def figure(self) -> "Figure":
         """Returns a `matplotlib.figure.Figure`: the memory of a device by kind, and the schedule of a step.
@@ -204,8 +162,8 @@ class Plan(Report):
             ImportError: Matplotlib is not installed.
         """
         title = f"{subject_text(self)}\n{_devices_text(self)}: {fits_text(self)}"
-        [bars] = _memory(self)[1]
-        return plan_figure(title, bars.bars, _memory_width(self.memory), self.roofline, self.traffic)
+        [bars] = memory_section(self.memory)[1]
+        return plan_figure(title, bars.bars, memory_width(self.memory), self.roofline, self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, which JSON can encode."""
@@ -227,9 +185,9 @@ class Plan(Report):
 
     def _sections(self) -> Iterator[Section]:
         yield _headline(self)
-        yield _memory(self)
+        yield memory_section(self.memory)
         if self.step == "generate":
-            yield _cache(self)
+            yield cache_section(self.memory, self.largest_batch)
         if self.fits is False:
             rows = [(name, bytes_text(size)) for name, size in self.largest_holders()]
             yield "Largest values on one device", [Table(("value", ">bytes"), rows)]
@@ -269,14 +227,16 @@ def distribution_name(plan: Plan) -> str:
 
 def bound_text(plan: Plan) -> str:
     bound = plan.roofline.bound
-    return "unknown" if bound is None else _LABELS.get(bound, bound)
+    if bound == "memory":
+        return "HBM"
+    return "unknown" if bound is None else bound
 
 
 def _headline(plan: Plan) -> Section:
     depth = f", {counted(plan.depth, 'block')}" if plan.depth is not None else ""
     lines = [_devices_text(plan), f"batch {_batch_text(plan.batch)}"]
     lines += [f"compiler options {options_text(plan.compiler_options)}"] if plan.compiler_options else []
-    return subject_text(plan) + depth, [Lines((*lines, _capacity_text(plan)))]
+    return subject_text(plan) + depth, [Lines((*lines, capacity_text(plan.memory, plan.fits)))]
 
 
 def _devices_text(plan: Plan) -> str:
@@ -288,20 +248,6 @@ def _batch_text(batch: Any) -> str:
     parts = batch if isinstance(batch, tuple) else (batch,)
     named = zip(("x", "y", "sample_weight"), parts, strict=False)
     return ", ".join(f"{name} {part}".replace("'", "") for name, part in named if part is not None)
-
-
-def _capacity_text(plan: Plan) -> str:
-    total, capacity = plan.memory.total, plan.memory.capacity
-    needed = bytes_text(total)
-    if capacity is not None:
-        needed += f" of {bytes_text(capacity)} per device ({percent_text(total / capacity)})"
-    if plan.fits is None or capacity is None:
-        return f"Needs {needed} per device, whose capacity is unknown."
-    if plan.fits:
-        return f"Fits: {needed}, {bytes_text(capacity - total)} free."
-    if total <= capacity:
-        return f"DOES NOT FIT: {needed}, but the compiler cannot allocate it."
-    return f"DOES NOT FIT: {needed}, {bytes_text(total - capacity)} over capacity."
 
 
 def _what_fits(plan: Plan, fitting: Plan) -> Section:
@@ -320,38 +266,6 @@ def _what_fits(plan: Plan, fitting: Plan) -> Section:
     if fitting.host_traffic:
         lines += ("The forecast does not include transfers to and from the host.",)
     return "What makes it fit", [Lines(lines), Table(columns, rows)]
-
-
-def _memory_width(memory: Memory) -> int:
-    """Returns the bytes that the full width of the bars of memory stands for."""
-    return max(memory.total, memory.capacity or 0, 1)
-
-
-def _memory(plan: Plan) -> tuple[str, list[Bars]]:
-    memory, width = plan.memory, _memory_width(plan.memory)
-
-    def bar(label: str, size: int, start: int = 0, is_limit: bool = False) -> Bar:
-        percent = () if memory.capacity is None else (percent_text(size / memory.capacity),)
-        return Bar(label, (bytes_text(size), *percent), start / width, (start + size) / width, is_limit)
-
-    bars, end = [], 0
-    for part in _MEMORY:
-        if size := getattr(memory, part):
-            bars.append(bar(_LABELS.get(part, part), size, end))
-            end += size
-    if memory.host:
-        bars.append(Bar("host", (bytes_text(memory.host), *[""] * (memory.capacity is not None)), 0, 0))
-    bars.append(bar("total", memory.total))
-    if memory.capacity is not None:
-        bars.append(bar("capacity", memory.capacity, is_limit=True))
-    return "Memory per device", [Bars(tuple(bars))]
-
-
-def _cache(plan: Plan) -> Section:
-    lines = [f"{bytes_text(plan.memory.cache)} of the temporaries are the cache of keys and values."]
-    if plan.largest_batch is not None:
-        lines.append(f"About {counted(plan.largest_batch, 'row', 'fits', 'fit')} in memory.")
-    return "Cache and largest batch", [Lines(tuple(lines))]
 
 
 def _time(plan: Plan) -> Section:

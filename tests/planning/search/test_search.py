@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 from keras_dist.planning.frozen_mapping import FrozenMapping
-from keras_dist.planning.reports.plan_report import Memory
+from keras_dist.planning.reports.step_memory import Memory
 from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
 from keras_dist.planning.search.estimates import Estimates
 from keras_dist.planning.search.places import place_of
