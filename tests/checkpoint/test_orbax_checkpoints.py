@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support.new_process import run
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import slow_unless
 from support.strategy_models import scope
 
 import keras_dist as kd
@@ -290,7 +290,8 @@ for path in ({str(tmp_path)!r}, {str(tmp_path / "4")!r}):
     np.testing.assert_allclose(printed, 6 * [expected, 4], rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 3])
 def test_plain_keras_loads_a_checkpoint_of_training_on_other_devices(num_devices, tmp_path):
     code = """
 import keras, numpy, sys

@@ -11,7 +11,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from support.slow_cases import slow
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.checkpoint.preemption import Preemption
@@ -91,7 +91,7 @@ def undisturbed():
 @pytest.mark.parametrize(
     ("moment", "first"),
     [
-        *((moment, True) for moment in MOMENTS),
+        *(slow_unless(not moment.startswith("at the"), moment, True) for moment in MOMENTS),
         slow("at the last batch of an epoch", False),
         slow("at the end of validation", False),
     ],

@@ -27,6 +27,7 @@ def test_a_draw_gives_the_numbers_of_one_device(number):
     assert verdict.kind == "equal", f"{verdict}\n{source}"
 
 
+@pytest.mark.slow
 def test_a_small_difference_is_a_wrong_number():
     source = script.render(draws.draw(0, 1))
     changed = source.replace("found = run(distribution())", "x = 1.001 * x; found = run(distribution()); x = x / 1.001")
@@ -50,6 +51,7 @@ def test_verdicts(kind):
     assert (verdict.place == "axes.py: solve_axes") == (kind == "refused"), verdict
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_ends_or_holds_the_process_is_a_verdict_too():
     sources = {

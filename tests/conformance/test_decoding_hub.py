@@ -91,7 +91,7 @@ def test_a_redistributed_model_generates_by_another_program():
 
 
 CASES = [
-    ("DP", 8, "greedy", False),
+    slow("DP", 8, "greedy", False),
     ("FSDP", 8, "greedy", False),
     ("TP", 8, "greedy", False),
     ("DP", 9, "greedy", False),
@@ -212,7 +212,7 @@ def test_plan_reads_weights_and_cache_once_a_token(compiler):
 
 @pytest.mark.parametrize(
     ("strategy", "step"),
-    [("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), slow("TP", "predict")],
+    [slow("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), slow("TP", "predict")],
 )
 def test_each_device_computes_its_share_of_rows_that_no_axis_divides(strategy, step):
     def plan(rows):
@@ -253,7 +253,8 @@ def test_the_largest_batch_of_a_plan_fits_and_more_rows_do_not(compiler):
     assert not plan(rows + rows // 32).fits
 
 
-@pytest.mark.parametrize("objective", ["memory", slow("time")])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["memory", "time"])
 def test_auto_chooses_for_generate_the_best_of_all_candidates(objective):
     """No expected time leaves out a candidate, since nobody knows the latencies of what is not compiled."""
     tokens = jax.ShapeDtypeStruct((4, LENGTH), "int32")

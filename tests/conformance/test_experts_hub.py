@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import assert_same_numbers, fsdp, model_parallel, scope, tensor_parallel
 
 import keras_dist as kd
@@ -91,7 +91,7 @@ STRATEGIES = {
     "remat dots": lambda: with_options(remat="dots"),
     "accumulation": kd.DataParallel,
 }
-FAST = {("GPT-OSS", "one device"), ("Qwen-MoE", "CP")}
+FAST = {("GPT-OSS", "one device")}
 
 
 def language_model(name, accumulated=None, rank=None):
@@ -190,13 +190,9 @@ SHARDED = {
 }
 
 
-FAST_SHARDED = {("Qwen3-MoE", "EP, own axis")}
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [slow_unless((name, strategy) in FAST_SHARDED, name, strategy) for name in BACKBONES for strategy in SHARDED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("name", BACKBONES)
 def test_training_with_sharded_experts_is_that_of_keras_alone(name, strategy):
     accumulated = 3 if "accumulation" in strategy else None
     build = functools.partial(SHARDED[strategy], name)
@@ -212,7 +208,8 @@ def test_training_with_sharded_experts_is_that_of_keras_alone(name, strategy):
     assert_same_numbers(found, expected, 5e-5)  # after three steps
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "Qwen3-MoE", name) for name in BACKBONES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKBONES)
 def test_low_rank_factors_are_trained_beside_experts(name):
     found, calls = outcome(name, fsdp(), rank=2)
     assert {call.form for call in calls if hasattr(call, "form")} == {"blocks"}
@@ -220,7 +217,7 @@ def test_low_rank_factors_are_trained_beside_experts(name):
     assert_same_numbers(found, expected, 5e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [slow(1), 8])
 @pytest.mark.parametrize("name", [slow_unless(name == "Qwen3-MoE", name) for name in LANGUAGE_MODELS])
 def test_generate_reads_the_weights_of_chosen_experts(name, rows):
     def generated(distribution):
@@ -252,6 +249,7 @@ def test_layers_with_local_and_global_attention_are_computed_again_one_by_one():
     assert blocks == [[f"decoder_block_{number}"] for number in range(7)]
 
 
+@pytest.mark.slow
 def test_weights_of_experts_are_gathered_again():
     """As those of all layers, with as many bytes as if all experts were computed."""
 

@@ -13,7 +13,6 @@ from multihost.programs import generating
 from support.compilations import counted_compilations
 from support.hlo_text import read_module
 from support.keras_scenarios import assert_same_numbers, start_anew
-from support.slow_cases import slow_unless
 from support.strategy_models import has_layouts_of
 
 import keras_dist as kd
@@ -70,7 +69,8 @@ def values(model):
     return [np.asarray(variable) for variable in [*model.variables, *model.optimizer.variables]]
 
 
-@pytest.mark.parametrize("mesh", [slow_unless(name == "own mesh", name) for name in TRAINING])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", TRAINING)
 def test_rounds_of_training_and_generating(mesh):
     start_anew()
     keras.utils.set_random_seed(0)

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.compilers import EIGHT_DEVICES
 from support.hlo_text import read_module
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.mixtures.exchange import buffer_rows, computed_by_exchange
@@ -47,7 +48,7 @@ def traced_step(target, shape, axes):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(*arguments)
 
 
-@pytest.mark.parametrize(("shape", "axes"), [((8,), ("expert",)), ((2, 4), ("a", "b"))])
+@pytest.mark.parametrize(("shape", "axes"), [slow((8,), ("expert",)), ((2, 4), ("a", "b"))])
 @pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_rows_are_sent_four_times(target, shape, axes):
     traced = traced_step(target, shape, axes)

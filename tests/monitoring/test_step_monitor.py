@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.monitoring import run, utilization
@@ -242,7 +243,7 @@ REMAT = keras.RematScope("list_of_layers", layer_names=["masked_probabilities"])
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"microbatches": 2}, {"reduce_dtype": "float32"}, {"remat": REMAT}],
+    [slow({}), {"microbatches": 2}, slow({"reduce_dtype": "float32"}), slow({"remat": REMAT})],
     ids=["alone", "microbatches", "unreduced gradients", "remat"],
 )
 def test_the_load_of_experts(options, capsys):

@@ -41,6 +41,7 @@ def test_killed_training_continues_with_the_losses_of_uninterrupted_training(tmp
     assert losses_in(interrupted / "losses.txt") == losses_in(uninterrupted / "losses.txt")
 
 
+@pytest.mark.slow
 def test_sources_of_several_processes_continue_at_their_position(tmp_path):
     pytest.importorskip("grain")
     cases = [

@@ -14,6 +14,7 @@ from keras_dist.multihost import launcher
 from keras_dist_cli import main
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_training_continues_with_fewer_processes_and_with_all_again(tmp_path):
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])

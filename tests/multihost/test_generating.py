@@ -8,6 +8,7 @@ from support.run_processes import run_processes
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_two_processes_generate_the_tokens_of_one():
     rows = [8, 3]
     expected = generating.tokens(rows)

@@ -161,13 +161,16 @@ def case(name):
     return {"build": build, "x": TOKENS, "y": LABELS, **fitted}
 
 
-@pytest.mark.parametrize("name", [slow_unless(name in ("dense", "mask and sample weights"), name) for name in CASES])
+@pytest.mark.parametrize("name", [slow_unless(name == "mask and sample weights", name) for name in CASES])
 def test_sharded_training_has_equal_numbers(name):
     """Batches of 6 rows on 4 devices: two rows of 8 tokens on three of them, in chunks of 3 tokens."""
     assert_chunks_change_nothing(distribution=fsdp, chunk=3, **case(name))
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = "tied", "mask and sample weights", "label smoothing", "root of a mean", "top-k", "squared error"
+
+
+@pytest.mark.parametrize("name", [slow_unless(name in FAST, name) for name in CASES])
 def test_one_device_has_equal_numbers(name):
     assert_chunks_change_nothing(distribution=on_one_device, chunk=7, tolerance=1e-6, **case(name))
 
@@ -236,6 +239,7 @@ def test_language_models_of_keras_hub(name):
     assert_chunks_change_nothing(build, x, LABELS, fsdp, chunk=3, sample_weight=WEIGHTS)
 
 
+@pytest.mark.slow
 def test_masked_language_model_of_keras_hub():
     def build():
         backbone = keras_hub.models.BertBackbone(VOCABULARY, 2, 2, WIDTH, 32, dropout=0, max_sequence_length=LENGTH)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.compilers import needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
 from support.slow_cases import slow
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
@@ -56,10 +56,8 @@ def test_chunks_need_less_memory_and_send_the_same(target, head, loss, products,
     assert largest <= vocabulary * 2048  # the head's weights, or the logits of a chunk
 
 
-@pytest.mark.parametrize(
-    "target",
-    [pytest.param("v5e:2x4", marks=needs_libtpu), pytest.param("h100:8", marks=[needs_cuda, pytest.mark.slow])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_chunks_of_a_sharded_vocabulary_send_the_same(target):
     stored, chunked = (planned(target, "65,536 of 1,024", f"mean, {way}", "TP") for way in ("stored", "in chunks"))
     assert chunked.losses[0].products == 3

@@ -9,7 +9,7 @@ import pytest
 from passes.test_experts import LAYERS, assert_same_numbers, computed, model_of
 from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH, rules_for_width_and_experts
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.steps.step_state import recorded_calls
@@ -34,7 +34,7 @@ def assert_equal_to_dense(name, distribution, shape=SHAPE, exchange="tokens over
     return call
 
 
-@pytest.mark.parametrize("name", [slow_unless(name in ("Qwen3-MoE", "GPT-OSS", "Gemma 4"), name) for name in LAYERS])
+@pytest.mark.parametrize("name", [slow_unless(name == "GPT-OSS", name) for name in LAYERS])
 def test_tokens_are_sent_to_experts(name):
     call = assert_equal_to_dense(name, fsdp())
     assert call.rows == NUM_ROWS * call.num_chosen // CHOSEN
@@ -43,8 +43,8 @@ def test_tokens_are_sent_to_experts(name):
 @pytest.mark.parametrize(
     "distribution",
     [
-        lambda: fsdp(reshard_after_forward=True),
-        lambda: fsdp("data:8", "data"),
+        slow(lambda: fsdp(reshard_after_forward=True)),
+        slow(lambda: fsdp("data:8", "data")),
         lambda: fsdp("data:2,a:2,b:2", ("a", "b")),
     ],
     ids=["regathered", "all", "two axes"],
@@ -77,6 +77,7 @@ def test_weights_are_sent_to_many_tokens():
     assert_equal_to_dense("ThreeOperands", fsdp(), shape=(64, 9, WIDTH), exchange="weights over 'expert'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_training_and_evaluation(remat):
     def trained(distribution):

@@ -9,6 +9,7 @@ from keras import ops
 from passes.test_experts import model_of
 from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH, Experts
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.mixtures.routing import Routing
@@ -62,7 +63,9 @@ def tensor_parallel(options):
 
 
 @pytest.mark.parametrize(
-    ("distribution", "groups"), [(data_parallel, 8), (expert_parallel, 8), (tensor_parallel, 4)], ids=["DP", "EP", "TP"]
+    ("distribution", "groups"),
+    [slow(data_parallel, 8), (expert_parallel, 8), slow(tensor_parallel, 4)],
+    ids=["DP", "EP", "TP"],
 )
 def test_rows_beyond_the_capacity_are_dropped_in_training(distribution, groups, monkeypatch):
     monkeypatch.setattr(Capped, "groups", groups)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.expert_layers import BUFFERS, CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.steps.options import OptionWithoutEffectError
@@ -64,8 +64,12 @@ def assert_same_numbers(found, expected):
         assert_near(gradients, expected_gradients, 5e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("name", LAYERS)
+FAST = {("NormalizedExperts", 8), ("ChoiceByChoice", 8), ("Mixtral", 1), ("Gemma 4", 8), ("ThreeOperands", 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [slow_unless((name, devices) in FAST, name, devices) for name in LAYERS for devices in (1, 8)]
+)
 def test_numbers_are_those_of_all_experts(name, devices):
     shape = (8, 9, WIDTH)
     expected, calls = computed(LAYERS[name], shape, "dense", devices=devices)
@@ -76,7 +80,7 @@ def test_numbers_are_those_of_all_experts(name, devices):
     assert_same_numbers(found, expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (13, 3)], ids=str)
+@pytest.mark.parametrize("shape", [slow((1, 1)), slow((1, 9)), (13, 3)], ids=str)
 @pytest.mark.parametrize("name", [slow_unless(name in ("GPT-OSS", "ThreeOperands"), name) for name in LAYERS])
 def test_few_tokens_and_unequal_rows(name, shape):
     expected, _ = computed(LAYERS[name], (*shape, WIDTH), "dense", ["uniform"])

@@ -8,6 +8,7 @@ from passes.test_exchanged_experts import fsdp
 from passes.test_experts import assert_near, computed
 from passes.test_sharded_experts import distribution_with
 from support.expert_layers import EXPERTS, WIDTH, Experts
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -28,10 +29,10 @@ class Normalized(Experts):
 
 @pytest.mark.parametrize(
     "distribution",
-    [kd.DataParallel, fsdp, lambda: distribution_with("ThreeOperands", (EXPERTS,))],
+    [slow(kd.DataParallel), fsdp, slow(lambda: distribution_with("ThreeOperands", (EXPERTS,)))],
     ids=["unsharded", "exchanged", "sharded"],
 )
-@pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.parametrize("rows", [slow(8), 13])
 def test_gradients_are_those_of_all_experts(distribution, rows):
     expected, _ = computed(Normalized, (rows, 3, WIDTH), "dense", ["uniform"])
     found, (call,) = computed(Normalized, (rows, 3, WIDTH), "auto", ["uniform"], distribution=distribution())

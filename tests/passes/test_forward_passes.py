@@ -92,7 +92,7 @@ DISTRIBUTIONS = {
     "offload": lambda: fsdp(remat="dots", offload="activations"),
     "accumulation": kd.DataParallel,
 }
-FAST = {("mlp", "unreduced"), ("lstm", "FSDP"), ("own", "ZeRO-1")}
+FAST = {("own", "ZeRO-1")}
 
 
 def has_no_effect(name, strategy):

@@ -7,6 +7,7 @@ import pytest
 from passes.test_exchanged_experts import fsdp
 from support.expert_layers import SPARSE, WIDTH
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist._keras.training_state import state_variables
@@ -41,7 +42,7 @@ def traced_step(distribution, trainable, before=True, step="train"):
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize(
     ("distribution", "has_rounds"),
-    [(kd.DataParallel, False), (fsdp, True), (sharding_experts, True)],
+    [slow(kd.DataParallel, False), slow(fsdp, True), (sharding_experts, True)],
     ids=["all experts", "exchange", "shards of experts"],
 )
 def test_no_gradients_of_frozen_weights_are_computed(distribution, has_rounds):

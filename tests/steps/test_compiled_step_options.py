@@ -95,8 +95,9 @@ def test_gradients_of_microbatches_are_reduced_once(target, strategy):
     )
 
 
-@pytest.mark.parametrize("target", H100_FIRST)
-@pytest.mark.parametrize("strategy", [slow("DP"), "ZeRO-1", slow("FSDP")])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("strategy", ["DP", "ZeRO-1", "FSDP"])
 def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
     """In the branch with the update, which also gathers the weights of ZeRO-1."""
     single, plan = planned(target, strategy, **SIZE), planned(target, strategy, accumulation=4, **SIZE)
@@ -119,7 +120,8 @@ def test_gradients_are_reduced_in_each_microbatch(target):
     assert plan.memory.temporaries < once.memory.temporaries
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_no_reduction_is_moved_out_of_the_loop_over_microbatches(target):
     """Where a compiler moves that of a table's gradient, it loses rows: https://github.com/openxla/xla/issues/49143."""
     plan = planned(target, "DP", microbatches=4, reduce_gradients="microbatch")
@@ -127,7 +129,8 @@ def test_no_reduction_is_moved_out_of_the_loop_over_microbatches(target):
     assert wire_bytes(plan, "all-reduce") >= 4 * wire_bytes(planned(target, "DP", microbatches=4), "all-reduce") - table
 
 
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_gradients_are_reduced_in_float32(target):
     plan, half = planned(target, "DP", reduce_dtype="float32"), planned(target, "DP")
     assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
@@ -194,10 +197,9 @@ def test_a_device_never_holds_much_optimizer_state(target):
 OFFLOADED = {"remat": "dots", "offload": "activations"}
 
 
-@pytest.mark.parametrize("target", H100_FIRST)
-@pytest.mark.parametrize(
-    "options", [slow({"remat": "full"}, id="computed again"), pytest.param(OFFLOADED, id="offloaded")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("options", [{"remat": "full"}, OFFLOADED], ids=["computed again", "offloaded"])
 def test_each_block_adds_about_what_it_passes_on(target, options):
     """Not what is computed again in it, or fetched: a product of four times the width."""
     few, many = (planned(target, "FSDP", 1024, blocks, 256, **options) for blocks in (FEW, MANY))

@@ -84,7 +84,7 @@ LOSSES = {
 }
 
 
-FAST = {("masked and weighted", "update"), ("two losses", "update"), ("ignoring a class", "microbatch")}
+FAST = {("two losses", "update"), ("ignoring a class", "microbatch")}
 
 
 def fitted(build, x, y, sample_weight=None, distribution=None, batch_size=24):

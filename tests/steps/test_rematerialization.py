@@ -208,9 +208,8 @@ def fully_sharded(**options):
     ("name", "options"),
     [
         ("looping", {}),
-        ("alternating", {}),
         ("nested", {"reshard_after_forward": True}),
-        *(slow(name, {}) for name in BUILDS if name not in ("looping", "alternating")),
+        *(slow(name, {}) for name in BUILDS if name != "looping"),
         *(slow(name, {"reshard_after_forward": True}) for name in BUILDS if name != "nested"),
     ],
     ids=str,
@@ -225,7 +224,7 @@ def test_remat_changes_no_number(name, options):
     ("name", "remat"),
     [
         slow("layers", "dots"),
-        ("layers", "attention"),
+        slow("layers", "attention"),
         ("nested", keras.RematScope("list_of_layers", layer_names=["block1"])),
     ],
 )

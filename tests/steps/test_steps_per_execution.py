@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 from keras import layers
-from support.slow_cases import crossed, slow
+from support.slow_cases import crossed, slow, slow_unless
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
@@ -74,7 +74,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [slow_unless(name in ("remat", "accumulated gradients"), name) for name in OPTIONS])
 def test_options_give_the_numbers_of_single_steps(name):
     step_options, options = OPTIONS[name]
 

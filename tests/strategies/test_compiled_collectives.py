@@ -11,7 +11,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import H100_FIRST, V5E_FIRST
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST
 
 import keras_dist as kd
 
@@ -110,7 +110,8 @@ def test_fully_sharded_where_no_axis_divides_the_vocabulary(target):
     assert plan.memory.state <= 12 * (elements(plan, large=True) / 8 + elements(plan, large=False)) + 64
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)  # TPUs need a reduce-scatter of another form
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)  # TPUs need a reduce-scatter of another form
 def test_hybrid_sharded(target):
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "replica:2,fsdp:4")))
     large, table = elements(plan, large=True), VOCABULARY * WIDTH
@@ -126,7 +127,8 @@ def activation_bytes(plan):
     return ROWS * LENGTH * WIDTH * ITEM
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_tensor_parallel(target):
     rules = kd.tensor_parallel_layout_map(deep_gpt, mesh(target, "data:1,model:8"))
     plan = planned(kd.ModelParallel(layout_map=rules), deep_gpt)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow
+from support.slow_cases import slow_unless
 from support.strategy_models import LENGTH, MODELS, WIDTH, assert_same_numbers, fsdp, has_layouts_of, scope, two_layers
 
 import keras_dist as kd
@@ -163,7 +163,7 @@ def on_one_device(function):
     return function()
 
 
-@pytest.mark.parametrize("name", [*list(STRATEGIES)[:3], *map(slow, list(STRATEGIES)[3:])])
+@pytest.mark.parametrize("name", [slow_unless(name == "an axis of its own", name) for name in STRATEGIES])
 def test_training_has_the_losses_of_one_device(name):
     distribution = STRATEGIES[name]()
     model, losses = trained(distribution)
@@ -171,7 +171,8 @@ def test_training_has_the_losses_of_one_device(name):
     assert has_layouts_of(distribution, model.weights)
 
 
-@pytest.mark.parametrize("name", ["an axis of its own", slow("the axis of batches"), slow("the axis of sequences")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["an axis of its own", "the axis of batches", "the axis of sequences"])
 def test_evaluate_and_predict_have_the_numbers_of_one_device(name):
     assert_same_numbers(evaluated(STRATEGIES[name]()), on_one_device(evaluated), 1e-4)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
+from support.compilers import V5E_FIRST, needs_cuda, needs_libtpu
 from support.planned_models import gpt, tensor_parallel
 from support.slow_cases import slow, slow_unless
 from test_roofline import collective, gpus, groups_along, tpus
@@ -191,7 +191,7 @@ def require_consistent(planned):
 @pytest.mark.compiler
 @pytest.mark.usefixtures("full_compilation")
 class TestCompiled:
-    @pytest.mark.parametrize("target", [*EIGHT_DEVICES, pytest.param("v5p:2x2x2", marks=needs_libtpu)])
+    @pytest.mark.parametrize("target", [*V5E_FIRST, pytest.param("v5p:2x2x2", marks=[needs_libtpu, pytest.mark.slow])])
     @pytest.mark.parametrize("strategy", [slow_unless(s == "fsdp", s) for s in ("data", "fsdp", "tensor")])
     def test_parts_of_a_train_step_add_up(self, target, strategy):
         distribution = {

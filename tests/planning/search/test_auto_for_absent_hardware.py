@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
 
 import keras_dist as kd
 from keras_dist.planning.search.choice import NothingFitsError
@@ -56,6 +56,7 @@ def test_few_rows_of_large_weights_are_tensor_parallel(target):
 
 
 @needs_cuda  # libtpu compiles for the memory of the real chip
+@pytest.mark.slow
 def test_memory_that_only_some_candidates_have():
     """The weights of all fit on no device, their shards do."""
     entry = kd.target("h100:8").hardware
@@ -101,7 +102,8 @@ def token_model(depth):
 
 
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_devices_that_have_no_row_of_their_own_are_tried_with_a_share_of_one(target):
     batch = (jax.ShapeDtypeStruct((4, 128), "int32"),) * 2
     choice = kd.auto(token_model, batch, target, depth=6, trials=2)
