@@ -6,8 +6,9 @@ Training can start in the middle of an epoch.
 """
 
 import itertools
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,7 +27,7 @@ from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, stat
 from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
-from keras_dist.data.batches import InputPipeline
+from keras_dist.data.batches import InputPipeline, copied
 from keras_dist.data.position import DataPosition
 from keras_dist.multihost import messaging
 
@@ -38,6 +39,9 @@ def _epoch_iterator(original, distribution, x, y=None, sample_weight=None, *args
     """Without it, several processes accept tf.data only, batches are not prefetched, and no epoch can be resumed."""
     for leaf in keras.tree.flatten((x, y, sample_weight)):
         require_numbers(leaf)
+    if isinstance(x, types.GeneratorType):
+        # Keras's adapter reads two batches: without the distribution, and the second one perhaps into the same arrays.
+        x = _from_the_first(x, [copied(batch) for batch in itertools.islice(x, 2)])
     # Keras's adapters must read all data; the pipeline decides which process uses which rows. Since Keras 3.16 they
     # leave out batches of other processes where they find a distribution.
     with no_distribution_in_this_thread():
@@ -49,6 +53,12 @@ def _epoch_iterator(original, distribution, x, y=None, sample_weight=None, *args
             raise
     _newest_iterator.set(weakref.ref(iterator))
     return iterator
+
+
+def _from_the_first(generator: Iterator, read: list[Any]) -> Iterator:
+    """Yields batches that were read from a generator, and goes on with it."""
+    first = (read.pop(0) for _ in range(len(read)))  # and no longer stored
+    yield from itertools.chain(first, generator)  # a chain is not closed, since the generator is the user's
 
 
 class EpochIterator(trainer.JAXEpochIterator):
@@ -77,7 +87,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         )
 
     def _enumerate_iterator(self) -> Any:
-        start = position.begin_tracking(self) if self._step == "train" else None
+        start = position.begin_tracking(self, self._model()) if self._step == "train" else None
         steps: Any = super()._enumerate_iterator() if start is None else self._enumerate_from(*start)
         self._is_in_epoch = False
         try:

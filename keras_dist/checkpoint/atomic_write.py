@@ -14,10 +14,11 @@ def write_atomically(path: str | os.PathLike, write: Callable[[str], Any]) -> An
     is killed leaves the previous files, and a folder next to them whose name starts with a dot. Files are moved one by
     one, JSON last because it names the others; other files in a target folder stay.
     """
-    given_name = os.path.basename(os.fspath(path))
+    path = os.fspath(path).rstrip(os.sep)  # of a folder, it may end in one
+    given_name = os.path.basename(path)
     folder, name = os.path.split(os.path.realpath(path))  # a symbolic link stays one
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        return write(os.fspath(path))
+        return write(path)
     with tempfile.TemporaryDirectory(prefix=f".{name}.part-", dir=folder) as part:
         result = write(os.path.join(part, given_name))
         if given_name != name:

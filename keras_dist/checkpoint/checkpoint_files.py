@@ -21,6 +21,7 @@ from keras_dist.checkpoint.directory import DirectoryLock, why_not_writable
 from keras_dist.multihost import messaging
 
 PROGRESS = "progress"  # the folder of a checkpoint with one file of each process, next to the variables
+_MARKERS = {PROGRESS, restore.ARRAYS, "_CHECKPOINT_METADATA", "commit_success.txt"}  # each checkpoint has some of them
 
 
 class CheckpointFiles:
@@ -42,6 +43,7 @@ class CheckpointFiles:
                 self._reserve(model)
             self._saved = [int(step) for step in reversed(restore.steps(str(self._directory)))]
             self._require_same_newest()
+            self._require_no_others()
             if messaging.process_index() == 0:
                 self._remove_unfinished()
                 self._model = model_description.describe(model)
@@ -69,9 +71,23 @@ class CheckpointFiles:
     def _remove_unfinished(self) -> None:
         """Removes what a killed job has left: a folder of another name, or at an object store one that lacks a file."""
         complete = {str(step) for step in self._saved}
-        for path in self._directory.iterdir() if self._directory.exists() else ():
-            if re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name) and path.name not in complete:
+        for path in self._named_as_checkpoints():
+            if path.name not in complete:
                 _remove(path)
+
+    def _named_as_checkpoints(self) -> list[Any]:
+        paths = self._directory.iterdir() if self._directory.exists() else ()
+        return [path for path in paths if re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name) and path.is_dir()]
+
+    def _require_no_others(self) -> None:
+        """Raises ValueError for a folder of something else, since those that are not needed are deleted."""
+        found = self._named_as_checkpoints() if messaging.process_index() == 0 else []
+        other = next((path for path in found if path.name.isdecimal() and not _is_checkpoint(path)), None)
+        _raise_on_all_processes(
+            other
+            and f"{other} has the name of a checkpoint, but is none. TrainingCheckpoint deletes checkpoints that "
+            "are no longer needed, so pass a directory of its own."
+        )
 
     def _require_same_newest(self) -> None:
         steps = messaging.exchange("TrainingCheckpoint", self._saved[-1] if self._saved else None)
@@ -192,6 +208,12 @@ class CheckpointFiles:
                 f"{before}.",
             )
         return progress
+
+
+def _is_checkpoint(path: Any) -> bool:
+    """Returns whether a folder is a checkpoint, or what is left of one that was not written or deleted to the end."""
+    names = {each.name for each in path.iterdir()}
+    return path.name == str(int(path.name)) and (not names or not names.isdisjoint(_MARKERS))
 
 
 def _is_of_all_processes(progress: dict, saved: Iterable[dict]) -> bool:

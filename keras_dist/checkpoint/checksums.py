@@ -20,6 +20,8 @@ _NAME = "checksums.process_{}.json"  # size and checksum of each file, by path f
 _CHUNK = 1 << 22  # bytes
 # Errors that say that a file is damaged, not that this machine cannot read it now: a bad sector, a folder in its place.
 _OF_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ENOENT)
+# Those of an object store that cannot be read now have no number.
+_OF_SERVICES = "UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|CANCELLED"
 
 
 def write(folder: Any, files: Iterable[Any]) -> None:
@@ -35,7 +37,7 @@ def is_of_damage(error: BaseException) -> bool:
     """Returns whether an error of reading comes from what is read: an OSError, or one of TensorStore, a ValueError."""
     code = re.search(r"os_error_code='?(\d+)", str(error))
     number = error.errno if isinstance(error, OSError) else int(code[1]) if code else None
-    return number is None or number in _OF_DAMAGE
+    return not re.search(_OF_SERVICES, str(error)) if number is None else number in _OF_DAMAGE
 
 
 def array_handler(ocp: Any) -> type:

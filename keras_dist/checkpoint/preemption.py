@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -109,6 +109,8 @@ def _listen(pipe: int, signals: set[int], agreement: StopAgreement) -> None:
 
 def valid_signals(signals: Sequence[int]) -> tuple[signal.Signals, ...]:
     """Returns signals, or raises an error for what is none, or none that a program can handle."""
+    if not isinstance(signals, Iterable):
+        raise TypeError(f"signals={signals!r} is no sequence of signals. Pass, for example, (signal.SIGTERM,).")
     for number in signals:
         if number not in list(signal.Signals):
             raise ValueError(f"signals={signals!r}: {number!r} is no signal. Pass, for example, (signal.SIGTERM,).")

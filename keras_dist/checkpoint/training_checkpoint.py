@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import keras
+import numpy as np
 
 from keras_dist._keras import internals
 from keras_dist._keras.active_distribution import active_distribution
@@ -102,10 +103,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 f"directory must be the path of a folder, but got {directory!r} of type {type(directory).__name__}. "
                 "Pass, for example, 'checkpoints'."
             )
-        if save_freq != "epoch" and (not isinstance(save_freq, int) or isinstance(save_freq, bool) or save_freq < 1):
+        if save_freq != "epoch" and not _is_number(save_freq):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep={max_to_keep!r} is less than 1. Pass None to keep all checkpoints.")
+        if max_to_keep is not None and not _is_number(max_to_keep):
+            raise ValueError(f"max_to_keep={max_to_keep!r} is not a number of at least 1. Pass None to keep all.")
         name, status = "exit_status", exit_status
         if status is None:
             name, text = STATUS_VARIABLE, os.environ.get(STATUS_VARIABLE, "0")
@@ -198,14 +199,14 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._epoch, self._batches = epoch, 0
         progress, self._progress = self._progress, None
         if progress is None:
-            resume_next_epoch(0)
+            resume_next_epoch(self.model, 0)
             return
         if progress["batches"]:
             for variable, value in progress["metrics"]:  # Keras has reset them
                 variable.assign(value)
         RandomState.from_json(progress["random"]).restore()
         position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
-        resume_next_epoch(progress["batches"], position)
+        resume_next_epoch(self.model, progress["batches"], position)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Leaves if the batch before was the last one, since only now have all callbacks seen its end."""
@@ -217,6 +218,12 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._files.raise_failure()
         self._trained = _Place.now()
         self._batches = self._trained.batches
+        model: Any = self.model
+        if not self._batches:
+            raise ValueError(
+                f"TrainingCheckpoint does not know at which batch {model.name!r} is, so it cannot resume there. "
+                "A train step of your own must come from super().make_train_function()."
+            )
         self._is_stopping = self._is_due()
         since_save = self._batches_before_epoch + self._batches - self._saved_at
         if self._is_stopping or (self._interval is not None and since_save >= self._interval):
@@ -251,7 +258,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._trained = None
         self._batches_before_epoch += self._batches
         self._is_stopping = self._is_due() or self._is_stopping
-        is_due = self._interval is None or self._is_stopping or epoch + 1 >= self.params["epochs"]
+        model: Any = self.model
+        is_last = epoch + 1 >= self.params["epochs"] or model.stop_training
+        is_due = self._interval is None or self._is_stopping or is_last
         place = _Place.now()
         if is_due and place.batches == 0:
             self._save(epoch + 1, place)
@@ -337,6 +346,10 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 f"an epoch of this fit has {now}. Pass the data and the batch_size with which it was saved, or use "
                 "another directory."
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 class _Place(NamedTuple):

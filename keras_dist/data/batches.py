@@ -93,7 +93,10 @@ class BatchProducer:
         try:
             batches, is_first = self._read_all(comparison), True
             while read := list(itertools.islice(batches, self.batches_per_item)):
-                yield self._prepared(read, is_first)
+                prepared = self._prepared(read, is_first)
+                if not self.makes_arrays and not self._copies:
+                    jax.block_until_ready(prepared.batches)  # before the source writes into the arrays that are sent
+                yield prepared
                 is_first = False
         except Exception as error:
             if comparison is not None:
@@ -134,10 +137,14 @@ class BatchProducer:
 
     def _own(self, batch: Any) -> Any:
         """Returns a batch that stays as it is when the source reads the next one, maybe into the same arrays."""
-        # CPU devices use the memory of host arrays, and batches of one execution are kept until all of them are read.
-        if self.makes_arrays or not (self.placer.is_on_cpu or self.batches_per_item > 1):
+        if self.makes_arrays or not self._copies:
             return batch
-        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+        return copied(batch)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether arrays must outlive the next read: CPU devices use their memory, an execution stacks its batches."""
+        return self.placer.is_on_cpu or self.batches_per_item > 1
 
     def _prepared(self, read: list[_Read], is_first: bool) -> _Prepared:
         last, found = read[-1], tuple(itertools.chain.from_iterable(each.warnings for each in read))
@@ -165,6 +172,11 @@ class BatchProducer:
         if read.rows is not None and not self.auto_shard_dataset:
             return self.placer.place_local(read.batch, read.rows)
         return self.placer.place(read.batch, self.is_compiled)
+
+
+def copied(batch: Any) -> Any:
+    """Returns a batch with copies of host arrays."""
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 class InputPipeline(Prefetcher):
@@ -233,7 +245,8 @@ class InputPipeline(Prefetcher):
         if not self._rest:
             prepared = self._take()
             self._rest.extend(prepared.batches)
-            self._local_rows += prepared.local_rows
+            if self._producer.step == "predict":
+                self._local_rows += prepared.local_rows
             self.delivered += len(prepared.local_rows)
             self.position, self.compared = prepared.position, prepared.compared
         batch = self._rest.popleft()

@@ -62,27 +62,35 @@ class DataPosition(NamedTuple):
         return cls(**values | states)
 
 
-# Where this thread's next epoch of training is to start, and a reference to the iterator that is tracked.
-_Tracking = tuple[tuple[int, DataPosition | None] | None, Callable[[], Any]]
-_tracking: ContextVar[_Tracking] = ContextVar("tracking", default=(None, lambda: None))
+class _Tracking(NamedTuple):
+    """Where a model's next epoch of training is to start, and a reference to the iterator that is tracked."""
+
+    model: Callable[[], Any] = lambda: None  # a reference
+    start: tuple[int, DataPosition | None] | None = None
+    iterator: Callable[[], Any] = lambda: None
 
 
-def resume_next_epoch(batches: int, position: DataPosition | None = None) -> None:
-    """Makes this thread's next epoch of training start at a `current_position`, and tracks its iterator from there."""
-    _tracking.set(((batches, position), _tracking.get()[1]))
+_NOTHING = _Tracking()
+_tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
 
 
-def begin_tracking(iterator: Any) -> tuple[int, DataPosition | None] | None:
-    """Returns the arguments of `resume_next_epoch`, and tracks the iterator, if it was called for this epoch."""
-    start, _ = _tracking.get()
-    if start is not None:
-        _tracking.set((None, weakref.ref(iterator)))
-    return start
+def resume_next_epoch(model: Any, batches: int, position: DataPosition | None = None) -> None:
+    """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator."""
+    _tracking.set(_Tracking(weakref.ref(model), (batches, position), _tracking.get().iterator))
+
+
+def begin_tracking(iterator: Any, model: Any) -> tuple[int, DataPosition | None] | None:
+    """Returns the place of `resume_next_epoch`, and tracks the iterator, if that was called for this epoch."""
+    tracking = _tracking.get()
+    if tracking.start is None or tracking.model() is not model:
+        return None
+    _tracking.set(_Tracking(iterator=weakref.ref(iterator)))
+    return tracking.start
 
 
 def is_tracked(iterator: Any) -> bool:
     """Whether `current_position` is that of this iterator."""
-    return _tracking.get()[1]() is iterator
+    return _tracking.get().iterator() is iterator
 
 
 def current_position() -> tuple[int, DataPosition | None]:
@@ -91,5 +99,5 @@ def current_position() -> tuple[int, DataPosition | None]:
     After the end of an epoch the number is 0, and the position is None or that of a new pass, unless the next epoch
     continues the same pass through the data. They are 0 and None if no iterator is tracked.
     """
-    iterator = _tracking.get()[1]()
+    iterator = _tracking.get().iterator()
     return (0, None) if iterator is None else iterator.position()

@@ -212,12 +212,18 @@ def _write_others(folder: str, export: _Export, source: Source) -> None:
 
 def _write_values(parts: list[Part], writers: Mapping[str, FileWriter]) -> None:
     """Gathers one variable after the other, and writes what files of this process have of it."""
+    failure: Exception | None = None
     for part in parts:
-        own = [each for each in part.elements if each.tensor in writers]
+        own = [each for each in part.elements if each.tensor in writers and failure is None]
         values = gather(part.value(), keep=bool(own))
-        for each in own:
-            assert values is not None
-            writers[each.tensor].write(each.tensor, values[slices_of(each.bounds)], each)
+        try:
+            for each in own:
+                assert values is not None
+                writers[each.tensor].write(each.tensor, values[slices_of(each.bounds)], each)
+        except Exception as error:  # the others cannot gather without this process
+            failure = error
         del values  # before the next one takes memory
+    if failure is not None:
+        raise failure
     for writer in set(writers.values()):
         writer.close()

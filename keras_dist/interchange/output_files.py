@@ -38,9 +38,9 @@ def planned_files(types: Mapping[str, TensorType], max_bytes: int, processes: in
     """
     max_bytes = min(max_bytes, -(-sum(each.nbytes for each in types.values()) // processes))
     groups: list[dict[str, TensorType]] = []
-    size = max_bytes
+    size = 0
     for name, each in types.items():
-        if size + each.nbytes > max_bytes:
+        if not groups or size + each.nbytes > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = each

@@ -26,7 +26,8 @@ TICK = 1.0  # seconds between two looks at the state of other processes
 SLOW_PROCESS_FIX = "Check what that process is doing; if it only needs longer, increase initialize(timeout=...)."
 ENDED = "ended"  # the topic of whether processes have reached the end of the program
 _PREFIX = "keras_dist"
-_WAITING = "waiting"  # the topic of where processes wait for a message
+# The topics of where processes wait for a message: in the main thread, and in one that reads batches.
+_WAITING, _WAITING_TO_READ = "waiting", "waiting to read"
 
 timeout = DEFAULT_TIMEOUT  # seconds for which processes wait for one another
 known_failure: str | None = None  # of another process; `exchange` raises it where it waits
@@ -121,19 +122,21 @@ def _by_process(directory: str) -> dict[int, str]:
 
 def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], bool]) -> str:
     key, deadline = f"{directory}/{name}", time.monotonic() + timeout
-    is_announced = False
+    is_in_main_thread, is_announced = threading.current_thread() is threading.main_thread(), False
+    topic = _WAITING if is_in_main_thread else _WAITING_TO_READ
     while True:
         with _tolerated("DEADLINE_EXCEEDED"):
             message = client().blocking_key_value_get(key, int(1000 * TICK))
             if is_announced:
-                set_status(_WAITING, None)
+                set_status(topic, None)
             return message
         if not is_announced:
-            set_status(_WAITING, place)
+            set_status(topic, place)
             is_announced = True
         if known_failure is not None:
             raise ProcessFailure(known_failure)
         if is_cancelled():
+            set_status(topic, None)
             raise ProcessFailure(f"The exchange of {place} was cancelled, because its result is no longer needed.")
         if ended := ended_processes():
             if _look_up(key) is not None:  # sent just before the process ended
@@ -149,15 +152,15 @@ def _wait_for(directory: str, name: str, place: str, is_cancelled: Callable[[], 
         else:
             continue
         error = ProcessFailure(problem)
-        if threading.current_thread() is not threading.main_thread():
+        if not is_in_main_thread:
             report_failure(error)  # the main thread may be blocked in a collective, where no exception reaches it
         raise error
 
 
 def _timeout_message(directory: str, place: str) -> str:
     missing = sorted({*range(process_count())} - {*_by_process(f"{directory}/from/")})
-    waiting = {process: other for process, other in statuses(_WAITING).items() if process in missing}
-    others = [f"process {process} waits at {other}" for process, other in waiting.items() if other != place]
+    waiting = statuses(_WAITING_TO_READ) | statuses(_WAITING)
+    others = [f"process {n} waits at {other}" for n, other in waiting.items() if n in missing and other != place]
     waited = f"Process {process_index()} waited {counted(timeout, 'second')} at {place}"
     if others:
         return (

@@ -34,6 +34,17 @@ def test_a_failure_leaves_the_previous_file(name, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [name]
 
 
+def test_the_path_of_a_folder_may_end_in_a_slash(tmp_path):
+    def write(path):
+        os.mkdir(path)
+        with open(os.path.join(path, "file"), "w") as file:
+            file.write("content")
+
+    write_atomically(f"{tmp_path}/folder/", write)
+    assert (tmp_path / "folder" / "file").read_text() == "content"
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def test_a_folder_and_sharded_files_are_moved_into_place(tmp_path):
     with kd.DataParallel().scope():
         model = new_model()

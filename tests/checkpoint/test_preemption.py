@@ -217,12 +217,13 @@ def test_in_another_thread_signals_are_not_handled(recwarn):
     [
         ({"signals": (signal.SIGKILL,)}, "SIGKILL"),
         ({"signals": (1000,)}, "1000"),
+        ({"signals": signal.SIGTERM}, "is no sequence of signals"),
         ({"exit_status": 256}, "256"),
         ({"exit_status": "0"}, "'0'"),
     ],
 )
 def test_invalid_arguments(arguments, value, tmp_path):
-    with pytest.raises(ValueError, match=value):
+    with pytest.raises((TypeError, ValueError), match=value):
         kd.TrainingCheckpoint(str(tmp_path), **arguments)
 
 

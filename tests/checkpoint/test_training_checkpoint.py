@@ -281,11 +281,61 @@ def test_positions_survive_json():
         ({"save_freq": 0}, "save_freq=0"),
         ({"save_freq": "batch"}, "save_freq='batch'"),
         ({"max_to_keep": 0}, "max_to_keep=0"),
+        ({"max_to_keep": "2"}, "max_to_keep='2'"),
     ],
 )
 def test_invalid_arguments(arguments, value, tmp_path):
     with pytest.raises(ValueError, match=value):
         kd.TrainingCheckpoint(str(tmp_path), **arguments)
+
+
+@pytest.mark.parametrize("name", ["1", "001"])
+def test_a_folder_with_the_name_of_a_checkpoint_is_an_error_and_stays(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("mine")
+    with kd.DataParallel().scope():
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path / name))):
+            build().fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[kd.TrainingCheckpoint(tmp_path)])
+        assert (tmp_path / name / "notes.txt").read_text() == "mine"
+        (tmp_path / name).rename(tmp_path / "notes")
+        build().fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[kd.TrainingCheckpoint(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} >= {"notes", "6"}
+
+
+def test_what_is_left_of_a_deleted_checkpoint_is_no_error(tmp_path):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "2" / "progress").mkdir(parents=True)
+    with kd.DataParallel().scope():
+        directory = tmp_path / "other"
+        build().fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[kd.TrainingCheckpoint(directory)])
+        (directory / "6").rename(tmp_path / "6")
+        build().fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[kd.TrainingCheckpoint(tmp_path)])
+    assert (tmp_path / "12").exists()
+
+
+def test_a_run_that_a_callback_stopped_at_the_end_of_an_epoch_is_saved(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    with kd.DataParallel().scope():
+        callbacks = [Stop(), kd.TrainingCheckpoint(tmp_path, save_freq=np.int64(7))]
+        build().fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    assert (tmp_path / "12").exists()
+
+
+def test_another_model_may_be_trained_at_the_start_of_an_epoch(tmp_path):
+    """It reads its own data from the beginning, and the checkpoint follows the model that it is for."""
+
+    class Probe(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            probe.fit(X, Y, batch_size=BATCH, epochs=1, verbose=0)
+
+    with kd.DataParallel().scope():
+        probe, losses = build(), Losses()
+        callbacks = [kd.TrainingCheckpoint(tmp_path, save_freq=4, max_to_keep=None), Probe(), losses]
+        build().fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+    assert {int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()} == {4, 8, 12}
 
 
 def test_variables_that_share_a_path_resume(tmp_path):

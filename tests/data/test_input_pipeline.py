@@ -211,3 +211,47 @@ def test_adapters_that_make_arrays_share_no_memory(name):
     batches = [X, *jax.tree.leaves(list(adapter.get_jax_iterator()))]
     shares = any(np.shares_memory(*pair) for pair in itertools.combinations(batches, 2))
     assert makes_arrays(adapter) is not shares
+
+
+def refilled(number):
+    """Yields batches in the same arrays."""
+    x, y = np.empty((8, 4), "float32"), np.ones((8, 1), "float32")
+    for index in range(number):
+        x[:] = index
+        yield x, y
+
+
+def test_a_generator_may_fill_the_same_arrays_for_each_batch():
+    with kd.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: x[:, :1])])
+        found = model.predict(refilled(4), verbose=0)
+    np.testing.assert_array_equal(found[::8, 0], range(4))
+
+
+def test_arrays_are_sent_to_accelerators_before_a_source_fills_them_again(monkeypatch):
+    events, distribution = [], kd.DataParallel()
+    monkeypatch.setattr(distribution._placer, "is_on_cpu", False)
+    monkeypatch.setattr(jax, "block_until_ready", lambda batches: events.append("sent"))
+
+    def source():
+        for index in range(3):
+            events.append(index)
+            yield (np.full((8, 4), index, "float32"),)
+
+    producer = BatchProducer(source, distribution._placer, True, is_compiled=True)
+    assert len(list(producer)) == 3
+    assert events == [0, "sent", 1, "sent", 2, "sent"]
+
+
+def test_a_generator_may_use_a_distributed_model():
+    """Also for the batches that Keras reads before the first step."""
+    with kd.DataParallel().scope():
+        teacher, student = new_model(), new_model()
+
+        def batches():
+            while True:
+                yield X, teacher.predict(X, verbose=0)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            student.fit(batches(), steps_per_epoch=3, shuffle=False, verbose=0)

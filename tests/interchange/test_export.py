@@ -419,6 +419,8 @@ def test_files_are_divided_by_bytes_among_processes():
     one = planned_files(types, 10**9, processes=1)
     assert [(file.name, file.process, list(file.types)) for file in one] == [("model.safetensors", 0, list(types))]
     several = planned_files(types, 120, processes=3)
+    empty = planned_files({"empty": TensorType("F32", (0, 4)), "other": TensorType("F32", (4, 4))}, 10**9, 1)
+    assert [[*file.types] for file in empty] == [["empty", "other"]]
     assert [list(file.types) for file in several] == [["0", "1"], ["2"], ["3", "4", "5"], ["6"]]
     assert several[0].name == "model-00001-of-00004.safetensors"
     assert [file.process for file in several] == [0, 1, 2, 2]

@@ -29,4 +29,5 @@ def test_each_process_writes_files_of_its_own(tmp_path):
     for result in (first, second):
         assert "but a file of the export takes" in result["error"]
         assert not result["left"]
+        assert "float16" in result["rounded"]  # of one process while it writes, and others gather
     assert sorted(os.listdir(tmp_path)) == ["like", "out"]

@@ -26,10 +26,16 @@ def write(like: str, out: str) -> dict:
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    model.weights[0].assign(model.weights[0] + 1e6)
+    try:
+        kd.export_safetensors(model, f"{out}_rounded", like, dtype="float16")
+    except ValueError as error:
+        rounded = str(error)
+
     if kd.process_id() == 1:
         output_files.os.posix_fallocate = refuse
     try:
         kd.export_safetensors(model, f"{out}_full", like)
     except OSError as error:
-        return {"created": written, "error": str(error), "left": os.path.exists(f"{out}_full")}
+        return {"created": written, "error": str(error), "left": os.path.exists(f"{out}_full"), "rounded": rounded}
     return {}
