@@ -194,7 +194,7 @@ def test_training_resumes_with_several_steps_per_execution(tmp_path):
     assert_resumes(train(tmp_path, "arrays", **arguments), uninterrupted, (1, 3))
 
 
-@pytest.mark.parametrize(("save_freq", "fixes"), [(1, (4, 1)), (6, (8, 2)), (9, (12, 1))])
+@pytest.mark.parametrize(("save_freq", "fixes"), [slow(1, (4, 1)), (6, (8, 2)), slow(9, (12, 1))])
 def test_a_checkpoint_within_an_execution_is_an_error_that_names_what_is_possible(save_freq, fixes, tmp_path):
     with pytest.raises(ValueError, match="save_freq") as error:
         train(tmp_path, "arrays", save_freq=save_freq, steps_per_execution=4)

@@ -195,6 +195,7 @@ def test_a_token_copies_no_cache(strategy, compiler):
     assert not copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [pytest.param("h100:1", marks=[needs_cuda, pytest.mark.compiler])])
 def test_plan_reads_weights_and_cache_once_a_token(compiler):
     """The bound on the time of a token is that of reading all weights but the embedding table, and the cache."""

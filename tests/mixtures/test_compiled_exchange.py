@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support.compilers import EIGHT_DEVICES
+from support.compilers import V5E_FIRST
 from support.hlo_text import read_module
 from support.slow_cases import slow
 
@@ -49,7 +49,7 @@ def traced_step(target, shape, axes):
 
 
 @pytest.mark.parametrize(("shape", "axes"), [slow((8,), ("expert",)), ((2, 4), ("a", "b"))])
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_rows_are_sent_four_times(target, shape, axes):
     traced = traced_step(target, shape, axes)
     costs = read_module(traced.lower().compile().as_text(), dict(zip(axes, shape, strict=True)))

@@ -7,7 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import slow_unless
 from support.strategy_models import LENGTH, MODELS, STRATEGIES, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -255,7 +255,8 @@ def test_masked_language_model_of_keras_hub():
     assert_chunks_change_nothing(build, x, y, fsdp, chunk=3, sample_weight=WEIGHTS[:, :6])
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "sequence": 2}, slow({"data": 1, "sequence": 4})])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2, "sequence": 2}, {"data": 1, "sequence": 4}])
 def test_positions_that_are_sharded(axes):
     """Context parallelism: each device has half of the positions, or a quarter."""
     build, x, y = MODELS["transformer"]

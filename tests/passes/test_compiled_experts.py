@@ -28,7 +28,7 @@ def planned(target, experts, reserved):
     ("target", "form", "temporaries"),
     [
         pytest.param("v5e:2x4", "megablox", 110, marks=[needs_libtpu, pytest.mark.slow]),
-        pytest.param("h100:8", "mosaic", 190, marks=needs_cuda),
+        pytest.param("h100:8", "mosaic", 190, marks=[needs_cuda, pytest.mark.slow]),
     ],
 )
 def test_a_step_computes_chosen_experts_and_sends_what_fsdp_sends(target, form, temporaries):

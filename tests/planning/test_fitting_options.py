@@ -330,6 +330,7 @@ def test_auto_does_not_depend_on_options_that_fail(monkeypatch, failing_options,
     assert [trial.plan.fits for trial in caught.value.trials] == [False]
 
 
+@pytest.mark.slow
 def test_auto_chooses_options_where_nothing_fits_without_them(monkeypatch, memory):
     capacity_of(monkeypatch, memory["dots"])
     choice = kd.auto(build, 64, strategies=["dp"])

@@ -205,6 +205,7 @@ def test_kernels_and_peaks_follow_the_generation(policy, target, kernel, dtype):
 
 
 @needs_cuda
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*computes attention by XLA")  # cuDNN has no float32
 def test_step_without_tile_sizes_is_compiled_without_triton():
     """The XLA of JAX 0.10 finds none for a product of this ViT, of 197 tokens, without a GPU; that of JAX 0.12 does."""

@@ -84,7 +84,7 @@ LOSSES = {
 }
 
 
-FAST = {("two losses", "update"), ("ignoring a class", "microbatch")}
+FAST = {("two losses", "update")}
 
 
 def fitted(build, x, y, sample_weight=None, distribution=None, batch_size=24):
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_taken_on_with_other_options(tmp_path):
     ("dtype", "axes", "kernel"),
     [
         slow("float32", "data:4", None),
-        ("bfloat16", "data:4", ("data", None)),
+        slow("bfloat16", "data:4", ("data", None)),
         ("bfloat16", "data:2,model:2", ("model", None)),
     ],
 )

@@ -74,7 +74,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [slow_unless(name in ("remat", "accumulated gradients"), name) for name in OPTIONS])
+@pytest.mark.parametrize("name", [slow_unless(name == "accumulated gradients", name) for name in OPTIONS])
 def test_options_give_the_numbers_of_single_steps(name):
     step_options, options = OPTIONS[name]
 

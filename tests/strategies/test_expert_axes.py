@@ -178,6 +178,7 @@ def test_evaluate_and_predict_have_the_numbers_of_one_device(name):
 
 
 @pytest.mark.filterwarnings("ignore:Layer 'experts' computes all 8 experts")
+@pytest.mark.slow
 def test_experts_that_rules_shard():
     model, losses = trained(by_rules())
     assert_same_numbers(losses, on_one_device(trained)[1], 1e-4)
@@ -263,6 +264,7 @@ def test_axes_that_cannot_be_those_of_experts(make, match):
         make()
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_axes():
     plan = kd.plan(BUILD, fsdp("fsdp:2,expert:4", expert_dim_name="expert"), (X, Y), progress=False)
     assert "expert_dim_name='expert'" in plan.distribution

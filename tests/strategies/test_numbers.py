@@ -155,7 +155,8 @@ def test_forward_and_second_derivatives():
         assert_same_numbers(derivatives(distribution), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "mixture", name) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_mixed_precision(name):
     build, x, y = MODELS[name]
 

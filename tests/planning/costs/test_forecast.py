@@ -207,7 +207,10 @@ class TestCompiled:
 
     @pytest.mark.parametrize(
         ("target", "slices"),
-        [pytest.param("v5e:2x2", 2, marks=needs_libtpu), pytest.param("h100:2x4", 1, marks=needs_cuda)],
+        [
+            pytest.param("v5e:2x2", 2, marks=needs_libtpu),
+            pytest.param("h100:2x4", 1, marks=[needs_cuda, pytest.mark.slow]),
+        ],
     )
     def test_what_crosses_the_network_takes_longest(self, target, slices):
         planned = kd.plan(

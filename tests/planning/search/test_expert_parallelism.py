@@ -116,6 +116,7 @@ def test_it_is_left_out_where_rows_have_more_bytes():
     assert not any("would gather" in note for note in few.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_it_is_chosen_for_few_tokens_and_large_experts():
     choice = kd.auto(build, ROWS, strategies=NAMES, trials=4)
