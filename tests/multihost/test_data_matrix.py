@@ -21,7 +21,7 @@ SOURCES = dict.fromkeys(process_matrix.DISTRIBUTIONS, ("numpy_arrays", "generato
 SOURCES["model_parallel_across"] = tuple(s for s in process_matrix.SOURCES if s not in {*MISSING, "torch_loader"})
 # Arrays are passed by cases that all sources share.
 MANY = {2: SOURCES, 4: dict.fromkeys(SOURCES, ("generator",))}
-FEW = {2: {"model_parallel_across": ("generator",)}}
+FEW = {2: {"data_parallel": ("generator",), "model_parallel_across": ("numpy_arrays",)}}
 
 # Keras says so where it finds the end of a source without a length, on one device too.
 pytestmark = [pytest.mark.filterwarnings("ignore:Your input ran out of data"), pytest.mark.multiprocess]
