@@ -43,9 +43,10 @@ class CheckpointFiles:
                 self._reserve(model)
             self._saved = [int(step) for step in reversed(restore.steps(str(self._directory)))]
             self._require_same_newest()
-            self._require_no_others()
+            folders = self._named_as_checkpoints() if messaging.process_index() == 0 else []
+            _require_checkpoints(folders)
             if messaging.process_index() == 0:
-                self._remove_unfinished()
+                self._remove_unfinished(folders)
                 self._model = model_description.describe(model)
         except BaseException:
             self.close()
@@ -68,26 +69,17 @@ class CheckpointFiles:
             )
         _raise_on_all_processes(None if self._lock is None else self._lock.problem)
 
-    def _remove_unfinished(self) -> None:
-        """Removes what a killed job has left: a folder of another name, or at an object store one that lacks a file."""
-        complete = {str(step) for step in self._saved}
-        for path in self._named_as_checkpoints():
-            if path.name not in complete:
-                _remove(path)
-
     def _named_as_checkpoints(self) -> list[Any]:
+        """Returns the folders that have the name of a checkpoint, or of one that is being written."""
         paths = self._directory.iterdir() if self._directory.exists() else ()
         return [path for path in paths if re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name) and path.is_dir()]
 
-    def _require_no_others(self) -> None:
-        """Raises ValueError for a folder of something else, since those that are not needed are deleted."""
-        found = self._named_as_checkpoints() if messaging.process_index() == 0 else []
-        other = next((path for path in found if path.name.isdecimal() and not _is_checkpoint(path)), None)
-        _raise_on_all_processes(
-            other
-            and f"{other} has the name of a checkpoint, but is none. TrainingCheckpoint deletes checkpoints that "
-            "are no longer needed, so pass a directory of its own."
-        )
+    def _remove_unfinished(self, folders: list[Any]) -> None:
+        """Removes what a killed job has left: a folder of another name, or at an object store one that lacks a file."""
+        complete = {str(step) for step in self._saved}
+        for path in folders:
+            if path.name not in complete:
+                _remove(path)
 
     def _require_same_newest(self) -> None:
         steps = messaging.exchange("TrainingCheckpoint", self._saved[-1] if self._saved else None)
@@ -208,6 +200,16 @@ class CheckpointFiles:
                 f"{before}.",
             )
         return progress
+
+
+def _require_checkpoints(folders: list[Any]) -> None:
+    """Raises ValueError for a folder of something else, since those that are not needed are deleted."""
+    other = next((path for path in folders if path.name.isdecimal() and not _is_checkpoint(path)), None)
+    _raise_on_all_processes(
+        other
+        and f"{other} has the name of a checkpoint, but is none. TrainingCheckpoint deletes checkpoints that are no "
+        "longer needed, so pass a directory of its own."
+    )
 
 
 def _is_checkpoint(path: Any) -> bool:

@@ -103,9 +103,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 f"directory must be the path of a folder, but got {directory!r} of type {type(directory).__name__}. "
                 "Pass, for example, 'checkpoints'."
             )
-        if save_freq != "epoch" and not _is_number(save_freq):
+        if save_freq != "epoch" and not _is_positive_integer(save_freq):
             raise ValueError(f"save_freq={save_freq!r} is neither 'epoch' nor a number of batches of at least 1.")
-        if max_to_keep is not None and not _is_number(max_to_keep):
+        if max_to_keep is not None and not _is_positive_integer(max_to_keep):
             raise ValueError(f"max_to_keep={max_to_keep!r} is not a number of at least 1. Pass None to keep all.")
         name, status = "exit_status", exit_status
         if status is None:
@@ -348,7 +348,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_positive_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
