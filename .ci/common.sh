@@ -6,6 +6,7 @@ repository=$PWD
 work=$(mktemp -d)
 trap end EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore TF_CPP_MIN_LOG_LEVEL=3
+export PIP_COMPILE=0  # what is imported is compiled then, the rest never
 export PYTEST_ADDOPTS=--durations=5  # each stage prints its slowest tests
 unset KERAS_BACKEND
 

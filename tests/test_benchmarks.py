@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from support.compilers import needs_cuda
+from support.slow_cases import slow
 
 pytestmark = pytest.mark.multiprocess
 FILE = pathlib.Path(__file__).parent.parent / "benchmarks" / "one_gpu.py"
@@ -21,6 +22,7 @@ def lines_of(*arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_case_by_each_contestant_that_is_installed():
     lines = lines_of("--case", "resnet", "--by", "keras", "keras_dist", "jax", "--epochs", "2")
     assert [line["by"] for line in lines] == ["keras", "keras_dist", "jax"]
@@ -32,7 +34,7 @@ def test_a_case_by_each_contestant_that_is_installed():
     assert "absent" in lines[2]
 
 
-@pytest.mark.parametrize("by", ["keras_dist", "jax"])
+@pytest.mark.parametrize("by", [slow("keras_dist"), "jax"])
 def test_the_llama(by):
     pytest.importorskip("keras_hub")
     (line,) = lines_of("--case", "llama", "--by", by, "--epochs", "2")
@@ -68,6 +70,7 @@ def test_the_llama_by_hand_is_that_of_keras_hub(monkeypatch):
     np.testing.assert_allclose(loss, model.evaluate(inputs, targets, verbose=0), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @needs_cuda
 def test_a_step_for_a_gpu_costs_no_more_than_that_of_keras(monkeypatch):

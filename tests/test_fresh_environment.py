@@ -134,6 +134,7 @@ def test_what_an_error_advises_mends_it(environment, index, extra):
     environment.must_run(program)
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_with_the_documented_command(environment, index):
     shutil.copy(environment.wheel, environment.folder)
     shutil.copy(ROOT / "guides" / "quickstart.py", environment.folder)

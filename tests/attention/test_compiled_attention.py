@@ -79,6 +79,7 @@ def test_memory_is_that_of_activations(target, make_distribution, axes, heads):
     assert plan.memory.temporaries <= activations + 2 * plan.memory.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_kernel_sends_nothing(target):
     arguments = fully_sharded_and_tensor_parallel, target, "fsdp:4,model:2", SHORT

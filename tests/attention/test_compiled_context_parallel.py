@@ -9,7 +9,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, needs_libtpu
+from support.compilers import H100_FIRST, V5E_FIRST, needs_libtpu
 
 import keras_dist as kd
 
@@ -42,7 +42,7 @@ def traffic(target, heads, key_heads, axes="data:2,context:4", **options):
     return sent, attention
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_all_to_all_sends_its_floor_and_the_step_only_gradients(target):
     sent, attention = traffic(target, 8, 4)
     assert (attention.implementation, attention.exchange) in (
@@ -78,7 +78,7 @@ def test_all_gather_sends_its_floor_and_the_swap():
     assert len(sent) == 4
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", V5E_FIRST)
 def test_weights_are_sharded_over_sequences_too(target):
     sent, _ = traffic(target, 8, 4, "fsdp:2,context:4", min_shard_bytes=0)
     over_all = {kind for kind, axes in sent if axes == ("fsdp", "context")}

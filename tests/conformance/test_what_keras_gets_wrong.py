@@ -346,6 +346,7 @@ def test_causal_attention_on_tpus_has_no_logits_of_all_tokens(monkeypatch):
     assert kernels_and_logits(kd) == (1, False)
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.usefixtures("full_compilation")
 @needs_libtpu

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from support.compilers import needs_cuda, needs_libtpu
 from support.hlo_text import read_module
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.mixtures.batched import rows_at_once, rows_of_blocks
@@ -48,7 +49,7 @@ def test_megablox_is_counted_by_the_rows_that_are_passed(width, dtype):
     assert read_module(text).flops == need(4000, shape)  # not by those of whole tiles
 
 
-@pytest.mark.parametrize("num_rows", [4000, 8])
+@pytest.mark.parametrize("num_rows", [4000, slow(8)])
 @needs_cuda
 def test_mosaic_is_counted_by_the_rows_that_are_passed(num_rows):
     shape = 8, 512, 192
@@ -60,7 +61,8 @@ def test_mosaic_is_counted_by_the_rows_that_are_passed(num_rows):
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [("h100:8", "float32"), ("a100:8", "bfloat16"), ("t4:1", "float16"), ("t4:1", "bfloat16")]
+    ("target", "dtype"),
+    [("h100:8", "float32"), slow("a100:8", "bfloat16"), ("t4:1", "float16"), slow("t4:1", "bfloat16")],
 )
 @needs_cuda
 def test_batched_products_are_counted_with_one_block_of_the_rest(target, dtype):

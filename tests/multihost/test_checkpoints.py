@@ -84,6 +84,7 @@ def test_processes_agree_on_the_newest_undamaged_checkpoint(tmp_path):
     assert names == {"4", "8", "12", "12.damaged", "12.1.damaged"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_keras_is_read_by_another_number_of_processes(tmp_path):
     directories = [str(tmp_path / name) for name in ("of one", "of two")]
     values = [checkpoints.save(directories[0])]

@@ -9,6 +9,7 @@ from support.strategy_models import assert_same_numbers
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one():
     expected = sequence_program.everything()
     completed = run_processes(sequence_program.everything, processes=2, devices=4, timeout=600)

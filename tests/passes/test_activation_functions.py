@@ -105,6 +105,7 @@ def test_a_cpu_needs_no_copies():
     assert changed is program
 
 
+@pytest.mark.slow
 @needs_cuda
 @pytest.mark.compiler
 @pytest.mark.parametrize("target", ["h100:1", slow("h100:2")])

@@ -94,12 +94,12 @@ def planned_decoding(target, num_devices, rows):
 @pytest.mark.parametrize(
     ("target", "num_devices", "rows", "num_experts"),
     [
-        pytest.param("v5e:2x4", 1, 1, 4, marks=needs_libtpu),
-        pytest.param("v5e:2x4", 1, 8, 32, marks=needs_libtpu),
-        pytest.param("v5e:2x4", 8, 1, 4, marks=needs_libtpu),
+        pytest.param("v5e:2x4", 1, 1, 4, marks=[needs_libtpu, pytest.mark.slow]),
+        pytest.param("v5e:2x4", 1, 8, 32, marks=[needs_libtpu, pytest.mark.slow]),
+        pytest.param("v5e:2x4", 8, 1, 4, marks=[needs_libtpu, pytest.mark.slow]),
         pytest.param("v5e:2x4", 8, 8, 8, marks=needs_libtpu),
         pytest.param("h100:8", 1, 1, 3 * 4, marks=needs_cuda),  # XLA:GPU copies what it looks up
-        pytest.param("h100:8", 8, 1, 3 * 4, marks=needs_cuda),
+        pytest.param("h100:8", 8, 1, 3 * 4, marks=[needs_cuda, pytest.mark.slow]),
     ],
 )
 def test_decoding_reads_the_weights_of_chosen_experts_where_they_are(target, num_devices, rows, num_experts):

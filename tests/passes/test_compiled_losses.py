@@ -13,7 +13,7 @@ from support.slow_cases import slow
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "loss_chunk.py"
-TARGETS = [pytest.param("h100:1", marks=needs_cuda), pytest.param("v5e:2x4", marks=needs_libtpu)]
+TARGETS = [pytest.param("h100:1", marks=needs_cuda), pytest.param("v5e:2x4", marks=[needs_libtpu, pytest.mark.slow])]
 
 
 @functools.cache

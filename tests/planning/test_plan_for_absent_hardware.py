@@ -6,8 +6,9 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
 from support.planned_models import LargestDim, gpt, rules, tensor_parallel
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -109,7 +110,7 @@ def wide():
     return model
 
 
-@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("target", H100_FIRST)
 def test_plan_that_does_not_fit(target):
     mesh = mesh_of(target, "data:8")
     kernel = 4 * 2**31  # bytes; Adam holds three of it, and its gradient comes besides
@@ -126,6 +127,7 @@ def test_plan_that_does_not_fit(target):
     assert sharded.memory.weights < replicated.memory.weights / 7
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_model_larger_than_any_host_is_planned():
     def giant():
@@ -141,7 +143,7 @@ def test_model_larger_than_any_host_is_planned():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install '.[hub]'")
-@pytest.mark.parametrize("target", ["cpu:8", *V5E_FIRST])
+@pytest.mark.parametrize("target", [slow("cpu:8"), *V5E_FIRST])
 def test_keras_hub_task_that_compiles_itself(target):
     import keras_hub
 
@@ -181,9 +183,9 @@ def test_keras_hub_task_that_compiles_itself(target):
     ("policy", "target", "kernel", "dtype"),
     [
         ("mixed_bfloat16", "h100:2", "cuDNN", "bfloat16"),
-        ("mixed_bfloat16", "GPU T4 x2", "XLA", "float32"),
+        slow("mixed_bfloat16", "GPU T4 x2", "XLA", "float32"),
         ("mixed_float16", "GPU T4 x2", "XLA", "float16"),
-        ("mixed_bfloat16", "b300:2", "cuDNN", "bfloat16"),
+        slow("mixed_bfloat16", "b300:2", "cuDNN", "bfloat16"),
     ],
 )
 def test_kernels_and_peaks_follow_the_generation(policy, target, kernel, dtype):

@@ -138,6 +138,7 @@ def test_gradients_are_reduced_in_float32(target):
     assert 1.85 * wire_bytes(half) <= wire_bytes(plan) <= 2.02 * wire_bytes(half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_microbatches_hold_the_activations_of_one_part(target):
     undivided, plan = (
@@ -158,6 +159,7 @@ def test_rematerialization_of_blocks_is_that_written_by_hand(target):
     assert wire_bytes(plan) <= 1.02 * wire_bytes(by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 @pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
 def test_optimizer_state_is_in_host_memory(target, strategy):
@@ -209,6 +211,7 @@ def test_each_block_adds_about_what_it_passes_on(target, options):
     assert many.memory.temporaries - few.memory.temporaries <= (MANY - FEW) * 4 * passed_on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_activations_are_in_host_memory(target):
     """The product of each block that "dots" keeps is copied to the host and back."""

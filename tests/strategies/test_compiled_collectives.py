@@ -89,6 +89,7 @@ def assert_fully_sharded(plan):
     assert "all-to-all" not in kinds(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_fully_sharded_without_and_with_reshard_after_forward(target):
     kept = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")))
@@ -101,6 +102,7 @@ def test_fully_sharded_without_and_with_reshard_after_forward(target):
     assert plan.memory.state == kept.memory.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_fully_sharded_where_no_axis_divides_the_vocabulary(target):
     """The table is sharded along its columns, and devices send each other indices and rows."""

@@ -26,6 +26,7 @@ def perceptron(width=1024, blocks=1):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", V5E_FIRST)
 def test_the_choice_has_the_best_forecast(target):
     choice = kd.auto(perceptron, 64, target, trials=5)
@@ -79,7 +80,7 @@ def test_memory_that_only_some_candidates_have():
 
 @pytest.mark.parametrize(
     ("target", "slices"),
-    [pytest.param("v5e:2x2", 2, marks=needs_libtpu), pytest.param("h100:2x4", 1, marks=needs_cuda)],
+    [pytest.param("v5e:2x2", 2, marks=needs_libtpu), pytest.param("h100:2x4", 1, marks=[needs_cuda, pytest.mark.slow])],
 )
 def test_two_slices_or_hosts(target, slices):
     choice = kd.auto(perceptron, 64, kd.target(target, slices=slices), trials=3)
