@@ -246,7 +246,7 @@ def _step_option(text: str) -> tuple[str, Any]:
         raise ValueError(
             f"--step-option {text!r} is not of the form NAME=VALUE, with a name of {', '.join(names)}. {fix}"
         )
-    if name == "offload":
+    if name in ("offload", "without_passes"):
         return name, tuple(value.split(","))
     for number in (int, float):
         with contextlib.suppress(ValueError):

@@ -115,9 +115,12 @@ def test_compiler_options_of_a_plan(functions, capsys):
 
 def test_step_options_of_a_plan(functions, capsys):
     arguments = [*plan_arguments(functions, layout=f"{functions}:layout"), "--json", "--step-option"]
-    assert main([*arguments, "microbatches=2", "--step-option", "reduce_dtype=bfloat16"]) == 0
+    options = "reduce_dtype=bfloat16", "without_passes=windows,gates"
+    assert main([*arguments, "microbatches=2", *(f"--step-option={each}" for each in options)]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["step_options"] == "StepOptions(microbatches=2, reduce_dtype='bfloat16')"
+    assert planned["step_options"] == (
+        "StepOptions(microbatches=2, reduce_dtype='bfloat16', without_passes=('windows', 'gates'))"
+    )
     assert main([*arguments, "micro=2"]) == 2
     assert "'micro=2'" in capsys.readouterr().err
     assert main([*arguments, "expert_capacity=0.5"]) == 2

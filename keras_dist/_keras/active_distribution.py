@@ -197,6 +197,17 @@ def warn_of_idle_devices(model_name: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def intent_kept() -> Iterator[None]:
+    """Lets `warn_of_idle_devices` warn after a block, which has a distribution for a plan only, as before it."""
+    global _intent
+    intent = _intent
+    try:
+        yield
+    finally:
+        _intent = intent
+
+
 def is_unset() -> bool:
     """Returns whether nothing was set in Keras's global in this thread since it began or was cleared."""
     return _keras_global() is _UNSET

@@ -5,6 +5,7 @@ Only `_keras` and `_patches` use private names, so a new version of Keras needs 
 
 import contextlib
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -117,8 +118,16 @@ def as_sharding(layout: Any) -> Any:
 
 
 def stored_dtype(variable) -> str:
-    """Returns the dtype of a variable's value; `variable.dtype` is the one that an autocast scope reads it as."""
-    return variable._dtype
+    """Returns the dtype of the value of a variable, or of its `VariableSpec`.
+
+    That of `variable.dtype` is the one that an autocast scope reads it as.
+    """
+    return getattr(variable, "_dtype", None) or variable.dtype
+
+
+def stored_bytes(variable) -> int:
+    """Returns the bytes of the value of a variable, or of its `VariableSpec`."""
+    return math.prod(variable.shape) * jax.numpy.dtype(stored_dtype(variable)).itemsize
 
 
 def variable_layout(variable):
@@ -175,6 +184,12 @@ def is_embedding_table(path: str) -> bool:
     return path.endswith("/embeddings")
 
 
+def in_scope_without_losses() -> bool:
+    """Returns whether layers are called in a `StatelessScope` that collects no losses, as by `generate()`."""
+    scope = get_stateless_scope()
+    return scope is not None and not scope.collect_losses
+
+
 def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Callable]):
     """Calls a function in a stateless scope, by `checkpoint(function)()`, such as `jax.checkpoint`.
 
@@ -185,6 +200,7 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
     # Keras finds the losses of a layer by `id`. Those of the trace are kept as long as the scope, or else another loss
     # could get the id of one, and count twice.
     traced_losses = vars(outer).setdefault("_traced_losses", [])
+    keys: list[int] = []  # of changed values: ids, on which the program would depend if it returned them
 
     def function():
         with StatelessScope(collect_losses=outer.collect_losses) as inner:
@@ -194,14 +210,15 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
         traced_losses.extend(inner.losses)
         known = outer.state_mapping
         changed = {key: value for key, value in inner.state_mapping.items() if value is not known.get(key)}
+        keys[:] = changed
         masks = [get_keras_mask(leaf) for leaf in jax.tree.leaves(outputs)]
-        return outputs, masks, changed, inner.losses
+        return outputs, masks, list(changed.values()), inner.losses
 
     outputs, masks, changed, losses = checkpoint(function)()
     for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
         if mask is not None:
             set_keras_mask(leaf, mask)
-    outer.state_mapping.update(changed)
+    outer.state_mapping.update(zip(keys, changed, strict=True))
     for loss in losses:
         outer.add_loss(loss)
         if isinstance(layer, keras.Layer):

@@ -167,8 +167,15 @@ def inputs_and_outputs(model) -> tuple:
 
 
 def compute_dtypes(model) -> dict[int, str]:
-    """Returns the dtype that a layer computes in with each of its weights, by the id of the weight."""
-    return {id(each): layer.compute_dtype for layer in model._flatten_layers() for each in direct_variables(layer)}
+    """Returns the dtype in which layers compute with a weight, the widest of several, by the id of the weight."""
+    found: dict[int, str] = {}
+    for layer in model._flatten_layers():
+        # Embeddings read their table as it is, and cast the rows.
+        casts = layer.autocast or isinstance(layer, keras.layers.Embedding)
+        for each in direct_variables(layer):
+            dtype = layer.compute_dtype if casts else stored_dtype(each)
+            found[id(each)] = max(found.get(id(each), dtype), dtype, key=lambda name: jax.numpy.dtype(name).itemsize)
+    return found
 
 
 def may_have_experts(layer: keras.Layer) -> bool:

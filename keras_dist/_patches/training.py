@@ -112,7 +112,9 @@ def _reduce_weighted_values(
 
 def _divisor(values, sample_weight, mask, reduction):
     """Returns what a mean was divided by, None if that is the number of its values."""
-    if values.ndim == 0 or (mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")):
+    if getattr(values, "ndim", 0) == 0 or (
+        mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
+    ):
         return None
     if reduction == "mean_with_sample_weight":
         dtype = "float32" if sample_weight is None else sample_weight.dtype
@@ -200,7 +202,8 @@ def _patch_make_function(step: str) -> None:
             return None
         put_values_back(self)
         announce_step(step, self)
-        if force or function is None or made_under is not distribution:
+        is_of_user = function is not None and not str(getattr(function, "__module__", "")).startswith("keras")
+        if force or (made_under is not distribution and not is_of_user):
             variables = list(itertools.chain.from_iterable(state_variables(self, step)))
             seeds = {id(state) for state in model_structure.seed_generator_states(self)}
             placed = [variable for variable in variables if id(variable) not in seeds]

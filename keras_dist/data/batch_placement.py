@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 from jax.lax import with_sharding_constraint
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from keras_dist._keras import internals
 from keras_dist._report.units import counted
-from keras_dist.mesh.device_mesh import DeviceMesh
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
 
 class UnequalShards(enum.Enum):
@@ -36,15 +37,22 @@ class BatchPlacer:
 
     Dim 0 is sharded over the subset of axes with the largest product that divides the number of rows, since JAX places
     arrays in equal shards only; if no axis does, the array is replicated. A compiled step can split rows unequally.
-    Dim 1 is sharded if the sequence axes divide it.
+    Dim 1 is sharded if the sequence axes divide it. `layout_of` chooses the layout of arrays with dims instead, given
+    their shape.
 
     >>> placer = BatchPlacer(DeviceMesh((2, 4), ["data", "fsdp"]), ("data", "fsdp"))
     >>> [placer.axes_for(rows) for rows in (16, 12, 6, 5)]
     [('data', 'fsdp'), ('fsdp',), ('data',), ()]
     """
 
-    def __init__(self, device_mesh: DeviceMesh, batch_axes: Sequence[str], sequence_axes: Sequence[str] = ()):
-        self.device_mesh = device_mesh
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        batch_axes: Sequence[str],
+        sequence_axes: Sequence[str] = (),
+        layout_of: Callable[[Sequence[int]], Any] | None = None,
+    ):
+        self.device_mesh, self._layout_of = device_mesh, layout_of
         self.batch_axes, self.sequence_axes = tuple(batch_axes), tuple(sequence_axes)
         self.num_sequence_shards = math.prod(device_mesh.axis_sizes[name] for name in self.sequence_axes)
         self._subsets = [  # the product of the sizes of each subset of axes, largest first; ties: more axes first
@@ -55,6 +63,7 @@ class BatchPlacer:
         self._subsets.sort(key=lambda pair: -pair[0])
         self.num_batch_shards = self._subsets[0][0]
         self._has_warned = False
+        self.warned: set[str | None] = set()  # why layers compute experts that no token chose
         devices = device_mesh.backend_mesh.devices
         self.is_of_several_processes = len({device.process_index for device in devices.flat}) > 1
         self.is_on_cpu = devices.flat[0].platform == "cpu"
@@ -100,6 +109,8 @@ class BatchPlacer:
 
     def sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
         """Returns the sharding of an array of this shape; a 0-d array is replicated."""
+        if self._layout_of is not None and len(shape):
+            return internals.as_sharding(self._layout_of(shape))
         rows = self.axes_for(shape[0]) if len(shape) else ()
         return _sharding_over(rows, self.sequence_axes_for(shape), self.device_mesh.backend_mesh)
 
@@ -332,4 +343,8 @@ def _as_array(leaf):
     if not isinstance(leaf, (np.ndarray, jax.Array, sparse.JAXSparse, bool, int, float, complex)):
         leaf = np.asarray(leaf)
     require_numbers(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_types) - {AxisType.Auto}:
+        mesh = as_auto_mesh(sharding.mesh).backend_mesh  # layers do not annotate their results
+        leaf = jax.device_put(leaf, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
     return leaf

@@ -21,7 +21,7 @@ from keras_dist.diagnostics.coverage import SEVERAL_RULES, Coverage, CoveredVari
 from keras_dist.diagnostics.findings import find_mistakes
 from keras_dist.layout.derived_weights import base_weight_of, derived_axes, paths_derived_later
 from keras_dist.layout.layout_map import LayoutMap, Rule
-from keras_dist.layout.rule_matching import Regexes, matching_patterns
+from keras_dist.layout.rule_matching import matching_patterns
 from keras_dist.layout.tensor_layout import Axes, TensorLayout, axis_names, axis_tuple, is_in_host_memory, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import device_name
@@ -246,8 +246,7 @@ def _why_not_sharded(variable: keras.Variable, layout: Any, distribution: Distri
         axes, threshold, threshold_name = distribution._placer.batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold"
     sizes = distribution.device_mesh.axis_sizes
     shards = math.prod(sizes[name] for name in axis_names(layout.axes))
-    itemsize = jax.numpy.dtype(internals.stored_dtype(variable)).itemsize
-    if math.prod(variable.shape) * itemsize // shards <= threshold:
+    if internals.stored_bytes(variable) // shards <= threshold:
         return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
     return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in axes)}"
 
@@ -294,7 +293,7 @@ def _unused_rules(
 ) -> dict[str, dict[str, int]]:
     """Returns the rules that determine no layout; for each, the rules that take the paths that it matches."""
     used = {v.rule for v in variables}
-    regexes = Regexes({key: re.compile(key) for key in layout_map if key not in used})
+    regexes = {key: re.compile(key) for key in layout_map if key not in used}
     if not regexes:
         return {}
     takers = {key: Counter() for key in regexes}

@@ -19,7 +19,7 @@ from keras_dist.diagnostics.suggestions import (
     suggest_for_unmatched_rules,
     variables_with_rules,
 )
-from keras_dist.layout.rule_matching import Regexes, is_for_activations, matching_patterns, strip_model_names
+from keras_dist.layout.rule_matching import full_matches, is_for_activations, matching_patterns, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
 _LARGE_FRACTION = 0.02  # of the bytes of all weights; replicas that take more are reported
@@ -76,7 +76,7 @@ def _misfits(coverage: Coverage) -> Iterator[Finding]:
 
 def _several_rules(coverage: Coverage) -> Iterator[Finding]:
     sizes, rules = coverage.mesh.axis_sizes, dict(coverage.rules)
-    regexes = Regexes({pattern: re.compile(pattern) for pattern in rules})
+    regexes = {pattern: re.compile(pattern) for pattern in rules}
     for group in group_variables(v for v in variables_with_rules(coverage) if v.why == SEVERAL_RULES):
         patterns = matching_patterns(regexes, group[0].path)
         axes = next((rules[p].axes for p in patterns if not layout_error(rules[p].axes, group[0].shape, sizes)), ())
@@ -166,12 +166,12 @@ def _shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
 def _partly_shadowed_rules(coverage: Coverage) -> Iterator[Finding]:
     """Yields rules that apply to some paths, but not to others that they match without automatic model names."""
     rules, losses = dict(coverage.rules), defaultdict(list)
-    regexes = Regexes({pattern: re.compile(pattern) for pattern in rules})
+    regexes = {pattern: re.compile(pattern) for pattern in rules}
     for v in variables_with_rules(coverage):
         stripped = strip_model_names(v.path)
         if coverage.first_match_wins or v.rule is None or stripped == v.path or v.base is not None:
             continue
-        losers = set(regexes.full_matches(stripped)).difference(regexes.full_matches(v.path), coverage.unused)
+        losers = set(full_matches(regexes, stripped)).difference(full_matches(regexes, v.path), coverage.unused)
         # A rule that spells the model's name is meant to take precedence.
         if losers and regexes[v.rule].fullmatch(stripped):
             for pattern in losers:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from keras_dist._report.variable_groups import path_kind, path_regex
 from keras_dist.diagnostics.coverage import Coverage, CoveredVariable
 from keras_dist.diagnostics.experts import Experts, experts_by_path
-from keras_dist.layout.rule_matching import Regexes, is_for_activations, strip_model_names
+from keras_dist.layout.rule_matching import full_matches, is_for_activations, strip_model_names
 from keras_dist.layout.tensor_layout import Axes, axis_names, axis_tuple, layout_error, nearest_fitting_axes
 
 Group = Sequence[CoveredVariable]
@@ -161,25 +161,25 @@ class _Paths:
 
     def with_prefix(self, rules: Sequence[str]) -> dict[str, str]:
         """Returns the rules that match the end of paths, with the missing prefix added."""
-        regexes, prefixes = Regexes({rule: re.compile(rule) for rule in rules}), defaultdict(dict)
+        regexes, prefixes = {rule: re.compile(rule) for rule in rules}, defaultdict(dict)
         for path in self._paths:
             start = path.find("/") + 1
             while start:
-                for rule in regexes.full_matches(path[start:]):
+                for rule in full_matches(regexes, path[start:]):
                     prefixes[rule].setdefault(path, path[:start])
                 start = path.find("/", start) + 1
         return {rule: _add_prefix(rule, set(found.values())) for rule, found in prefixes.items()}
 
     def with_match(self, rewritten: Mapping[str, str]) -> dict[str, tuple[str, list[str]]]:
         """Returns the rules that match once they are rewritten: the new pattern, and the paths that it matches."""
-        regexes = Regexes()
+        regexes = {}
         for rule, better in rewritten.items():
             with contextlib.suppress(re.error):  # flags, for example, must be at the start of a regex
                 if better != rule:
                     regexes[rule] = re.compile(better)
         found: dict[str, list[str]] = defaultdict(list)
         for path in self._paths:
-            for rule in regexes.full_matches(path):
+            for rule in full_matches(regexes, path):
                 found[rule].append(path)
         return {rule: (rewritten[rule], paths) for rule, paths in found.items()}
 

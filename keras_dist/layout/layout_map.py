@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from keras_dist.layout.rule_matching import Regexes, applies_to, find_shadowing_rule, path_variants
+from keras_dist.layout.rule_matching import applies_to, find_shadowing_rule, full_matches, path_variants
 from keras_dist.layout.tensor_layout import TensorLayout, as_tensor_layout, with_map_mesh
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 
@@ -60,7 +60,8 @@ class LayoutMap(keras.distribution.LayoutMap):
         self._first_match_wins = False
         self._layout_map: OrderedDict[str, TensorLayout] = OrderedDict()
         self._device_mesh = None if device_mesh is None else as_auto_mesh(device_mesh)
-        self._regexes = Regexes()
+        self._regexes: dict[str, re.Pattern[str]] = {}
+        self._keys_by_path: dict[str, list[str]] = {}  # found before; replaced when a rule changes
 
     @classmethod
     def from_rules(
@@ -170,15 +171,24 @@ class LayoutMap(keras.distribution.LayoutMap):
                 "first match wins. Move it before that rule, or remove one of the two."
             )
         try:
-            self._layout_map[key] = with_map_mesh(as_tensor_layout(layout), self._device_mesh)
+            given = with_map_mesh(as_tensor_layout(layout), self._device_mesh)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Rule {key!r}: {error}") from None
+        if given.memory_kind is not None:
+            raise ValueError(
+                f"Rule {key!r}: memory_kind={given.memory_kind!r} cannot be that of a rule, since layers compute with "
+                "what is in device memory. Leave it out, and keep optimizer state or activations in host memory with "
+                "StepOptions(offload=...)."
+            )
+        self._layout_map[key] = given
         self._regexes[key] = regex
+        self._keys_by_path = {}
 
     def __delitem__(self, key: str) -> None:
         """Removes the rule with this key. Anything else is a KeyError, also a path that the key matches."""
         del self._layout_map[key]
         del self._regexes[key]
+        self._keys_by_path = {}
 
     def __len__(self) -> int:
         return len(self._layout_map)
@@ -320,21 +330,30 @@ class LayoutMap(keras.distribution.LayoutMap):
         return f"<{type(self).__name__} {{{rules}}}{first}, device_mesh={self._device_mesh}>"
 
     def __getstate__(self):
-        return vars(self) | {"_layout_map": self._layout_map.copy(), "_regexes": Regexes(self._regexes)}
+        copies = {"_layout_map": self._layout_map.copy(), "_regexes": self._regexes.copy(), "_keys_by_path": {}}
+        return vars(self) | copies
 
     def _matching(self, path: str) -> list[str]:
         """Returns the keys that apply to a path; at most one if the first match wins."""
+        known = self._keys_by_path
+        if path not in known:
+            known[path] = self._find_matching(path)
+        return known[path]
+
+    def _find_matching(self, path: str) -> list[str]:
         if path in self._layout_map:
             return [path]
+        # Keras has no rules for inputs: a key written for Keras must not apply to them by chance.
+        is_strict = self._first_match_wins or path.endswith("/input")
         found: list[str] = []
         for variant in path_variants(path):
-            found += [variant] if variant in self._layout_map else self._regexes.full_matches(variant)
+            keys = [variant] if variant in self._layout_map else full_matches(self._regexes, variant)
+            found += [key for key in keys if not is_strict or applies_to(key, path)]
             # If the first match wins, all variants count: a final `.*` matches the path with the model's name in front,
             # but must not hide an earlier rule that matches the path without it.
             if found and not self._first_match_wins:
-                # Keras has no rules for inputs: a key written for Keras must not apply to them by chance.
-                return [key for key in found if applies_to(key, path)] if path.endswith("/input") else found
-        return [key for key in self._layout_map if key in found and applies_to(key, path)][:1] if found else []
+                return found
+        return [key for key in self._layout_map if key in found][:1]
 
 
 def _regex_advice(key: str) -> str:

@@ -1,10 +1,8 @@
 """Which patterns of a layout map match a path."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]  (re has no public parser)
 
 # Keras prefixes the paths of a Sequential's variables with the model's name, numbers these names in order of creation,
 # and drops the prefix when it loads the model from a file. A rule therefore need not contain such a name.
@@ -33,66 +31,18 @@ def strip_model_names(path: str) -> str:
     return stripped
 
 
-class Regexes(dict[str, re.Pattern[str]]):
-    """Compiled regexes by a name, mostly their pattern, with an index that skips most regexes for most paths.
+def full_matches(regexes: Mapping[str, re.Pattern[str]], path: str) -> list[str]:
+    """Returns the names of the regexes that match an entire path, in their order; mostly their names are the patterns.
 
-    Most patterns spell a whole segment of the path. They are tried only for paths with that segment which also contain
-    the longest other text that the pattern spells.
-
-    >>> patterns = [".*/attention/(query|key)/kernel", ".*bias", "head/kernel"]
-    >>> Regexes({pattern: re.compile(pattern) for pattern in patterns}).full_matches("block_3/attention/key/kernel")
-    ['.*/attention/(query|key)/kernel']
+    >>> full_matches({name: re.compile(name) for name in (".*up/kernel", ".*", "up")}, "up/kernel")
+    ['.*up/kernel', '.*']
     """
-
-    _index: dict[str | None, list[tuple]] | None = None
-
-    def __setitem__(self, name, regex):
-        super().__setitem__(name, regex)
-        self._index = None
-
-    def __delitem__(self, name):
-        super().__delitem__(name)
-        self._index = None
-
-    def full_matches(self, path: str) -> list[str]:
-        """Returns the names of the regexes that match an entire path, in the order given."""
-        if self._index is None:
-            self._index = defaultdict(list)
-            for number, (name, regex) in enumerate(self.items()):
-                texts = required_texts(regex.pattern)
-                spelled = _GAP.join(texts).split("/")
-                segment = max((s for s in spelled if s and _GAP not in s), key=len, default=None)
-                others = [text for text in texts if segment is None or segment not in text]
-                self._index[segment].append((number, name, regex, max(others, key=len, default="")))
-        segments = self._index.keys() & {None, *path.split("/")}
-        entries = [entry for segment in segments for entry in self._index[segment]]
-        found = [(number, name) for number, name, regex, text in entries if text in path and regex.fullmatch(path)]
-        return [name for _, name in sorted(found)]
+    return [name for name, regex in regexes.items() if regex.fullmatch(path)]
 
 
-_GAP = "\0"  # stands for the parts of a pattern that are not literal text
-
-
-@lru_cache(maxsize=2**16)
-def required_texts(pattern: str) -> list[str]:
-    """Returns the texts that every match of a pattern contains, in their order, "" where it begins or ends otherwise.
-
-    >>> required_texts("(a|b)_[0-9]+/kernel"), required_texts("a|b")
-    (['', '_', '/kernel'], ['', ''])
-    """
-    parsed = _parser.parse(pattern)
-    texts = [""]
-    for operation, argument in parsed:
-        if operation is _constants.LITERAL and not parsed.state.flags & (re.IGNORECASE | re.VERBOSE):
-            texts[-1] += chr(argument)
-        else:
-            texts.append("")
-    return texts
-
-
-def matching_patterns(regexes: Regexes, path: str) -> list[str]:
-    """Returns the patterns that match a path; if none does, those that match it without automatic model names."""
-    return regexes.full_matches(path) or regexes.full_matches(strip_model_names(path))
+def matching_patterns(regexes: Mapping[str, re.Pattern[str]], path: str) -> list[str]:
+    """Returns the patterns that match a path, else those of the first of its variants that any matches."""
+    return next((found for variant in path_variants(path) if (found := full_matches(regexes, variant))), [])
 
 
 def applies_to(pattern: str, path: str) -> bool:
@@ -110,10 +60,11 @@ def applies_to(pattern: str, path: str) -> bool:
 def is_for_activations(pattern: str) -> bool:
     """Returns whether a pattern is for what layers take or return, and not for variables.
 
-    >>> is_for_activations("dense/output"), is_for_activations(".*output"), is_for_activations("output/kernel")
+    >>> is_for_activations("dense/output"), is_for_activations(".*/(input|output)"), is_for_activations("output/kernel")
     (True, True, False)
     """
-    return re.search(rf"\b({'|'.join(_ACTIVATION_SUFFIXES)})$", pattern) is not None
+    end = re.search(r"(?:\((?:\?:)?([\w|]+)\)|\b(\w+))\$?$", pattern)  # a group of alternatives, or a word
+    return end is not None and set((end[1] or end[2]).split("|")) <= set(_ACTIVATION_SUFFIXES)
 
 
 def find_shadowing_rule(pattern: str, earlier: Mapping[str, re.Pattern[str]]) -> str | None:

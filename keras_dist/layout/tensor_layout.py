@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import keras
+from jax.sharding import AxisType
 
 from keras_dist._report.units import counted
-from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, as_device_mesh
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
@@ -131,7 +132,10 @@ def is_in_host_memory(layout: object) -> bool:
 
 def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> TensorLayout:
     """Gives a layout without a mesh that of a `LayoutMap`, as Keras does; one with that of another map is copied."""
-    has_own_mesh = layout.device_mesh is not None and not layout._has_mesh_of_map
+    mesh = layout.device_mesh
+    has_own_mesh = mesh is not None and not layout._has_mesh_of_map
+    if mesh is not None and set(mesh.axis_types) - {AxisType.Auto}:
+        return TensorLayout(layout.axes, as_auto_mesh(mesh.backend_mesh), layout.memory_kind)
     if device_mesh is None or has_own_mesh or layout.device_mesh == device_mesh:
         return layout
     given = layout if layout.device_mesh is None else TensorLayout(layout.axes, memory_kind=layout.memory_kind)
@@ -218,6 +222,8 @@ def axis_tuple(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns one entry of a layout's axes as a tuple of names: `None` as `()`, `"a"` as `("a",)`."""
     if entry is None:
         return ()
+    if not isinstance(entry, Iterable):
+        raise TypeError(f"Mesh axes {entry!r} must be None, the name of an axis, or a tuple of names.")
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 

@@ -42,7 +42,7 @@ def may_have_losses(program: ClosedJaxpr) -> bool:
 def chunked_loss(program: StepProgram) -> ClosedJaxpr:
     """Computes losses and metrics of a large dim, such as logits, for `loss_chunk` tokens of a device at a time."""
     traced = program.jaxpr
-    largest = max(each.outvars[0].aval.size for each in all_equations(traced) if _is_product(each))
+    largest = max((each.outvars[0].aval.size for each in all_equations(traced) if _is_product(each)), default=0)
 
     def has_largest(equation: Any) -> bool:
         """Whether an equation is a layer that is computed again, since it gathers its weights again for example."""

@@ -148,7 +148,15 @@ def plan_step(
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:
             compiled = compile_step(prepared, chip, report, options, cache)
-            return _plan(_exact_fields(prepared, chip), compiled, distribution, options)
+            planned = _plan(_exact_fields(prepared, chip), compiled, distribution, options)
+            count = prepared.model.steps_per_execution
+            if step == "generate" or count == 1:
+                return planned
+            note = (
+                f"The plan is of one step and one batch, but fit holds the {counted(count, 'batch')} of an execution "
+                f"(steps_per_execution={count}) on the devices: {bytes_text(count * planned.memory.batch)} each."
+            )
+            return dataclasses.replace(planned, notes=(*planned.notes, note))
     exact: dict[int, dict[str, Any]] = {}
     compilations: dict[int, Compilation] = {}
     for blocks in (depth, *compile_depths):

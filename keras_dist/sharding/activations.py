@@ -28,6 +28,8 @@ def distribute_tensors(
 ) -> Any:
     """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
 
+    Masks of Keras are kept.
+
     While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
     any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
     its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
@@ -49,8 +51,12 @@ def distribute_tensors(
             return leaf
         fitted = fit(leaf, layout) if is_on_mesh else layout
         if not is_on_mesh or not isinstance(leaf, Tracer):
-            return internals.backend_lib.distribute_tensor(leaf, fitted)
-        return _constrain(leaf, fitted, None if gradient_layout is None else fit(leaf, gradient_layout))
+            sharded = internals.backend_lib.distribute_tensor(leaf, fitted)
+        else:
+            sharded = _constrain(leaf, fitted, None if gradient_layout is None else fit(leaf, gradient_layout))
+        if (mask := internals.get_keras_mask(leaf)) is not None:
+            internals.set_keras_mask(sharded, mask)
+        return sharded
 
     return jax.tree.map(distribute, tensors, is_leaf=_is_symbolic)
 

@@ -30,7 +30,9 @@ def weight_layouts(variable: keras.Variable, distribution: Any) -> WeightLayouts
     spec, stored = VariableSpec.of(variable), layout_under(variable, distribution)
     if stored != distribution.get_variable_layout(spec):  # the user passed its layout, or a sharding of JAX
         if not isinstance(stored, TensorLayout):
-            stored = TensorLayout(getattr(stored, "spec", ()), distribution.device_mesh)
+            axes = getattr(stored, "axes", getattr(stored, "spec", ()))
+            is_on_mesh = set(axis_names(axes)) <= set(distribution.device_mesh.axis_names)
+            stored = TensorLayout(axes if is_on_mesh else (), distribution.device_mesh)
         return WeightLayouts(stored, stored, stored)
     return WeightLayouts(stored, distribution.get_compute_layout(spec), distribution.get_update_layout(spec))
 

@@ -4,8 +4,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from keras_dist._keras import internals
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names
 from keras_dist.mesh.device_mesh import DeviceMesh
@@ -35,7 +33,7 @@ def shard_one_more_dim(
     entries = [*layout.axes, *[None] * (len(shape) - len(layout.axes))]
     used = axis_names(entries)
     parts = math.prod(sizes[name] for name in axes)
-    held = math.prod(shape) * jnp.dtype(variable.dtype).itemsize // math.prod(sizes[name] for name in used)
+    held = internals.stored_bytes(variable) // math.prod(sizes[name] for name in used)
     if parts == 1 or held <= min_shard_bytes or set(used) & set(axes) or internals.is_random_state(variable.path):
         return layout
     is_sharded = [entry is not None or (dims is not None and dim not in dims) for dim, entry in enumerate(entries)]

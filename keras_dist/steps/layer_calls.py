@@ -183,7 +183,7 @@ class LayerCalls:
         args = self.shard_inputs(f"{internals.current_path()}/input", args)
         run = functools.partial(original, layer, *args, **kwargs)
         call, remat = step_state().call, step_state().rematerialization
-        is_generating = call is None and internals.in_stateless_scope() and not internals.in_symbolic_scope()
+        is_generating = call is None and internals.in_scope_without_losses() and not internals.in_symbolic_scope()
         if is_generating and model_structure.may_have_experts(layer):
             with changed(is_generating=False):
                 return _called_stateless(layer, args, kwargs)

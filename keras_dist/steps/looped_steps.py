@@ -37,4 +37,4 @@ def _as_before(new: Any, old: Any) -> jax.Array:
 
 
 def _concatenated(outputs: jax.Array) -> jax.Array:
-    return outputs.reshape(-1, *outputs.shape[2:])
+    return outputs.reshape(outputs.shape[0] * outputs.shape[1], *outputs.shape[2:])

@@ -37,4 +37,6 @@ class LossParts:
             return loss
         if not self._totals:
             raise TotalsNeededError
+        if len(self.divisors) > len(self._totals):  # that of a metric, which come after all losses
+            return loss
         return loss * jnp.nan_to_num(divisor / self._totals[len(self.divisors) - 1]) / self._fraction

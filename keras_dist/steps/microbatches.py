@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from keras_dist._keras.internals import is_read_in_compute_dtype
 from keras_dist._keras.model_structure import compute_dtypes
 from keras_dist._keras.train_step import Improve, TrainState, compute_gradients, compute_loss
-from keras_dist.data.batch_placement import BatchPlacer
+from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.sharding.resharding import WeightLayouts, sharding_of_summands, to_compute_layout
 from keras_dist.steps.loss_parts import LossParts, TotalsNeededError
@@ -45,7 +45,7 @@ class Microbatches:
     ):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
         self._improve = improve
-        self._leaves, self._structure = jax.tree.flatten(batch)
+        self._leaves, self._structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         self._rows = _rows(self._leaves, options.microbatches)
         self._mesh, self._placer, self._axes = placer.device_mesh.backend_mesh, placer, placer.axes_for(self._rows)
         self._shards = math.prod(self._mesh.shape[name] for name in self._axes)
@@ -144,8 +144,9 @@ class Microbatches:
         if not leaf.ndim:
             return jnp.broadcast_to(leaf, (count,))
         shape = leaf.shape[1:]
-        rows = leaf.reshape(self._shards, -1, *shape)[:, start : start + count * size]
-        parts = jnp.swapaxes(rows.reshape(self._shards, count, size, *shape), 0, 1).reshape(count, -1, *shape)
+        rows = leaf.reshape(self._shards, self._rows // self._shards, *shape)[:, start : start + count * size]
+        parts = jnp.swapaxes(rows.reshape(self._shards, count, size, *shape), 0, 1)
+        parts = parts.reshape(count, self._shards * size, *shape)
         spec = self._placer.sharding(parts.shape[1:]).spec
         return with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec(None, *spec)))
 
@@ -169,7 +170,12 @@ class Microbatches:
 
 
 def _rows(leaves: Sequence[Any], microbatches: int) -> int:
-    """Returns the number of rows of a batch. Raises ValueError if its arrays do not have the same number."""
+    """Returns the number of rows of a batch. Raises ValueError if its arrays do not have one number, or are sparse."""
+    if any(map(is_sparse, leaves)):
+        raise ValueError(
+            f"microbatches={microbatches} splits every array of a batch along its rows, which a sparse array does not "
+            "store one after another. Pass dense arrays, or leave microbatches out."
+        )
     shapes = [tuple(leaf.shape) for leaf in leaves if leaf.ndim]
     if len({shape[0] for shape in shapes}) != 1:
         raise ValueError(
@@ -177,6 +183,8 @@ def _rows(leaves: Sequence[Any], microbatches: int) -> int:
             f"same number of rows. Got the shapes {shapes}. Pass arrays with one entry per row, or 0-d arrays, which "
             "are not split."
         )
+    if not shapes[0][0]:
+        raise ValueError(f"microbatches={microbatches} splits the rows of a batch, but this one has none: {shapes}.")
     return shapes[0][0]
 
 

@@ -1,6 +1,8 @@
 """`StepOptions`: how a training step is computed, apart from where its tensors are placed."""
 
+import contextlib
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -98,17 +100,19 @@ class StepOptions:
     without_passes: str | tuple[str, ...] = ()
 
     def __post_init__(self):
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+        if (count := _positive_integer(self.microbatches)) is None:
             raise ValueError(
                 f"microbatches={self.microbatches!r} must be a positive integer: the number of parts that each batch "
                 "is split into. 1 does not split batches."
             )
-        chunk = self.loss_chunk
-        if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        chunk = None if self.loss_chunk is None else _positive_integer(self.loss_chunk)
+        if chunk is None and self.loss_chunk is not None:
             raise ValueError(
-                f"loss_chunk={chunk!r} must be a positive integer, the number of tokens for which a device computes "
-                "logits at a time, such as 1024. Leave it out to compute them at once."
+                f"loss_chunk={self.loss_chunk!r} must be a positive integer, the number of tokens for which a device "
+                "computes logits at a time, such as 1024. Leave it out to compute them at once."
             )
+        object.__setattr__(self, "microbatches", count)
+        object.__setattr__(self, "loss_chunk", chunk)
         for name, known in (("reduce_gradients", _OFTEN), ("gather_weights", _OFTEN), ("experts", _Experts)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {list(get_args(known))}.")
@@ -126,8 +130,10 @@ class StepOptions:
         without_passes = _names("without_passes", self.without_passes, PASSES)
         object.__setattr__(self, "without_passes", without_passes)
         for name in ("reduce_dtype", "optimizer_state_dtype"):
-            if (dtype := getattr(self, name)) is not None and not _is_float(dtype):
-                raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+            if (dtype := getattr(self, name)) is not None:
+                if not _is_float(dtype):
+                    raise ValueError(f"{name}={dtype!r} must be a floating dtype, such as 'bfloat16' or 'float32'.")
+                object.__setattr__(self, name, jnp.dtype(dtype).name)
         if self.reduce_dtype is not None and self.reduce_gradients != "update":
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} needs reduce_gradients='update': gradients that are reduced in "
@@ -170,8 +176,16 @@ class StepOptions:
         return f"StepOptions({self.text})"
 
 
-def _names(option: str, value: str | Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value)
+def _positive_integer(value: Any) -> int | None:
+    """Returns a positive integer of any type as an int, None for anything else."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and (number := operator.index(value)) > 0:
+            return number
+    return None
+
+
+def _names(option: str, value: str | Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value or ())
     if not set(names) <= set(known):
         raise ValueError(f"{option}={value!r} must name some of {list(known)}.")
     return names

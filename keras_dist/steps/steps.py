@@ -85,7 +85,6 @@ class Steps:
 
     def __init__(self, distribution: Any, options: StepOptions, placer: BatchPlacer):
         self._distribution, self._options, self._placer = distribution, options, placer
-        self._warned: set[str | None] = set()
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -203,6 +202,8 @@ class Steps:
         forward, others = current.forward_passes, []
         if not current.is_in_step:
             forward, others = self._forward_passes, self._passes
+        # Which output of a call is a loss, if any, is not known.
+        forward = [each for each in forward if each is not FORWARD_PASSES["chunked_loss"]]
         leaves, structure = jax.tree.flatten(inputs)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         arrays = [leaves[index] for index in places]
@@ -211,23 +212,23 @@ class Steps:
         if not is_compiled or current.is_improved or not (forward or others):
             return function(state, inputs)
 
-        def call(state: Any, arrays: list) -> Any:
-            replaced = dict(zip(places, arrays, strict=True))
+        def call(state: Any, given: tuple[list, list]) -> Any:
+            replaced = dict(zip(places, given[0], strict=True))
+            _set_masks(*given)
             with changed(is_improved=True):
                 outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
             return outputs, list(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers, or None
 
-        traced = _Traced(call, state, arrays)
+        given = arrays, list(map(get_keras_mask, arrays))
+        traced = _Traced(call, state, given)
         axes = self._placer.axes_for(_num_rows(arrays))
         # What is differentiated outside of train steps is not known: all that could be.
         known = {"num_trained": len(state[0]), "is_trained": current.is_in_step}
-        program = self._program(traced.jaxpr, model, state, arrays, axes, **known)
+        program = self._program(traced.jaxpr, model, state, jax.tree.leaves(given), axes, **known)
         forward = [each for each in forward if each.may_find(traced.jaxpr)]
         program = self._improved(program, forward, model if current.is_in_step else None)
-        outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, arrays)
-        for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
-            if mask is not None:
-                set_keras_mask(leaf, mask)
+        outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, given)
+        _set_masks(jax.tree.leaves(outputs), masks)
         return outputs
 
     @property
@@ -250,8 +251,8 @@ class Steps:
     def _warn_of_dense(self, mixtures: Sequence[MixtureCall]) -> None:
         """Warns, once for each reason, of layers that compute experts that tokens have not chosen."""
         for mixture in mixtures:
-            if mixture.form == DENSE and mixture.reason not in self._warned:
-                self._warned.add(mixture.reason)
+            if mixture.form == DENSE and mixture.reason not in self._placer.warned:
+                self._placer.warned.add(mixture.reason)
                 layer = f"Layer {mixture.layer!r}" if mixture.layer else "A layer"
                 warn(
                     f"{layer} computes all {mixture.num_experts} experts for each token, which chooses "
@@ -306,6 +307,12 @@ class Steps:
         # Logs may be Python numbers, which have no shape. Without a split before, each device would compute all rows.
         output = self._placer.split(jnp.asarray(output), rows)
         return with_sharding_constraint(output, self._placer.sharding(output.shape))
+
+
+def _set_masks(arrays: Sequence[Any], masks: Sequence[Any]) -> None:
+    for array, mask in zip(arrays, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(array, mask)
 
 
 def _num_rows(arrays: list) -> int:

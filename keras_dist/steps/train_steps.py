@@ -1,7 +1,6 @@
 """`TrainSteps`: how the train steps of a distribution are computed, as its step options say."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,13 +50,14 @@ class TrainSteps:
         wanted = self._options.optimizer_state_dtype
         if wanted is None or "float" not in dtype:
             return dtype
-        kept = [getattr(optimizer, attribute, None) for attribute in _KEPT.get(name or "", ())]
+        attributes = ("beta_2",) if isinstance(optimizer, keras.optimizers.Lion) else _KEPT.get(name or "", ())
+        kept = [getattr(optimizer, attribute, None) for attribute in attributes]
         fractions = [fraction for fraction in kept if isinstance(fraction, (int, float))]
         return wanted if fractions and 1 - fractions[0] >= float(jnp.finfo(wanted).eps) else dtype
 
     def state_layout(self, variable: Any, layout: Any) -> Any:
         """Returns the layout of the optimizer state of a variable, given that of its update."""
-        is_small = math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize <= MIN_OFFLOAD_BYTES
+        is_small = internals.stored_bytes(variable) <= MIN_OFFLOAD_BYTES
         if is_small or not isinstance(layout, TensorLayout) or "optimizer" not in self._options.offload:
             return layout
         require_host_memory(self._distribution.device_mesh)

@@ -35,12 +35,22 @@ from keras_dist.variables.variable_layouts import describe_variable
 BatchDimName = str | Sequence[str] | None
 
 
+def _checked_options(step_options: Any) -> StepOptions:
+    if not isinstance(step_options, StepOptions):
+        raise TypeError(
+            f"step_options must be a keras_dist.StepOptions, but got {step_options!r} "
+            f"({type(step_options).__name__}). Pass, for example, keras_dist.StepOptions(microbatches=4)."
+        )
+    return step_options
+
+
 class Distribution(PackageDistribution, internals.KerasDistribution):
     """Chooses the layouts of variables, batches, and inputs and outputs of layers. Base class of all distributions.
 
     This class replicates variables and leaves the inputs and outputs of layers to the compiler. Subclasses override
     `get_variable_layout`, `get_compute_layout`, `get_update_layout`, `get_data_layout` and `get_tensor_layout`, which
-    have no side effects. A distribution holds no model.
+    have no side effects. The first three are passed a variable, or before it exists its path, shape, dtype, name and
+    `trainable`, so they should use nothing else of it. A distribution holds no model.
 
     Args:
         device_mesh: The mesh of devices.
@@ -93,14 +103,9 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
                 f"one of {list(EXCHANGES)}, and needs an axis that sequences are sharded over. By default the exchange "
                 "that sends the fewest bytes is used."
             )
-        if not isinstance(step_options, StepOptions | None):
-            raise TypeError(
-                f"step_options must be a keras_dist.StepOptions, but got {step_options!r} "
-                f"({type(step_options).__name__}). Pass, for example, keras_dist.StepOptions(microbatches=4)."
-            )
         if added := tuple(name for name in expert_axes if name not in batch_axes + sequence_axes):
             batch_dim_name = batch_axes = batch_axes + added
-        self._step_options = StepOptions() if step_options is None else step_options
+        self._step_options = StepOptions() if step_options is None else _checked_options(step_options)
         self._batch_dim_name, self._auto_shard_dataset = batch_dim_name, auto_shard_dataset
         self._sequence_dim_name, self._sequence_exchange = sequence_dim_name, sequence_exchange
         self._expert_dim_name = expert_dim_name
@@ -108,7 +113,9 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         self._is_multi_process = self._num_processes > 1  # Keras reads it under this name
         self.strict = self.reshard_after_forward = False  # only strategies with an argument for it set it
         self._layout_map: LayoutMap | None = None
-        self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes)
+        is_overridden = type(self).get_data_layout is not Distribution.get_data_layout
+        layout_of = self.get_data_layout if is_overridden else None
+        self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes, layout_of)
         self._comparisons: dict[bool, BatchComparison] = {}
         if self._device_mesh.devices.size > 1:
             expect_distribution(f"a {type(self).__name__} was created")
@@ -150,6 +157,9 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         Args:
             step_options: How training steps are computed.
 
+        Raises:
+            TypeError: `step_options` is something else.
+
         Example:
 
         >>> from keras_dist import DataParallel, StepOptions
@@ -157,7 +167,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         StepOptions(remat='full')
         """
         changed = copy.copy(self)
-        changed._step_options = step_options
+        changed._step_options = _checked_options(step_options)
         return changed
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import keras
 
 from keras_dist._keras import active_distribution, internals
@@ -71,7 +72,7 @@ def distribute_tensor(tensor: Any, layout: Any) -> Any:
     (2, 3)
     """
     installed = distribution()
-    if isinstance(layout, (tuple, list)):
+    if isinstance(layout, (tuple, list, jax.sharding.PartitionSpec)):
         layout = as_layout_on_mesh(layout, installed)
     batch_axes = installed._placer.batch_axes if isinstance(installed, Distribution) else ()
     return distribute_tensors(tensor, layout, batch_axes)

@@ -1,12 +1,13 @@
 """`FullyShardedDataParallel`: weights, gradients and optimizer state are sharded over the batch axes."""
 
+import numbers
 from typing import Any
 
 import jax
 import keras
 
 from keras_dist._keras import internals
-from keras_dist.layout.layout_map import LayoutMap, as_layout_map
+from keras_dist.layout.layout_map import LayoutMap
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import create_device_mesh
@@ -89,7 +90,9 @@ class FullyShardedDataParallel(ModelParallel):
         if layout_map is None:
             mesh = create_device_mesh((-1,), axis_names=["fsdp"]) if device_mesh is None else device_mesh
             layout_map = LayoutMap(mesh)
-        layout_map = as_layout_map(layout_map)
+        if not isinstance(min_shard_bytes, numbers.Real):
+            raise TypeError(f"min_shard_bytes={min_shard_bytes!r} must be a number of bytes, for example 2**16.")
+        layout_map, _ = self._map_and_mesh(layout_map, device_mesh)
         replica_axes, shard_axes = _replica_and_shard_axes(
             layout_map, shard_axis, replica_axis, sequence_dim_name, expert_dim_name
         )

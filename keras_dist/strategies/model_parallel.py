@@ -1,13 +1,14 @@
 """`ModelParallel`: variables are sharded by the rules of a layout map."""
 
 import itertools
+from typing import Any
 
 import keras
 
-from keras_dist.layout.layout_map import as_layout_map
+from keras_dist.layout.layout_map import LayoutMap, as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
-from keras_dist.mesh.device_mesh import as_auto_mesh
+from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName, Distribution
 
@@ -69,13 +70,7 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
     ):
         if layout_map is None:
             raise ValueError("ModelParallel needs a layout_map. Create one with LayoutMap(device_mesh).")
-        layout_map = as_layout_map(layout_map)
-        mesh = layout_map.device_mesh
-        if mesh is None or (device_mesh is not None and as_auto_mesh(device_mesh) != mesh):
-            raise ValueError(
-                f"ModelParallel uses the mesh of its layout map, {mesh}, but got device_mesh={device_mesh}. "
-                "Create the map with LayoutMap(device_mesh)."
-            )
+        layout_map, mesh = self._map_and_mesh(layout_map, device_mesh)
         batch_dim_name = mesh.axis_names[0] if batch_dim_name is None else batch_dim_name
         super().__init__(
             mesh,
@@ -112,3 +107,14 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
                 f"{self._placer.batch_axes}) evenly. Choose batch axes whose product divides {self._num_processes}."
             )
+
+    @classmethod
+    def _map_and_mesh(cls, layout_map: Any, device_mesh: Any) -> tuple[LayoutMap, DeviceMesh]:
+        layout_map = as_layout_map(layout_map)
+        mesh = layout_map.device_mesh
+        if mesh is None or (device_mesh is not None and as_auto_mesh(device_mesh) != mesh):
+            raise ValueError(
+                f"{cls.__name__} uses the mesh of its layout map, {mesh}, but got device_mesh={device_mesh}. "
+                "Create the map with LayoutMap(device_mesh)."
+            )
+        return layout_map, mesh

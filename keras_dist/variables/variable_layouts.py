@@ -44,7 +44,8 @@ class VariableSpec(NamedTuple):
     @classmethod
     def of(cls, variable: keras.Variable) -> "VariableSpec":
         weight = quantized_from(variable)
-        return cls(variable.path, tuple(variable.shape), variable.dtype, variable.name, variable.trainable, weight)
+        dtype = internals.stored_dtype(variable)
+        return cls(variable.path, tuple(variable.shape), dtype, variable.name, variable.trainable, weight)
 
 
 def all_variables(model: keras.Layer) -> Iterator[keras.Variable]:

@@ -103,3 +103,20 @@ def test_a_callback_moves_a_model_there_and_back():
     losses = fit(dense_model("adam"), epochs=6, callbacks=[callback])
     assert callback.compiled[2:] == (0, 0, 0, 0)
     assert_same_numbers(losses, expected)
+
+
+def test_a_function_that_the_user_puts_around_a_step_is_kept():
+    start_anew()
+    kd.set_distribution(kd.DataParallel())
+    model, calls = dense_model("sgd"), []
+    step = model.make_train_function() or model.train_function
+
+    def counted(state, iterator):
+        calls.append(None)
+        return step(state, iterator)
+
+    model.train_function = counted
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    assert len(calls) == 2 * -(-len(X) // 8)
+    model.make_train_function(force=True)
+    assert model.train_function is not counted

@@ -1,6 +1,7 @@
 """Host batches are placed on a mesh as global arrays."""
 
 import jax
+import keras
 import numpy as np
 import pytest
 from jax.experimental import sparse
@@ -73,3 +74,22 @@ def test_a_sparse_array_is_replicated(placer):
 
 def test_equal_numbers_of_rows_share_a_sharding_object(placer):
     assert placer.sharding((8, 3)) is placer.sharding((16,))
+
+
+def test_batches_on_explicit_axes_train():
+    """`jax.make_mesh` makes such axes by default."""
+    mesh = jax.make_mesh((8,), ("data",))
+    x, y = (jax.device_put(np.ones((16, width), "float32"), jax.NamedSharding(mesh, jax.P("data"))) for width in (4, 2))
+    layout_map = kd.LayoutMap(mesh)
+    layout_map["dense/kernel"] = kd.TensorLayout((None, None), mesh)
+    layout_map["dense/bias"] = (None,)
+    for distribution in (kd.DataParallel(mesh), kd.ModelParallel(layout_map=layout_map)):
+        with distribution.scope():
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(2, name="dense", kernel_initializer="ones")]
+            )
+            model.compile("sgd", "mse")
+            np.testing.assert_allclose(model(x), 4)
+            np.testing.assert_allclose(model.predict_on_batch(x), 4)
+            assert float(model.train_on_batch(x, y)) == pytest.approx(9)
+            model.fit(((x, y) for _ in range(2)), steps_per_epoch=2, verbose=0)

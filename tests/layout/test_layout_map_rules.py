@@ -340,3 +340,30 @@ def test_a_map_of_keras_may_be_equal():
 def test_the_repr_of_an_ordered_map_tells_that_the_first_match_wins(ordered):
     assert "first match wins" in repr(ordered)
     assert "first match wins" not in repr(made({}))
+
+
+def test_a_changed_rule_is_found_at_once():
+    layout_map = made({"a/kernel": ("data",)})
+    assert layout_map["b/kernel"] is None
+    layout_map["b/.*"] = ("model",)
+    assert layout_map["b/kernel"].axes == ("model",)
+    assert copy.copy(layout_map)["b/kernel"].axes == ("model",)
+    del layout_map["b/.*"]
+    assert layout_map["b/kernel"] is None
+
+
+def test_a_rule_for_variables_hides_no_rule_for_inputs():
+    layout_map = made({".*up.*": ("data", None), "up/input": (None, "model")})
+    assert layout_map["up/input"].axes == layout_map["sequential/up/input"].axes == (None, "model")
+
+
+def test_alternatives_of_inputs_and_outputs_are_no_rule_for_weights():
+    rules = made({".*norm/(input|output)": ("data", "model", None)})
+    assert kd.ModelParallel(layout_map=rules, sequence_dim_name="model").sequence_dim_name == "model"
+    with pytest.raises(ValueError, match="shards a weight over 'model'"):
+        kd.ModelParallel(layout_map=made({".*norm/(kernel|output)": ("model",)}), sequence_dim_name="model")
+
+
+def test_a_memory_kind_of_a_rule_is_refused():
+    with pytest.raises(ValueError, match="Rule 'a': memory_kind='pinned_host' cannot be that of a rule"):
+        made({"a": kd.TensorLayout((None,), MESH, memory_kind="pinned_host")})

@@ -103,3 +103,61 @@ def test_a_function_is_traced_once_where_no_pass_finds_anything():
         program = jax.make_jaxpr(lambda values, x: layer.stateless_call(values, [], x)[0])(values, x)
     assert layer.calls == 1
     assert not {"jit", "pjit"} & {equation.primitive.name for equation in program.eqns}
+
+
+def test_a_model_reads_the_masks_of_its_inputs():
+    def output(distribution):
+        start_anew()
+        with scope(distribution):
+            tokens, rows = keras.Input((6,), dtype="int32"), keras.Input((6, 4))
+            encoder = keras.Model(tokens, layers.Embedding(7, 4, mask_zero=True)(tokens))
+            pooled = keras.Model(rows, layers.GlobalAveragePooling1D()(rows))
+
+            @jax.jit
+            def both(weights, x):
+                return pooled.stateless_call([], [], encoder.stateless_call(weights, [], x)[0])[0]
+
+            return both([v.value for v in encoder.trainable_variables], np.arange(48).reshape(8, 6) % 3)
+
+    np.testing.assert_allclose(output(kd.DataParallel()), output(None), atol=1e-6)
+
+
+@pytest.mark.parametrize("returned", ["loss last", "two terms", "losses of tokens"])
+def test_chunks_of_a_loss_leave_functions_of_users_as_they_are(returned):
+    """Which output of a call is the loss, is not known."""
+
+    class Loss(layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(4, 40), name="table")
+
+        def call(self, inputs):
+            x, labels = inputs
+            logits = x @ self.table
+            each = ops.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+            if returned == "losses of tokens":
+                return each
+            if returned == "two terms":
+                return ops.mean(each), ops.mean(ops.max(logits, -1))
+            return ops.mean(ops.equal(ops.argmax(logits, -1), labels)), ops.mean(each)
+
+    def gradients(distribution):
+        start_anew()
+        with scope(distribution):
+            layer, random = Loss(), np.random.default_rng(0)
+            x, labels = random.normal(size=(8, 6, 4)).astype("float32"), random.integers(0, 40, (8, 6))
+            inputs = keras.Input((6, 4), batch_size=8), keras.Input((6,), batch_size=8, dtype="int32")
+            model = keras.Model(inputs, layer(inputs))
+
+            @jax.jit
+            def of(weights, x):
+                def total(weights, x):
+                    return sum(map(jnp.sum, jax.tree.leaves(model.stateless_call(weights, [], (x, labels))[0])))
+
+                return jax.grad(total, (0, 1))(weights, x)
+
+            return of([v.value for v in model.trainable_variables], x)
+
+    chunked = kd.DataParallel(step_options=kd.StepOptions(loss_chunk=4))
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, atol=1e-5), gradients(chunked), gradients(None)
+    )

@@ -13,6 +13,7 @@ from support.planned_models import LAYOUTS, MODELS, gpt, perceptron, rules, subc
 from support.slow_cases import slow
 
 import keras_dist as kd
+from keras_dist._keras import active_distribution
 from keras_dist._keras.internals import variable_value
 from keras_dist.planning.compiling.abstract_step import prepared_step
 from keras_dist.planning.targets.target import require_one_target
@@ -519,3 +520,44 @@ def test_errors_of_layout_rules_are_raised_unchanged():
     mesh = kd.create_device_mesh("data:8")
     with pytest.raises(ValueError, match=r"Cannot shard 'perceptron/down/kernel'"):
         kd.plan(perceptron, rules(mesh, {".*up/kernel": ("data", None), ".*down/.*": ("data", None, None)}), 16)
+
+
+def two_outputs(losses, by_name):
+    inputs = keras.Input((8,))
+    outputs = {name: layers.Dense(size, name=name)(inputs) for name, size in (("c", 3), ("a", 5))}
+    model = keras.Model(inputs, outputs if by_name else list(outputs.values()))
+    model.compile("adam", losses)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("losses", "by_name"),
+    [(["mse", "mse"], False), ({"a": "mse", "c": "mse"}, False), (["mse", "mse"], True), ({"c": "mse"}, True)],
+)
+def test_targets_of_several_outputs_are_derived(losses, by_name):
+    planned = kd.plan(lambda: two_outputs(losses, by_name), kd.DataParallel(), 8)
+    expected = {"a": None if losses == {"c": "mse"} else "float32[8, 5]", "c": "float32[8, 3]"}
+    assert planned.batch[1] == (expected if by_name else [expected["c"], expected["a"]])
+
+
+def test_float_arrays_are_cast_as_in_fit():
+    batch = (np.ones((8, 8), "float16"),)
+    planned = kd.plan(lambda: two_outputs("mse", False), kd.DataParallel(), batch, step="predict")
+    assert planned.batch == ("float32[8, 8]",)
+
+
+def test_batches_of_an_execution_are_noted():
+    def build():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+        model.compile("adam", "mse", steps_per_execution=32)
+        return model
+
+    [note] = [note for note in kd.plan(build, kd.DataParallel(), 64).notes if "steps_per_execution=32" in note]
+    assert "holds the 32 batches of an execution" in note
+    assert "11 KiB each" in note  # 8 rows of 11 numbers on each of 8 devices, 32 times
+
+
+def test_a_plan_leaves_the_warning_of_idle_devices(monkeypatch):
+    monkeypatch.setattr(active_distribution, "_intent", "a DataParallel was created")
+    kd.plan(lambda: two_outputs("mse", False), kd.DataParallel(), 8)
+    assert active_distribution._intent

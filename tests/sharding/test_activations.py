@@ -62,3 +62,36 @@ def test_rules_apply_to_positional_inputs_of_enough_dims():
 def test_an_error_names_the_input():
     with with_input_rules(dense=("data", "model")), pytest.raises(ValueError, match=r"the input of 'dense' .*size 3"):
         layers.Dense(4, name="dense")(np.ones((8, 3), "float32"))
+
+
+def test_composite_layers_keep_masks():
+    """Keras reads masks before a call, and gives them only to the outputs of layers that compute one."""
+
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__(name="block")
+            self.dense, self.recurrent = layers.Dense(8, name="dense"), layers.SimpleRNN(8, return_sequences=True)
+
+        def build(self, shape):
+            self.dense.build(shape)
+            self.recurrent.build(shape)
+
+        def call(self, x):
+            return x + self.recurrent(self.dense(x))
+
+    def run(scope):
+        start_anew()
+        with scope:
+            tokens = keras.Input((6,), dtype="int32")
+            encoder = keras.Model(tokens, layers.Embedding(16, 8, mask_zero=True)(tokens), name="encoder")
+            inputs = keras.Input((6,), dtype="int32")
+            model = keras.Model(inputs, layers.GlobalAveragePooling1D()(Block()(encoder(inputs))))
+            ids = np.random.default_rng(0).integers(0, 3, (ROWS, 6))
+            return model.predict(ids, verbose=0), np.asarray(model(ids))
+
+    expected = run(contextlib.nullcontext())
+    layout_map = kd.LayoutMap(kd.create_device_mesh("data:4,model:2"))
+    for path in ("encoder/output", "block/input", "block/dense/input", "block/dense/output", "block/output"):
+        layout_map[path] = ("data", None, None)
+    actual = run(model_parallel(layout_map).scope())
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, atol=1e-5), actual, expected)

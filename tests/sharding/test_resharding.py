@@ -84,3 +84,25 @@ def test_weights_read_in_a_loop_are_gathered_before_it(make):
     gathered = [each for each in plan.collectives if each.kind in ("all-gather", "reduce-scatter")]
     assert {each.count for each in gathered} == {1}
     assert sum(each.bytes for each in gathered) < 1.5 * plan.parameters * 4
+
+
+@pytest.mark.parametrize("other_names", [False, True])
+def test_a_weight_with_a_layout_of_its_own_keeps_it(mesh, other_names):
+    """A layout of Keras, or a sharding of JAX on a mesh with axes of other names."""
+    plain = keras.distribution.DeviceMesh(mesh.shape, mesh.axis_names, mesh.devices)
+    layout = keras.distribution.TensorLayout((None, "model"), plain)
+    if other_names:
+        layout = jax.NamedSharding(jax.sharding.Mesh(jax.devices(), ("x",)), jax.P(None, "x"))
+
+    class Own(layers.Layer):
+        def build(self, shape):
+            self.kernel = keras.Variable("ones", (shape[-1], 8), name="kernel", layout=layout)
+
+        def call(self, x):
+            return x @ self.kernel
+
+    with kd.ModelParallel(layout_map=kd.LayoutMap(mesh)).scope():
+        model = keras.Sequential([keras.Input((4,)), Own()])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 4)), np.ones((8, 8)), verbose=0)
+    assert model.weights[0].value.sharding.shard_shape((4, 8)) == (4, 1 if other_names else 2)

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from keras import layers, ops
 from support.slow_cases import slow, slow_unless
 from support.strategy_models import MODELS, STRATEGIES, OwnStep, assert_same_numbers, scope
@@ -306,3 +307,70 @@ def test_values_that_options_do_not_take(options, value):
 def test_something_else_than_options():
     with pytest.raises(TypeError, match="StepOptions"):
         kd.DataParallel(step_options={"microbatches": 2})
+
+
+def two_dense(loss, metrics=None, **dense):
+    keras.utils.set_random_seed(0)
+    hidden = layers.Dense(256, "tanh", **dense)
+    model = keras.Sequential([keras.Input((6, 4)), hidden, layers.Dense(8, dtype="float32")])
+    model.compile("sgd", loss, metrics=metrics)
+    return model
+
+
+def test_a_loss_as_metric():
+    def ignoring():
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+
+    x, y = vectors(16, 6, 4), classes(0, 7, 16, 6)
+
+    def logs(options):
+        with kd.DataParallel(step_options=options).scope():
+            return two_dense(ignoring(), [ignoring()]).train_on_batch(x, y, return_dict=True)
+
+    undivided, divided = logs(None), logs(kd.StepOptions(microbatches=2))
+    assert divided["loss"] == pytest.approx(undivided["loss"], rel=1e-5)
+    assert divided.keys() == undivided.keys()
+
+
+def test_a_loss_that_is_a_number():
+    with kd.DataParallel(step_options=kd.StepOptions(microbatches=np.int64(2))).scope():
+        assert two_dense(lambda y, predicted: 0.0).train_on_batch(vectors(16, 6, 4), vectors(16, 6, 8)) == 0.0
+
+
+def test_weights_that_a_layer_reads_in_float32_are_gathered_so():
+    class Plain(layers.Layer):
+        def __init__(self):
+            super().__init__(dtype="mixed_bfloat16", autocast=False)
+
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(shape[-1], 256), name="kernel")
+
+        def call(self, x):
+            return ops.cast(x, "float32") @ self.kernel
+
+    def loss(gather_weights):
+        keras.utils.set_random_seed(0)
+        options = kd.StepOptions(microbatches=2, gather_weights=gather_weights)
+        with kd.FullyShardedDataParallel(min_shard_bytes=0, step_options=options).scope():
+            model = keras.Sequential([keras.Input((64,)), keras.Sequential([keras.Input((64,)), Plain()])])
+            model.compile("sgd", "mse")
+            return model.train_on_batch(X64, np.ones((16, 256)))
+
+    X64 = vectors(16, 64)
+    assert loss("update") == pytest.approx(loss("microbatch"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (lambda: sparse.BCOO.fromdense(np.eye(16, 4, dtype="float32")), "which a sparse array does not store"),
+        (lambda: np.ones((0, 4), "float32"), "but this one has none"),
+    ],
+)
+def test_batches_that_have_no_rows_to_split(x, says):
+    with kd.DataParallel(step_options=kd.StepOptions(microbatches=2)).scope():
+        model = keras.Sequential([keras.Input((4,), sparse=says.startswith("which")), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        given = x()
+        with pytest.raises(ValueError, match=says):
+            model.train_on_batch(given, np.ones((given.shape[0], 2), "float32"))

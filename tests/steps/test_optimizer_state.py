@@ -1,5 +1,6 @@
 """Optimizer state in a dtype with less precision: which state, what it does to losses, and checkpoints."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -99,3 +100,10 @@ def test_an_optimizer_that_was_built_before():
 def test_something_else_than_a_dtype():
     with pytest.raises(ValueError, match="optimizer_state_dtype='int8'"):
         kd.StepOptions(optimizer_state_dtype="int8")
+
+
+def test_lion_keeps_its_momentum_by_beta_2():
+    steps = kd.DataParallel(step_options=kd.StepOptions(optimizer_state_dtype=jax.numpy.bfloat16)).train_steps
+    betas = 0.9, 0.999
+    lions = [keras.optimizers.Lion(beta_1=beta_1, beta_2=beta_2) for beta_1, beta_2 in (betas, betas[::-1])]
+    assert [steps.state_dtype(lion, "momentum", "float32") for lion in lions] == ["float32", "bfloat16"]

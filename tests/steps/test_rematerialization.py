@@ -17,6 +17,7 @@ from support.slow_cases import slow, slow_unless
 from support.strategy_models import OwnStep, assert_same_numbers, scope
 
 import keras_dist as kd
+from keras_dist._keras import internals
 from keras_dist.steps.repeated_blocks import RepeatedBlocks
 
 
@@ -392,3 +393,24 @@ def test_remat_that_finds_nothing():
 def test_values_that_remat_does_not_take(remat, error):
     with pytest.raises(error, match=str(remat)):
         kd.StepOptions(remat=remat)
+
+
+def test_the_program_does_not_depend_on_where_variables_are_in_memory():
+    variables = [keras.Variable(np.zeros(count)) for count in range(1, 40)]
+    variables.sort(key=id, reverse=True)
+
+    def program(x):
+        with keras.StatelessScope() as scope:
+            for each in variables:
+                scope.add_update((each, each.value))
+
+            def call():
+                for each in variables:
+                    each.assign(each.value + x)
+                return x
+
+            return internals.rematerialized(None, call, jax.checkpoint)
+
+    [equation] = [each for each in jax.make_jaxpr(program)(1.0).eqns if each.primitive.name in ("remat2", "checkpoint")]
+    sizes = [v.aval.shape[0] for v in equation.outvars if v.aval.shape]
+    assert sizes == [each.shape[0] for each in variables]

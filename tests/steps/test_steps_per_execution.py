@@ -385,3 +385,10 @@ def test_logs_of_a_train_step_of_the_user_are_those_of_the_last_batch():
         model.compile("sgd", "mse", steps_per_execution=3)
         history = model.fit(x, x, 2, shuffle=False, verbose=0).history
     assert history == {"first": [10.0], "constant": [3]}
+
+
+def test_outputs_without_elements_are_concatenated():
+    with kd.DataParallel().scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Lambda(lambda x: x[:, :0])])
+        model.compile("sgd", "mse", steps_per_execution=2)
+        assert model.predict(X[:32], 8, verbose=0).shape == (32, 0)

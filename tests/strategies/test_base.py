@@ -233,3 +233,43 @@ def test_there_are_no_more_compilations_than_in_keras(rows):
     first, later = count(kd.DataParallel(), rows)
     assert first <= first_in_keras + (rows % 16 > 0)
     assert later == later_in_keras == 0
+
+
+class Replicating(kd.DataParallel):
+    def get_data_layout(self, data_shape):
+        return kd.TensorLayout([None] * len(data_shape), self.device_mesh)
+
+
+def test_a_data_layout_of_a_subclass_is_that_of_batches():
+    assert kd.DataParallel().distribute_batch(np.ones((8, 2))).sharding.shard_shape((8, 2)) == (1, 2)
+    distribution = Replicating()
+    assert distribution.distribute_batch(np.ones((8, 2))).sharding.is_fully_replicated
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((12, 2)), np.ones((12, 1)), batch_size=8, verbose=0)
+        assert model.predict(np.ones((5, 2)), verbose=0).shape == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: kd.DataParallel().with_step_options({"remat": "full"}), "step_options must be a keras_dist.StepOpt"),
+        (lambda: kd.FullyShardedDataParallel(min_shard_bytes="64k"), "min_shard_bytes='64k' must be a number of bytes"),
+        (lambda: kd.FullyShardedDataParallel(shard_axis=0), "Mesh axes 0 must be None, the name of an axis"),
+    ],
+)
+def test_arguments_of_another_type(make, says):
+    with pytest.raises(TypeError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("make", [kd.ModelParallel, kd.FullyShardedDataParallel])
+def test_a_map_without_a_mesh(make, mesh):
+    with pytest.raises(ValueError, match=f"{make.__name__} uses the mesh of its layout map, None, but got"):
+        make(layout_map=kd.LayoutMap(None), device_mesh=mesh)
+
+
+def test_a_tensor_is_distributed_by_a_partition_spec(mesh):
+    with kd.ModelParallel(layout_map=kd.LayoutMap(mesh)).scope():
+        assert kd.distribute_tensor(np.ones((8, 8)), jax.P("model")).sharding.shard_shape((8, 8)) == (2, 8)

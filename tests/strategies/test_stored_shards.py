@@ -155,3 +155,25 @@ def test_zero_1_replicates_optimizer_state_of_small_weights():
     distribution = kd.DataParallel(shard_optimizer_state=True)
     assert distribution.get_update_layout(kernel).axes == (None, None)
     assert distribution.get_update_layout(larger).axes == ("batch", None)
+
+
+def test_weights_that_are_made_in_a_call_are_sharded_by_their_stored_bytes():
+    """A layer is called under an autocast scope, where `dtype` of a float32 variable is bfloat16."""
+
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__(dtype="mixed_bfloat16")
+            self.dense = layers.Dense(96, dtype="mixed_bfloat16")
+
+        def build(self, shape):
+            self.built = True
+
+        def call(self, x):
+            return self.dense(x)
+
+    with kd.FullyShardedDataParallel().scope():
+        inputs = keras.Input((256,))
+        model = keras.Model(inputs, Block()(inputs))
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 256)), np.ones((8, 96)), verbose=0)
+    assert shard_shapes(model.weights)["block/dense/kernel"] == (32, 96)

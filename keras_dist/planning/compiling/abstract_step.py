@@ -12,6 +12,7 @@ import numpy as np
 from jax.interpreters.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 
 from keras_dist._keras import deferred_variables, internals, model_structure, tracing_errors, training_state
+from keras_dist._keras.active_distribution import intent_kept
 from keras_dist._keras.global_state import global_state_restored
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
@@ -122,7 +123,8 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             )
         require_no_arguments(build_model)
     devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
-    with platform_overridden(devices), distribution.scope(), global_state_restored(), deferred_variables.deferring():
+    restored = intent_kept(), global_state_restored()
+    with platform_overridden(devices), restored[0], distribution.scope(), restored[1], deferred_variables.deferring():
         model = _as_model(build_model if is_model else build_model(), name)
         if is_model and not model.built:
             raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")
@@ -273,7 +275,7 @@ def _spec(leaf: Any, dtype_of_shape: str, distribution: Distribution) -> jax.Sha
             f"A batch cannot contain {str(leaf)[:80]!r} ({type(leaf).__name__}). Pass arrays of numbers or shapes, in "
             "tuples, lists and dicts: for example one batch of a data source, next(iter(data))."
         )
-    if dtype == "float64":
+    if not is_shape(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct) and "float" in dtype:
         dtype = keras.config.floatx()  # as Keras's data adapters do
     if not is_full(shape):
         raise ValueError(
@@ -316,5 +318,9 @@ def derived_batch(model: keras.Model, rows: int, name: str, length: int | None =
         dtype = _dtype_of_target(loss)
         return tensor(output.shape[:-1] if dtype == "int32" else output.shape, dtype)
 
-    losses = model.loss if isinstance(model.loss, (list, tuple, dict)) else jax.tree.map(lambda _: model.loss, outputs)
-    return x, jax.tree.map(target, outputs, losses)
+    leaves, structure = jax.tree.flatten(outputs)
+    losses = model.loss
+    if isinstance(losses, dict):
+        losses = list(map(losses.get, sorted(outputs) if isinstance(outputs, dict) else model.output_names))
+    losses = losses if isinstance(losses, (list, tuple)) else [losses] * len(leaves)
+    return x, structure.unflatten(map(target, leaves, losses))

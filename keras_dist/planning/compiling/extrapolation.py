@@ -8,13 +8,14 @@ from typing import Any
 from keras_dist._report.units import bytes_text
 from keras_dist.planning.compiling.compilation import Compilation
 from keras_dist.planning.costs.forecast import Forecast
+from keras_dist.planning.costs.roofline import Roofline
 
 _FIGURES = (
     "argument_bytes", "outputs", "temporaries", "cache", "program", "flops", "model_flops", "memory_traffic",
     "host_traffic",
 )  # fmt: skip
 _TRAFFIC = ("count", "tensors", "bytes", "wire_bytes", "seconds", "exposed_seconds")
-_SECONDS = ("compute_seconds", "memory_seconds", "ici_seconds", "dcn_seconds")
+_SECONDS = [field.name for field in fields(Roofline) if field.name.endswith("_seconds")]
 _FORECAST_SECONDS = [field.name for field in fields(Forecast)]
 _KIND_OF_TRAFFIC = operator.attrgetter("kind", "axes", "crosses_network")
 _KIND_OF_ATTENTION = operator.attrgetter("implementation", "reason", "exchange")

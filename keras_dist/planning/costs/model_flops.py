@@ -14,6 +14,7 @@ from keras_dist.attention.sharded import KERNEL_SCOPE
 from keras_dist.layout.tensor_layout import axis_names
 from keras_dist.mixtures.grouped_products import grouped_product_flops
 from keras_dist.mixtures.rounds import EXTRA_ROUNDS
+from keras_dist.planning.hlo.instruction_costs import taps
 from keras_dist.planning.hlo.kernel_costs import lstm_flops
 from keras_dist.steps.step_state import Call
 from keras_dist.tracing.jaxpr_evaluation import all_equations, inner_jaxprs
@@ -136,12 +137,17 @@ def _dot_flops(equation: Any) -> float:
 
 
 def _convolution_flops(equation: Any) -> float:
-    kernel = equation.invars[1].aval.shape
-    num_outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    # Each output element is a sum over the kernel of one output feature, which has the input features of its group.
-    flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / num_outputs
-    # Zeros inserted for a stride of the forward pass are not multiplied.
-    return flops / math.prod(equation.params["lhs_dilation"]) / equation.params["batch_group_count"]
+    """Counts products with elements of the image, not with padding, or with zeros that a dilation inserts."""
+    image, kernel = (each.aval.shape for each in equation.invars)
+    result, params = equation.outvars[0].aval.shape, equation.params
+    dims = _, kernel_dims, result_dims = params["dimension_numbers"]
+    shapes = zip((image, kernel, result), dims, strict=True)
+    sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in shapes)
+    pads = [low for low, _ in params["padding"]]
+    options = params["window_strides"], pads, params["lhs_dilation"], params["rhs_dilation"]
+    # Each element of the result is a sum over the input features that the kernel has: those of a group.
+    outputs = result[result_dims[0]] * result[result_dims[1]] * kernel[kernel_dims[1]]
+    return 2.0 * outputs * math.prod(map(taps, *sizes, *options))
 
 
 _FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}

@@ -90,12 +90,10 @@ def _convolution(instruction: Instruction, image: Array, kernel: Array, result: 
     sizes = ([dims[label] for label in spatial] for dims in (image_sizes, kernel_sizes, result_sizes))
     options = values("stride", 1), values("pad", 0), values("lhs_dilate", 1), values("rhs_dilate", 1)
     # The kernel's input features are those of one group.
-    return result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"] * math.prod(map(_taps, *sizes, *options))
+    return result_sizes["b"] * result_sizes["f"] * kernel_sizes["i"] * math.prod(map(taps, *sizes, *options))
 
 
-def _taps(
-    image: int, kernel: int, result: int, stride: int, pad: int, image_dilation: int, kernel_dilation: int
-) -> int:
+def taps(image: int, kernel: int, result: int, stride: int, pad: int, image_dilation: int, kernel_dilation: int) -> int:
     """Pairs of an output position and a kernel position, along one dim, that hit an element of the image."""
     common = math.gcd(stride, image_dilation)
     period = image_dilation // common

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import keras
 
 from keras_dist._keras import internals
@@ -44,7 +43,7 @@ def estimate_state(build_model: Callable[[], keras.Model], step: str) -> State:
                 optimizer.build(model.trainable_variables)
             parts += [model.trainable_variables, optimizer.variables]
         needed = {count: _bytes_on_a_device(model, parts, count) for count in _COUNTS}
-        weights, gradients, optimizer_state, *_ = [sum(map(_bytes, part)) for part in (*parts, [], [])]
+        weights, gradients, optimizer_state, *_ = [sum(map(internals.stored_bytes, part)) for part in (*parts, [], [])]
         memories = {each.name: each.memory_bytes for each in hardware.values() if each.memory_bytes}
         return State(
             model=model.name,
@@ -77,10 +76,6 @@ def state_text(states: Mapping[str, State]) -> str:
     return render_text([(title, [by_dtype, Lines(tuple(lines))]), (fewest, [by_hardware])])
 
 
-def _bytes(variable: Any) -> int:
-    return math.prod(variable.shape) * jnp.dtype(internals.stored_dtype(variable)).itemsize
-
-
 def _bytes_on_a_device(model: keras.Model, parts: Iterable[Iterable[Any]], count: int) -> int:
     """Returns the bytes of variables on each of some devices under `FullyShardedDataParallel`."""
     mesh = DeviceMesh((count,), ["fsdp"], [f"cpu:{number}" for number in range(count)])  # its sizes are all that counts
@@ -92,4 +87,6 @@ def _bytes_on_a_device(model: keras.Model, parts: Iterable[Iterable[Any]], count
         )
 
     layouts = layouts_of(model, None, layout_of)
-    return sum(_bytes(each) // (count if any(layouts[id(each)].axes) else 1) for part in parts for each in part)
+    return sum(
+        internals.stored_bytes(each) // (count if any(layouts[id(each)].axes) else 1) for part in parts for each in part
+    )

@@ -74,9 +74,13 @@ class Search:
     @property
     def best(self) -> Candidate | None:
         """The best candidate that was compiled and fits; of equal ones the simplest."""
-        # Forecasts know nothing of the link to the host, so what needs it comes last.
-        fitting = [each for each in self.candidates if each in self.plans and self.plans[each].fits is not False]
-        costs = {each: (self.plans[each].host_traffic > 0, self.cost(self.plans[each])) for each in fitting}
+        plans = {each: self.plans[each] for each in self.candidates if each in self.plans}
+        # Without a forecast nothing is known of the link to the host, so what needs it comes last.
+        costs = {
+            each: (plan.host_traffic > 0 and plan.roofline.forecast is None, self.cost(plan))
+            for each, plan in plans.items()
+            if plan.fits is not False
+        }
         return min(costs, key=costs.__getitem__, default=None)
 
     @property

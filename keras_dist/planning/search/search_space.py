@@ -87,7 +87,7 @@ def search_space(build_model: Any, step: str, strategies: Collection[str], place
             kept = ", ".join(f"{axis}:{size}" for axis, size in place.keep.items())
             raise NoCandidateError(
                 f"No candidate is left for {place}: of the strategies {', '.join(strategies)}, none has a mesh"
-                f"{f' with {kept}' if kept else ''}. Allow more strategies, or keep fewer axes."
+                f"{f' with {kept}' if kept else ''}. {' '.join([*notes, 'Allow more strategies, or keep fewer axes.'])}"
             )
         distributions = _distributions(found, place, solutions, notes)
         workload = _Workload(prepared, batch, place.hardware, solutions, mixtures)
@@ -247,7 +247,7 @@ class _Workload:
         return Sizes(
             state=sum(held),
             optimizer=held[2] if is_training else 0,
-            updated=sum(held) if is_training else 0,
+            updated=held[0] + held[2] if is_training else 0,
             batch=sum(map(bytes_on_a_device, specs)),
             weights=weights,
             tokens=tokens,

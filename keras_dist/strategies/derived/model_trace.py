@@ -44,7 +44,7 @@ def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, bat
         except Exception as error:  # whatever a layer raises for a size that it does not take
             first_error = first_error or error
     assert first_error is not None  # there is at least one candidate
-    raise _untraceable(model, inputs, batch and specs, first_error) from first_error
+    raise _untraceable(model, inputs, None if batch is None else specs, first_error) from first_error
 
 
 def _trace_call(model: keras.Model, specs: Any) -> Any:

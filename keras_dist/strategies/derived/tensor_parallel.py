@@ -1,6 +1,5 @@
 """`tensor_parallel_layout_map`: rules that shard weights over one axis, derived from what a model computes."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -303,11 +302,10 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
-        size = math.prod(v.shape) * jax.numpy.dtype(internals.stored_dtype(v)).itemsize
         dims = (None,) * len(dims) if invar in routers else dims
         is_beside = invar in routers or (invar in shares and not is_operand)
         kinds = is_operand, is_head, base_weight_of(v), is_beside
-        weights.append(_Weight(v.path, tuple(v.shape), size, dims, *kinds, shares.get(invar, 1.0)))
+        weights.append(_Weight(v.path, tuple(v.shape), internals.stored_bytes(v), dims, *kinds, shares.get(invar, 1.0)))
     shapes = [invar.aval.shape for invar in jaxpr.jaxpr.invars[len(variables) :]]
     inputs = [pair for pair in zip(graph.inputs[len(variables) :], shapes, strict=True) if pair[1]]
     rows = graph.find(inputs[0][0])[0] if inputs else None

@@ -113,3 +113,12 @@ def test_extrapolation_of_an_unknown_forecast_is_unknown():
         more, roofline=dataclasses.replace(more.roofline, forecast=Forecast(3.5, 3.0, 0.5, 0.0, 2.0))
     )
     assert extrapolated({2: known, 4: overlapped}, 8, "train").roofline.forecast == Forecast(5.5, 5.0, 0.5, 0.0, 4.0)
+
+
+def test_each_time_of_a_roofline_is_extrapolated():
+    names = [field.name for field in dataclasses.fields(Roofline) if field.name.endswith("_seconds")]
+    known = [dataclasses.replace(Roofline.unknown("gpu"), **dict.fromkeys(names, each)) for each in (1.0, 2.0)]
+    first, second = (dataclasses.replace(of_temporaries(1.0), roofline=roofline) for roofline in known)
+    deep = extrapolated({2: first, 4: second}, 6, "train").roofline
+    assert {name: getattr(deep, name) for name in names} == dict.fromkeys(names, 3.0)
+    assert "host_seconds" in names

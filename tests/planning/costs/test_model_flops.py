@@ -22,13 +22,19 @@ def test_flop_of_matrix_multiplications_convolutions_loops_and_branches():
     assert flops_of(lambda a, b: a @ b, (3, 5), (5, 7)) == 2 * 3 * 5 * 7
     assert flops_of(lambda a, b: jax.numpy.einsum("bij,bjk->bik", a, b), (4, 3, 5), (4, 5, 7)) == 4 * 2 * 3 * 5 * 7
     plain = flops_of(lambda x, w: conv(x, w, (1, 1), "SAME", dimension_numbers=layout), (2, 8, 8, 3), (3, 3, 3, 16))
-    assert plain == 2 * (2 * 8 * 8) * 16 * 27
+    assert plain == 2 * (2 * 22 * 22) * 16 * 3  # along each dim 22 of 8 * 3 products, the others are with padding
     grouped = flops_of(
         lambda x, w: conv(x, w, (2, 2), "SAME", dimension_numbers=layout, feature_group_count=4),
         (2, 8, 8, 8),
         (3, 3, 2, 16),
     )
-    assert grouped == 2 * (2 * 4 * 4) * 16 * 18
+    assert grouped == 2 * (2 * 11 * 11) * 16 * 2
+    by_channel = flops_of(
+        lambda x, g: conv(x, g, (1, 1), "VALID", dimension_numbers=("NHWC", "IHWO", "HWNC"), batch_group_count=32),
+        (32, 10, 10, 2),
+        (2, 8, 8, 32),
+    )
+    assert by_channel == 2 * (3 * 3 * 32) * 2 * 8 * 8  # the gradient of a depthwise kernel, of 2 images
     loop = flops_of(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=6)[0], (4, 4))
     assert loop == 6 * 2 * 64
     loop = flops_of(lambda a, b: jax.lax.scan(lambda c, _: (b @ c @ c, None), a, length=6)[0], (4, 4), (4, 4))

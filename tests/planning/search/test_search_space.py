@@ -8,6 +8,7 @@ from keras import layers
 import keras_dist as kd
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
+from keras_dist.planning.search.choice import NoCandidateError
 from keras_dist.planning.search.places import place_of
 from keras_dist.planning.search.search_space import search_space
 
@@ -91,3 +92,19 @@ def test_what_communicates_less():
         candidate("fsdp", data=8),
         candidate("fsdp", True, data=8),
     }
+
+
+def test_a_step_updates_what_it_trains():
+    """Of bytes in device memory, a step writes those of trained weights and their optimizer state at least."""
+    assert sizes_of(perceptron)["dp", False, (8,)].updated == pytest.approx(3 * KERNELS, rel=1e-3)
+    assert sizes_of(lambda: perceptron(trainable=False))["dp", False, (8,)].updated < 100
+
+
+def test_the_reason_why_no_candidate_is_left_is_part_of_the_error():
+    def build():
+        model = keras.Sequential([keras.Input((7,)), layers.Dense(11), layers.Dense(5)])
+        model.compile("adam", "mse")
+        return model
+
+    with pytest.raises(NoCandidateError, match=r"Tensor parallelism was not tried: no weight .* Allow more strategies"):
+        search_space(build, "train", ("tp",), place_of(jax.devices(), None), 64)

@@ -756,3 +756,17 @@ class TestErrors:
         rules_for(lambda: keras.Sequential([keras.Input((8,)), layers.Dense(16), layers.Dense(8)]))
         assert kd.distribution() is None
         assert layers.Dense(1).name == "dense"
+
+
+def test_a_model_that_cannot_be_traced_with_an_array_as_batch():
+    class Odd(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.built = keras.layers.Dense(8), True
+            self.dense.build((None, 6))
+
+        def call(self, x):
+            return self.dense(x).reshape(3)
+
+    with pytest.raises(ValueError, match=r"(?s)'odd'.*\(8, 6\)"):
+        kd.tensor_parallel_layout_map(Odd(), kd.create_device_mesh("data:2,model:4"), batch=np.ones((8, 6), "float32"))
