@@ -1,5 +1,6 @@
 """Formats figures with three significant digits: bytes in binary units (KiB, MiB), the rest in decimal units."""
 
+import math
 import re
 
 
@@ -68,6 +69,8 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
 
 def _digits(value: float) -> str:
     """Formats with three significant digits; integers below 1,000 have no decimals, larger numbers are rounded."""
+    if not math.isfinite(value):
+        return str(value)
     if value == round(value) and value < 1000:
         return f"{value:.0f}"
     decimals = next((d for d, limit in ((3, 0.9995), (2, 9.995), (1, 99.95)) if value < limit), 0)

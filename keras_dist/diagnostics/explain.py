@@ -245,10 +245,14 @@ def _why_not_sharded(variable: keras.Variable, layout: Any, distribution: Distri
     else:
         axes, threshold, threshold_name = distribution._placer.batch_axes, MIN_SHARD_BYTES, "ZeRO-1 threshold"
     sizes = distribution.device_mesh.axis_sizes
-    shards = math.prod(sizes[name] for name in axis_names(layout.axes))
+    shards, parts = (math.prod(sizes[name] for name in names) for names in (axis_names(layout.axes), axes))
+    if parts == 1:
+        return f"replicated: there is one device along {', '.join(map(repr, axes))}"
+    if used := set(axes).intersection(axis_names(layout.axes)):
+        return f"a rule shards it over {', '.join(map(repr, sorted(used)))}"
     if internals.stored_bytes(variable) // shards <= threshold:
         return f"replicated: at most {bytes_text(threshold)} ({threshold_name})"
-    return f"replicated: no dim is divisible by {math.prod(sizes[name] for name in axes)}"
+    return f"replicated: no dim is divisible by {parts}"
 
 
 def _place(layout: Any, shape: tuple[int, ...], mesh: DeviceMesh) -> tuple[Axes, tuple[int, ...], frozenset | None]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import numbers
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ def visualize(
 
 
 def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]:
-    is_shape = isinstance(tensor, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in tensor)
+    sizes = tensor if isinstance(tensor, (tuple, list)) else [None]
+    is_shape = all(isinstance(size, numbers.Integral) and int(size) >= 0 for size in sizes)
     if is_shape != (layout is not None) or not (is_shape or isinstance(tensor, (jax.Array, keras.Variable))):
         raise TypeError(
             f"Cannot visualize {str(tensor)[:80]} ({type(tensor).__name__}) with layout={layout!r}. Pass a jax.Array "

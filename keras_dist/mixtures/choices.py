@@ -157,7 +157,8 @@ _KEEPING = (
 def _moved(fact: Fact, equation: Any, number: int = 0) -> Fact | None:
     """Returns a fact about an operand as one about the result that has the same elements."""
     if isinstance(fact, _Number | Unchosen) and equation.primitive.name == "convert_element_type":
-        fact = fact._replace(number=np.asarray(fact.number).astype(equation.params["new_dtype"]).item())
+        with np.errstate(over="ignore"):  # -1e9 in float16, for example
+            fact = fact._replace(number=np.asarray(fact.number).astype(equation.params["new_dtype"]).item())
     if isinstance(fact, _Number):
         return fact
     groups = kept_dims(equation, number)

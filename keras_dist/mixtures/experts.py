@@ -53,10 +53,15 @@ def experts(function: Callable, tokens: Any, chosen: Any, gates: Any, *weights: 
     tokens, chosen, gates, *arrays = values
     _check(tokens, chosen, gates, arrays)
     num_experts = arrays[0].shape[0]
-    chosen = checkpoint_name(chosen, f"{CHOSEN_EXPERTS}{num_experts}").reshape(-1, chosen.shape[-1])
+    chosen = checkpoint_name(chosen.astype("int32"), f"{CHOSEN_EXPERTS}{num_experts}").reshape(-1, chosen.shape[-1])
     is_chosen = chosen[..., None] == jnp.arange(num_experts, dtype=chosen.dtype)
     gates_of_all = jnp.where(is_chosen, gates.reshape(-1, gates.shape[-1], 1), 0).sum(1)  # (T, E)
     outputs = jax.vmap(function, (None, *[0] * len(arrays)))(tokens.reshape(-1, tokens.shape[-1]), *arrays)
+    if outputs.ndim != 3:
+        raise ValueError(
+            f"The function of experts has to return (T, outputs) for T tokens, but returned {outputs.shape[1:]} for "
+            f"tokens {tokens.reshape(-1, tokens.shape[-1]).shape}."
+        )
     sums = jnp.einsum("etn,te->tn", outputs, gates_of_all.astype(outputs.dtype))
     return sums.reshape(*tokens.shape[:-1], -1)
 

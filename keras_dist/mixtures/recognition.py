@@ -109,7 +109,15 @@ class Mixture:
 
     def weight_of(self, equation: Any) -> int | None:
         """Returns the number of the operand with the weights of all experts, if an equation is a product with them."""
-        return _weight_of(equation, [_NOWHERE if isinstance(v, Literal) else self.places[v] for v in equation.invars])
+        return _weight_of(equation, self._places_of(equation))
+
+    def has_other_product(self, equation: Any) -> bool:
+        """Returns whether an equation is a product with something else that each expert has, such as scales."""
+        is_product = equation.primitive.name == "dot_general" and self.weight_of(equation) is None
+        return is_product and any(p.expert is not None and not p.tokens for p in self._places_of(equation))
+
+    def _places_of(self, equation: Any) -> list[Place]:
+        return [_NOWHERE if isinstance(v, Literal) else self.places[v] for v in equation.invars]
 
 
 DENSE = "dense"
@@ -237,6 +245,8 @@ class _Finder:
         weights = [each.invars[number] for each, number in products if number is not None]
         if not weights or any(self._depends(each, fact.choice.indices) for each in weights):
             return None  # for example if each expert has a buffer of the tokens that chose it
+        if any(map(mixture.has_other_product, mixture.equations[:-1])):
+            reasons.append("a product with values of each expert, such as scales, sums over none of their dims")
         inner = {variable for each in mixture.equations[:-1] for variable in each.outvars}
         if any(self._users.get(variable, set()) - numbers for variable in inner):
             reasons.append("what each expert computes for each token is used elsewhere, too")
@@ -350,8 +360,7 @@ def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:
     contracted = equation.params["dimension_numbers"][0]
     for number, (variable, place) in enumerate(zip(equation.invars, places, strict=True)):
         is_weight = place.expert is not None and not place.tokens
-        rest = [dim for dim in place.rest(variable) if variable.aval.shape[dim] > 1]
-        if is_weight and len(rest) > 1 and not {*rest}.isdisjoint(contracted[number]):
+        if is_weight and not {*place.rest(variable)}.isdisjoint(contracted[number]):
             return number
     return None
 

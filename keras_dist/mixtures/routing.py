@@ -58,13 +58,13 @@ class Routing:
         Args:
             indices: The experts that each token chooses, (T, k).
             num_experts: The number of experts.
-            first_expert: The first one of them, if there are others. Pairs with others come last, and `window` returns
-                the routing without them.
+            first_expert: The first one of them, if there are others. Pairs with others, and with none (-1, say), come
+                last, and `window` returns the routing without them.
         """
         flat = indices.reshape(-1)
         if first_expert is not None:
-            is_here = (flat >= first_expert) & (flat < first_expert + num_experts)
-            flat = jnp.where(is_here, flat - first_expert, num_experts)
+            flat = flat - first_expert
+        flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
         experts, order = jax.lax.sort_key_val(flat, jnp.arange(flat.size, dtype=flat.dtype))
         _, rows = jax.lax.sort_key_val(order, jnp.arange(flat.size, dtype=flat.dtype))
         sizes = (flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)).sum(0, dtype=jnp.int32)

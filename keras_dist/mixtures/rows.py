@@ -251,6 +251,7 @@ def _evaluated(equation: Any, operands: Sequence[Any], shapes: Sequence[Sequence
         return [jax.lax.slice(operands[0], params["start_indices"], limits, params["strides"])]
     if name == "dynamic_slice":
         sizes = params["slice_sizes"]
-        params = params | {"slice_sizes": tuple(min(each) for each in zip(sizes, operands[0].shape, strict=True))}
+        dims = zip(operands[0].shape, equation.invars[0].aval.shape, sizes, strict=True)
+        params = params | {"slice_sizes": tuple(here if size == whole else size for here, whole, size in dims)}
     outputs = equation.primitive.bind(*operands, **params)
     return outputs if equation.primitive.multiple_results else [outputs]

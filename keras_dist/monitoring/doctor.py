@@ -207,7 +207,11 @@ def _flags(text: str) -> list[tuple[str, str]]:
     """Returns the flags of a variable as names and values; none if it names a file, which starts without a dash."""
     if not text.lstrip().startswith("-"):
         return []
-    return [(name, value) for name, _, value in (word.partition("=") for word in shlex.split(text))]
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation mark without its counterpart
+        words = text.split()
+    return [(name, value) for name, _, value in (word.partition("=") for word in words)]
 
 
 def _release(version: str) -> tuple[int, ...]:

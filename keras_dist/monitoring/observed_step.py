@@ -35,14 +35,15 @@ class StepObserver:
         self._begin: float | None = None
         self._compilations = 0
         self._follows = False
-        *_, self._model.train_function = _layers(self._model.train_function)  # a fit that failed leaves it wrapped
+        if self._model.train_function is not None:
+            *_, self._model.train_function = _layers(self._model.train_function)  # a fit that failed leaves it wrapped
         self.specs: dict[BatchShape, tuple[Any, Any]] = {}
 
     def begin_step(self) -> None:
         """Notes that Keras begins a step. Called by the thread of `fit`."""
         function = self._model.train_function
         # It is not observed at first, and when it is made anew for another distribution.
-        if all(getattr(layer, "observer", None) is not self for layer in _layers(function)):
+        if function is not None and all(getattr(each, "observer", None) is not self for each in _layers(function)):
             self._model.train_function = self._wrap(function)
         self._compilations = _compilations.value
         self._begin = self._clock()

@@ -85,12 +85,12 @@ class StepMonitor(keras.callbacks.Callback):
         self.log_every, self.plan, self.profile = log_every, plan, profile
         self.profile_directory = profile_directory or "profile"
         self._run: Run | None = None
-        self._lock = threading.Lock()
         self._ending = contextlib.ExitStack()  # ends what a fit has begun
 
     def on_train_begin(self, logs=None):
         """Starts to measure."""
         self._close()  # what a fit that failed has left
+        self._lock = threading.Lock()
         model: Any = self.model
         self._run = Run(model, self.plan)
         self._steps_per_execution = model.steps_per_execution

@@ -367,7 +367,10 @@ class _Equation:
         for number in range(scanned, len(self.inputs)):
             self._gather(self.dims[number][0], number)
         slices = [_Tensor(tensor.dims[1:], tensor.has_gradient) for tensor in self.inputs[scanned:]]
-        inputs = [*self.inputs[:scanned], *slices]
+        # A carried value has a gradient from the first iteration that computes it from something with one.
+        has_gradient = any(tensor.has_gradient for tensor in self.inputs)
+        carried = [_Tensor(tensor.dims, has_gradient) for tensor in self.inputs[num_consts:scanned]]
+        inputs = [*self.inputs[:num_consts], *carried, *slices]
         outputs = _read_jaxpr(self.graph, self.params["jaxpr"].jaxpr, inputs, self.repeats * self.params["length"])
         carried = outputs[:num_carried]
         self._unite_all(inputs[num_consts:scanned], carried)
@@ -389,7 +392,8 @@ class _Equation:
         ]
         for outputs in others:
             self._unite_all(first, outputs)
-        return first
+        flags = [any(tensor.has_gradient for tensor in tensors) for tensors in zip(first, *others, strict=True)]
+        return [_Tensor(tensor.dims, flag) for tensor, flag in zip(first, flags, strict=True)]
 
     def _unite_all(self, tensors: Sequence[_Tensor], others: Sequence[_Tensor]) -> None:
         for tensor, other in zip(tensors, others, strict=True):

@@ -235,3 +235,31 @@ def test_an_exchange_can_be_chosen():
         context_parallel("data:2,context:4", sequence_exchange="ring")
     with pytest.raises(ValueError, match="sequence_dim_name=None"):
         kd.ModelParallel(layout_map=kd.LayoutMap(kd.create_device_mesh("data:8")), sequence_exchange="all_to_all")
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["as many as rows", "fewer"])
+@pytest.mark.parametrize("of", ["heads", "rows"])
+def test_masks_of_three_dims_are_read_as_by_keras(of, heads, platform):
+    """(N, T, S) by XLA; what fits rows only is (B, T, S), as in Keras's own computation."""
+    operands, generator = random_operands(heads, heads, 64), np.random.default_rng(3)
+    shape = (ROWS if of == "rows" else heads, 64, 64)
+    mask, bias = generator.random(shape) > 0.3, generator.standard_normal(shape).astype("float32")
+    for options in ((lambda: mask,), (lambda: None, lambda: jnp.asarray(bias))):
+        expected = output_and_gradients(None, operands, *options)
+        actual = output_and_gradients(context_parallel("data:2,context:4"), operands, *options)
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, atol=2e-5), actual, expected)
+
+
+def test_a_scale_that_is_learned(platform):
+    query, key, value = random_operands(2, 2, 256)
+
+    def gradient(distribution):
+        def loss(scale):
+            return (keras.ops.dot_product_attention(query, key, value, scale=scale) ** 2).sum()
+
+        with distribution.scope():
+            return jax.jit(jax.grad(loss))(jnp.float32(0.3))
+
+    one = kd.DataParallel(devices=kd.list_devices()[:1])
+    use = context_parallel("data:2,context:4")
+    np.testing.assert_allclose(gradient(use), gradient(one), rtol=1e-3)

@@ -357,3 +357,14 @@ def test_the_reasons_why_zero_1_replicates_optimizer_state():
     assert rows["adam/block0_dense_kernel_momentum"].shard_shape == (64, 512)
     assert rows["adam/block0_dense_bias_momentum"].why == "replicated: at most 64 KiB (ZeRO-1 threshold)"
     assert rows["block0_dense/kernel"].why == "replicated by DataParallel"
+
+
+def test_reasons_where_nothing_is_left_to_shard():
+    def why(distribution):
+        with distribution.scope():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(4096, name="up")])
+            [row] = [each for each in kd.explain(model, distribution).variables if each.path.endswith("up/kernel")]
+            return row.why
+
+    one = kd.DeviceMesh((1,), ["fsdp"], ["cpu:0"])
+    assert why(kd.FullyShardedDataParallel(one)) == "replicated: there is one device along 'fsdp'"

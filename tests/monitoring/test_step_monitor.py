@@ -1,5 +1,6 @@
 """`StepMonitor` in `fit`: what it adds to logs, and what it leaves as it was."""
 
+import copy
 import csv
 import dataclasses
 import pathlib
@@ -263,3 +264,19 @@ def test_the_load_of_experts(options, capsys):
     expected = trained()
     assert set(expected) == {"loss"}
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_a_copied_monitor_measures_a_loop_of_the_user():
+    """Tuners copy callbacks; the train function does not exist before the first batch."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    monitor = copy.deepcopy(kd.StepMonitor(log_every=None))
+    callbacks = keras.callbacks.CallbackList([monitor], model=model)
+    callbacks.on_train_begin()
+    for batch in range(8):
+        callbacks.on_train_batch_begin(batch)
+        logs = model.train_on_batch(np.ones((8, 4)), np.ones((8, 2)), return_dict=True)
+        callbacks.on_train_batch_end(batch, logs)
+    monitor.on_epoch_end(0, logs)
+    callbacks.on_train_end()
+    assert logs["step_time_ms"] > 0

@@ -10,6 +10,7 @@ import pytest
 from support.expert_layers import BUFFERS, CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow, slow_unless
+from support.strategy_models import scope
 
 import keras_dist as kd
 from keras_dist.steps.options import OptionWithoutEffectError
@@ -273,3 +274,103 @@ def test_quantized_experts_stay_dense_with_a_warning():
 def test_an_unknown_value_of_the_option():
     with pytest.raises(ValueError, match=r"experts='some'.*'auto', 'dense', 'sparse'"):
         kd.StepOptions(experts="some")
+
+
+class Scaled(keras.Layer):
+    """Two products with weights of experts, and something between or around them: see `VARIANTS`."""
+
+    outputs, inputs = WIDTH, WIDTH
+
+    def build(self, shape):
+        self.router = self.add_weight(shape=(shape[-1], 8), name="router")
+        self.up = self.add_weight(shape=(8, self.inputs, 16), name="up")
+        self.down = self.add_weight(shape=(8, 16, self.outputs), name="down")
+        self.scale = self.add_weight(shape=(8, 16), name="scale")
+
+    def gates(self, x):
+        best, chosen = keras.ops.top_k(keras.ops.softmax(x @ self.router), 2)
+        return keras.ops.sum(keras.ops.one_hot(chosen, 8, dtype=x.dtype) * best[..., None], axis=-2)
+
+    def hidden(self, x):
+        return keras.ops.relu(keras.ops.einsum("bsd,edm->bsem", x[..., : self.inputs], self.up))
+
+    def call(self, x):
+        return keras.ops.einsum("bsem,emd,bse->bsd", self.hidden(x), self.down, self.gates(x))
+
+
+class OneOutput(Scaled):
+    outputs = 1
+
+
+class OneInput(Scaled):
+    inputs = 1
+
+
+class VectorOfEach(Scaled):
+    """Each expert weighs what it computes by a product with a vector of its own."""
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        weighed = self.gates(x) * keras.ops.sigmoid(keras.ops.einsum("bsem,em->bse", hidden, self.scale))
+        return keras.ops.einsum("bsem,emd,bse->bsd", hidden, self.down, weighed)
+
+
+class SplitBySlices(Scaled):
+    """`keras.ops.slice` is a `dynamic_slice` with bounds that are known."""
+
+    def hidden(self, x):
+        both = keras.ops.einsum("bsd,edm->bsem", x, self.up)
+        half = (*both.shape[:-1], 8)
+        first, second = (keras.ops.slice(both, (0, 0, 0, start), half) for start in (0, 8))
+        return keras.ops.concatenate([keras.ops.silu(first) * second] * 2, -1)
+
+
+class ScalesOfEach(Scaled):
+    def hidden(self, x):
+        return keras.ops.einsum("bsem,em->bsem", super().hidden(x), self.scale)
+
+
+VARIANTS = {each.__name__: each for each in (OneOutput, OneInput, VectorOfEach, SplitBySlices, ScalesOfEach)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.filterwarnings("ignore:Layer 'scales_of_each'")  # which stays dense
+def test_products_of_one_column_row_or_vector(name):
+    def trained(distribution):
+        start_anew()
+        with scope(distribution):
+            inputs = keras.Input((6, WIDTH))
+            model = keras.Model(inputs, VARIANTS[name](name="scales_of_each")(inputs))
+            model.compile("sgd", "mse")
+            x = np.random.default_rng(0).normal(size=(16, 6, WIDTH)).astype("float32")
+            losses = model.fit(x, x[..., : model.output_shape[-1]], epochs=2, batch_size=8, shuffle=False, verbose=0)
+            return losses.history["loss"], model.predict(x, verbose=0)
+
+    for actual, expected in zip(trained(kd.DataParallel()), trained(None), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8"])
+def test_an_index_of_no_expert_adds_nothing(dtype):
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    first, step = np.arange(40) % 8, 1 + np.arange(40) % 7
+    chosen = np.stack([first, np.where(np.arange(40) % 3, (first + step) % 8, -1)], -1).astype(dtype)
+    weights = np.random.default_rng(1).normal(size=(8, 4, 4)).astype("float32")
+
+    class Chosen(keras.Layer):
+        def call(self, inputs):
+            x, chosen = inputs
+            gates = keras.ops.ones(chosen.shape)
+            return kd.experts(lambda x, w: x @ w, x, chosen, gates, keras.ops.convert_to_tensor(weights))
+
+    inputs = keras.Input((4,), batch_size=40), keras.Input((2,), batch_size=40, dtype=dtype)
+    expected = sum(np.where(chosen[:, [k]] < 0, 0, np.einsum("td,tdn->tn", x, weights[chosen[:, k]])) for k in range(2))
+    with kd.DataParallel().scope():
+        model = keras.Model(inputs, Chosen()(inputs))
+        np.testing.assert_allclose(model.predict((x, chosen), batch_size=40, verbose=0), expected, atol=1e-5)
+
+
+def test_a_function_of_experts_that_returns_no_rows():
+    ones = np.ones((4, 2))
+    with pytest.raises(ValueError, match=r"has to return \(T, outputs\) for T tokens, but returned \(4,\)"):
+        kd.experts(lambda x, w: (x @ w).sum(-1), ones, np.zeros((4, 1), "int32"), ones[:, :1], np.ones((3, 2, 2)))

@@ -416,3 +416,27 @@ def test_what_communicates_nothing_can_be_computed_shard_by_shard(shape, steps):
         if program.all_reduced(node) == program.gathered(node) == 0:
             shards = [function(shard) for shard in np.split(x, AXIS_SIZE, dim)]
             np.testing.assert_allclose(jnp.concatenate(shards, outputs.index(node)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", ["constant", "trained"])
+def test_what_a_loop_carries_has_a_gradient_from_its_second_iteration(first):
+    def recurrent(kernel, *others):
+        x, *start = reversed(others)
+        carry = start[0] if start else jnp.zeros((4, 8))
+        return lax.scan(lambda h, x: (jnp.tanh(h @ kernel + x),) * 2, carry, x)[1]
+
+    shapes = [(8, 8), *([(4, 8)] if first == "trained" else []), (10, 4, 8)]
+    program = Program(recurrent, *shapes, num_trained=len(shapes) - 1)
+    columns = program.inputs[0][1]
+    assert program.all_reduced(columns) == 2 * 10 * 4 * 8 * 4  # the product, and the gradient of what is carried
+
+
+@pytest.mark.parametrize("constant_first", [False, True])
+def test_a_result_of_branches_has_the_gradient_of_any(constant_first):
+    def chosen(kernel, second, x, condition):
+        branches = [lambda: x @ kernel, lambda: jnp.zeros((4, 8))]
+        return lax.cond(condition, *(reversed(branches) if constant_first else branches)) @ second
+
+    dtypes = {3: "bool"}
+    program = Program(chosen, (8, 8), (8, 8), (4, 8), (), num_trained=2, dtypes=dtypes)
+    assert program.all_reduced(program.inputs[1][1]) == 4 * 8 * 4

@@ -169,10 +169,13 @@ def _notes(search: Search, chosen: Candidate) -> list[str]:
             f"{counted(len(untried), 'candidate', 'is', 'are')} not compiled, though perhaps better. The most "
             f"promising is {untried[0]}. To try all of them, pass trials={search.compiled + len(untried)}."
         )
-    if search.plans[chosen].roofline.forecast is None:
+    if (roofline := search.plans[chosen].roofline).forecast is None:
         notes.append(
             "The speed of this hardware is unknown: times are FLOP, memory traffic and bytes sent at nominal rates of "
             "1 TFLOP/s, 100 GB/s and 10 GB/s, which can only rank candidates."
+            if roofline.compute_seconds is None
+            else f"The rate of the {roofline.network} between hosts is unknown: bytes that cross it are counted at a "
+            "nominal rate of 10 GB/s, which can only rank candidates."
         )
     return notes
 

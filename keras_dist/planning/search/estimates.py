@@ -161,22 +161,26 @@ class Estimates:
 
 
 def seconds_of(plan: Plan) -> float:
-    """Returns the forecast of a plan; where the figures of the hardware are unknown, its cost at nominal rates."""
-    forecast = plan.roofline.forecast
-    return _busy_seconds(plan) + plan.wire_bytes / NOMINAL["link"] if forecast is None else forecast.seconds
+    """Returns the forecast of a plan; if figures of the hardware are unknown, its cost with nominal ones for these."""
+    if (forecast := plan.roofline.forecast) is not None:
+        return forecast.seconds
+    sent = (each.wire_bytes / NOMINAL["link"] if each.seconds is None else each.seconds for each in plan.traffic)
+    return _busy_seconds(plan) + sum(sent)
 
 
 def _busy_seconds(plan: Plan) -> float:
     """Returns the time that a device computes in a step."""
-    forecast = plan.roofline.forecast
-    if forecast is None:
-        return plan.flops / NOMINAL["flops"] + plan.memory_traffic / NOMINAL["memory"]
-    return forecast.seconds - forecast.exposed_seconds
+    forecast, memory_seconds = plan.roofline.forecast, plan.roofline.memory_seconds
+    if forecast is not None:
+        return forecast.seconds - forecast.exposed_seconds
+    if memory_seconds is None:
+        memory_seconds = plan.memory_traffic / NOMINAL["memory"]
+    return _matmul_seconds(plan) + memory_seconds
 
 
 def _matmul_seconds(plan: Plan) -> float:
     seconds = plan.roofline.compute_seconds
-    return plan.flops / NOMINAL["flops"] if plan.roofline.forecast is None or seconds is None else seconds
+    return plan.flops / NOMINAL["flops"] if seconds is None else seconds
 
 
 def _exposed_seconds(candidate: Candidate, plan: Plan) -> dict[str, float]:
