@@ -197,7 +197,10 @@ def written_arrays(module: Module, computation: Computation, instruction: Instru
 def _results(instruction: Instruction) -> list[Array]:
     shape = instruction.shape
     if not instruction.opcode.endswith("-start") or isinstance(shape, Array) or instruction.base_opcode == "all-reduce":
-        return list(leaves(shape))
+        arrays = list(leaves(shape))
+        # A library returns its scratch space last, of which it uses what the shapes that it multiplies need.
+        has_scratch = instruction.target.startswith(("__cublas$", "__cudnn$")) and arrays[-1].dtype in ("s8", "u8")
+        return arrays[:-1] if has_scratch and len(arrays) > 1 else arrays
     # (result, operand, context) for copies, ((operands), result, context...) for the others.
     return list(leaves(shape[0 if instruction.base_opcode == "copy" else 1]))
 

@@ -170,12 +170,11 @@ def seconds_of(plan: Plan) -> float:
 
 def _busy_seconds(plan: Plan) -> float:
     """Returns the time that a device computes in a step."""
-    forecast, memory_seconds = plan.roofline.forecast, plan.roofline.memory_seconds
-    if forecast is not None:
-        return forecast.seconds - forecast.exposed_seconds
-    if memory_seconds is None:
-        memory_seconds = plan.memory_traffic / NOMINAL["memory"]
-    return _matmul_seconds(plan) + memory_seconds
+    roofline = plan.roofline
+    if roofline.forecast is not None:
+        return roofline.forecast.seconds - roofline.forecast.exposed_seconds
+    nominal = plan.memory_traffic / NOMINAL["memory"]
+    return _matmul_seconds(plan) + (nominal if roofline.memory_seconds is None else roofline.memory_seconds)
 
 
 def _matmul_seconds(plan: Plan) -> float:

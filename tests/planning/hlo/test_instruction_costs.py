@@ -21,6 +21,7 @@ class TestFlopOfLibraryCalls:
         )
         assert dict(costs.flops_by_dtype) == {"bf16": 2 * 4 * 128 * 256 * 512}
         assert costs.opaque_calls == ()
+        assert costs.memory_bytes == 4 * (2 * 128 * 256 + 2 * 256 * 512 + 4 * 128 * 512)  # without the scratch space
 
     @pytest.mark.parametrize(("left", "transposed"), [("f32[128,256]", "false"), ("f32[256,128]", "true")])
     def test_onednn_matmuls(self, left, transposed):

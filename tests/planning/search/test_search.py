@@ -9,7 +9,7 @@ from keras import layers
 from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.reports.step_memory import Memory
 from keras_dist.planning.search.candidates import CONTEXT_PARALLEL, STRATEGIES, Candidate
-from keras_dist.planning.search.estimates import Estimates
+from keras_dist.planning.search.estimates import Estimates, seconds_of
 from keras_dist.planning.search.places import place_of
 from keras_dist.planning.search.search import Search
 from keras_dist.planning.search.search_space import ATTENTION, SEQUENCE, TENSOR, WEIGHTS, search_space
@@ -147,3 +147,12 @@ def test_each_candidate_that_was_left_out_has_a_reason(space):
     for trial in table[1:]:
         words = ("slower", "sends more than", "cannot win", "expected to", "not tried", "equal")
         assert any(word in trial.outcome for word in words), trial
+
+
+def test_figures_that_are_known_count_where_only_the_network_is_not():
+    sent = [SimpleNamespace(wire_bytes=10**10, seconds=seconds) for seconds in (None, 0.25)]
+    known = SimpleNamespace(forecast=None, compute_seconds=0.5, memory_seconds=0.125)
+    unknown = SimpleNamespace(forecast=None, compute_seconds=None, memory_seconds=None)
+    figures = {"flops": 2e12, "memory_traffic": 3e11, "traffic": sent}
+    assert seconds_of(SimpleNamespace(**figures, roofline=known)) == 0.5 + 0.125 + 1 + 0.25
+    assert seconds_of(SimpleNamespace(**figures, roofline=unknown)) == 2 + 3 + 1 + 0.25
