@@ -366,12 +366,15 @@ def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:
 
 
 def _num_pairs(equation: Any, places: Sequence[Place]) -> int:
-    """Returns for how many pairs of a token and an expert an equation multiplies with weights of experts."""
+    """Returns for how many pairs of a token and an expert an equation multiplies with matrices of experts."""
     number = _weight_of(equation, places)
     if number is None:
         return 0
     weights, contracted = equation.invars[number], equation.params["dimension_numbers"][0][number]
-    columns = [dim for dim in places[number].rest(weights) if dim not in contracted]
+    rest = places[number].rest(weights)
+    if sum(weights.aval.shape[dim] > 1 for dim in rest) < 2:  # such as the numbers of a router
+        return 0
+    columns = [dim for dim in rest if dim not in contracted]
     return equation.outvars[0].aval.size // _size(weights, columns)
 
 
