@@ -109,12 +109,14 @@ class Mixture:
 
     def weight_of(self, equation: Any) -> int | None:
         """Returns the number of the operand with the weights of all experts, if an equation is a product with them."""
-        return _weight_of(equation, self._places_of(equation))
+        # What a single token has of each expert looks like a vector or a number of each expert.
+        return _weight_of(equation, self._places_of(equation), is_matrix=self.choice.num_tokens == 1)
 
     def has_other_product(self, equation: Any) -> bool:
         """Returns whether an equation is a product with something else that each expert has, such as scales."""
-        is_product = equation.primitive.name == "dot_general" and self.weight_of(equation) is None
-        return is_product and any(p.expert is not None and not p.tokens for p in self._places_of(equation))
+        is_other = equation.primitive.name == "dot_general" and self.weight_of(equation) is None
+        places = self._places_of(equation) if is_other and self.choice.num_tokens > 1 else []
+        return any(place.expert is not None and not place.tokens for place in places)
 
     def _places_of(self, equation: Any) -> list[Place]:
         return [_NOWHERE if isinstance(v, Literal) else self.places[v] for v in equation.invars]
@@ -354,27 +356,26 @@ def _hides_weights(equation: Any, num_experts: int) -> bool:
     return any(len(shape) > 2 and shape[0] == num_experts for shape in shapes)
 
 
-def _weight_of(equation: Any, places: Sequence[Place]) -> int | None:
+def _weight_of(equation: Any, places: Sequence[Place], is_matrix: bool) -> int | None:
     if equation.primitive.name != "dot_general":
         return None
     contracted = equation.params["dimension_numbers"][0]
     for number, (variable, place) in enumerate(zip(equation.invars, places, strict=True)):
-        is_weight = place.expert is not None and not place.tokens
-        if is_weight and not {*place.rest(variable)}.isdisjoint(contracted[number]):
+        is_weight, rest = place.expert is not None and not place.tokens, place.rest(variable)
+        if is_matrix:
+            rest = [dim for dim in rest if variable.aval.shape[dim] > 1]
+        if is_weight and len(rest) > is_matrix and not {*rest}.isdisjoint(contracted[number]):
             return number
     return None
 
 
 def _num_pairs(equation: Any, places: Sequence[Place]) -> int:
     """Returns for how many pairs of a token and an expert an equation multiplies with matrices of experts."""
-    number = _weight_of(equation, places)
+    number = _weight_of(equation, places, is_matrix=True)
     if number is None:
         return 0
     weights, contracted = equation.invars[number], equation.params["dimension_numbers"][0][number]
-    rest = places[number].rest(weights)
-    if sum(weights.aval.shape[dim] > 1 for dim in rest) < 2:  # such as the numbers of a router
-        return 0
-    columns = [dim for dim in rest if dim not in contracted]
+    columns = [dim for dim in places[number].rest(weights) if dim not in contracted]
     return equation.outvars[0].aval.size // _size(weights, columns)
 
 

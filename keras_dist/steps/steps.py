@@ -226,7 +226,9 @@ class Steps:
         known = {"num_trained": len(state[0]), "is_trained": current.is_in_step}
         program = self._program(traced.jaxpr, model, state, jax.tree.leaves(given), axes, **known)
         forward = [each for each in forward if each.may_find(traced.jaxpr)]
-        program = self._improved(program, forward, model if current.is_in_step else None)
+        # A step may call other models, such as a teacher without experts.
+        is_checked = current.is_in_step and FORWARD_PASSES["experts"] in forward
+        program = self._improved(program, forward, model if is_checked else None)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, given)
         _set_masks(jax.tree.leaves(outputs), masks)
         return outputs

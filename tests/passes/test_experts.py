@@ -374,3 +374,48 @@ def test_a_function_of_experts_that_returns_no_rows():
     ones = np.ones((4, 2))
     with pytest.raises(ValueError, match=r"has to return \(T, outputs\) for T tokens, but returned \(4,\)"):
         kd.experts(lambda x, w: (x @ w).sum(-1), ones, np.zeros((4, 1), "int32"), ones[:, :1], np.ones((3, 2, 2)))
+
+
+class Distilled(keras.Model):
+    """Learns what a teacher without experts returns, in a train step of its own."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.teacher = lambda: teacher  # whose weights are none of this model
+        self.mixture = Scaled()
+
+    def build(self, shape):
+        self.mixture.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.mixture(x)
+
+    def train_step(self, state, data):
+        weights, others, optimizer, metrics = state
+        teacher = self.teacher()
+        wanted, _ = teacher.stateless_call([], [v.value for v in teacher.non_trainable_variables], data[0])
+
+        def loss(weights):
+            return jnp.mean((self.stateless_call(weights, others, data[0])[0] - wanted) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        weights, optimizer = self.optimizer.stateless_apply(optimizer, gradients, weights)
+        return {"loss": value}, (weights, others, optimizer, metrics)
+
+
+def test_a_step_may_call_a_teacher_without_experts():
+    def losses(distribution):
+        start_anew()
+        with scope(distribution):
+            inputs = keras.Input((6, WIDTH))
+            teacher = keras.Model(inputs, keras.layers.Dense(WIDTH)(inputs))
+            teacher.trainable = False
+            model = Distilled(teacher)
+            model.build((None, 6, WIDTH))
+            model.compile("sgd", "mse")
+            x = np.random.default_rng(0).normal(size=(16, 6, WIDTH)).astype("float32")
+            return model.fit(x, x, epochs=2, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    sparse = kd.DataParallel(step_options=kd.StepOptions(experts="sparse"))
+    np.testing.assert_allclose(losses(sparse), losses(None), rtol=1e-4)

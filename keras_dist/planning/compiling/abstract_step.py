@@ -123,8 +123,13 @@ def prepared_step(build_model: Any, distribution: Distribution, batch: Any, name
             )
         require_no_arguments(build_model)
     devices = distribution.device_mesh.backend_mesh.devices.ravel().tolist()
-    restored = intent_kept(), global_state_restored()
-    with platform_overridden(devices), restored[0], distribution.scope(), restored[1], deferred_variables.deferring():
+    with (
+        platform_overridden(devices),
+        intent_kept(),
+        distribution.scope(),
+        global_state_restored(),
+        deferred_variables.deferring(),
+    ):
         model = _as_model(build_model if is_model else build_model(), name)
         if is_model and not model.built:
             raise ValueError(f"Model {model.name!r} is not built. Build it, or pass the function that creates it.")
