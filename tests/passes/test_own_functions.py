@@ -161,3 +161,33 @@ def test_chunks_of_a_loss_leave_functions_of_users_as_they_are(returned):
     jax.tree.map(
         lambda got, want: np.testing.assert_allclose(got, want, atol=1e-5), gradients(chunked), gradients(None)
     )
+
+
+def test_losses_of_mixtures_are_collected_in_a_scope_of_the_user():
+    class Balanced(layers.Layer):
+        def build(self, shape):
+            self.router = self.add_weight(shape=(8, 4), name="router")
+            self.up = self.add_weight(shape=(4, 8, 8), name="up")
+
+        def call(self, x):
+            chances = ops.softmax(x @ self.router)
+            self.add_loss(ops.mean(chances**2))
+            return ops.einsum("bd,edf,be->bf", x, self.up, chances)
+
+    def losses(distribution):
+        start_anew()
+        with scope(distribution):
+            inputs = keras.Input((8,))
+            model = keras.Model(inputs, Balanced()(inputs))
+
+            @jax.jit
+            def of(weights, x):
+                mapping = zip(model.trainable_variables, weights, strict=True)
+                with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as collected:
+                    model(x)
+                return list(collected.losses)
+
+            return of([v.value for v in model.trainable_variables], np.ones((8, 8), "float32"))
+
+    np.testing.assert_allclose(losses(kd.DataParallel()), losses(None), rtol=1e-6)
+    assert len(losses(None)) == 1
