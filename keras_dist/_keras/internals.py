@@ -184,6 +184,13 @@ def is_embedding_table(path: str) -> bool:
     return path.endswith("/embeddings")
 
 
+def set_keras_masks(arrays: Sequence[Any], masks: Sequence[Any]) -> None:
+    """Gives each array its mask, where that is not None."""
+    for array, mask in zip(arrays, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(array, mask)
+
+
 def in_scope_without_losses() -> bool:
     """Returns whether layers are called in a `StatelessScope` that collects no losses, as by `generate()`."""
     scope = get_stateless_scope()
@@ -215,9 +222,7 @@ def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Calla
         return outputs, masks, list(changed.values()), inner.losses
 
     outputs, masks, changed, losses = checkpoint(function)()
-    for leaf, mask in zip(jax.tree.leaves(outputs), masks, strict=True):
-        if mask is not None:
-            set_keras_mask(leaf, mask)
+    set_keras_masks(jax.tree.leaves(outputs), masks)
     outer.state_mapping.update(zip(keys, changed, strict=True))
     for loss in losses:
         outer.add_loss(loss)

@@ -63,7 +63,6 @@ class BatchPlacer:
         self._subsets.sort(key=lambda pair: -pair[0])
         self.num_batch_shards = self._subsets[0][0]
         self._has_warned = False
-        self.warned: set[str | None] = set()  # why layers compute experts that no token chose
         devices = device_mesh.backend_mesh.devices
         self.is_of_several_processes = len({device.process_index for device in devices.flat}) > 1
         self.is_on_cpu = devices.flat[0].platform == "cpu"

@@ -136,9 +136,9 @@ def with_map_mesh(layout: TensorLayout, device_mesh: DeviceMesh | None) -> Tenso
     has_own_mesh = mesh is not None and not layout._has_mesh_of_map
     if mesh is not None and set(mesh.axis_types) - {AxisType.Auto}:
         return TensorLayout(layout.axes, as_auto_mesh(mesh.backend_mesh), layout.memory_kind)
-    if device_mesh is None or has_own_mesh or layout.device_mesh == device_mesh:
+    if device_mesh is None or has_own_mesh or mesh == device_mesh:
         return layout
-    given = layout if layout.device_mesh is None else TensorLayout(layout.axes, memory_kind=layout.memory_kind)
+    given = layout if mesh is None else TensorLayout(layout.axes, memory_kind=layout.memory_kind)
     given.device_mesh = device_mesh
     given._has_mesh_of_map = True
     return given

@@ -148,15 +148,7 @@ def plan_step(
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:
             compiled = compile_step(prepared, chip, report, options, cache)
-            planned = _plan(_exact_fields(prepared, chip), compiled, distribution, options)
-            count = prepared.model.steps_per_execution
-            if step == "generate" or count == 1:
-                return planned
-            note = (
-                f"The plan is of one step and one batch, but fit holds the {counted(count, 'batch')} of an execution "
-                f"(steps_per_execution={count}) on the devices: {bytes_text(count * planned.memory.batch)} each."
-            )
-            return dataclasses.replace(planned, notes=(*planned.notes, note))
+            return _plan(_exact_fields(prepared, chip), compiled, distribution, options)
     exact: dict[int, dict[str, Any]] = {}
     compilations: dict[int, Compilation] = {}
     for blocks in (depth, *compile_depths):
@@ -211,6 +203,7 @@ def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
     """The fields of a plan that do not depend on the compiler; its memory holds variables and batch only."""
     variables, devices = _variables(step), step.distribution.device_mesh.backend_mesh.devices
     state = {part: sum(v.bytes for v in variables if v.part == part and not v.is_on_host) for part in PARTS}
+    batch_bytes = sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch))
     return {
         "model": step.model.name,
         "step": step.name,
@@ -219,11 +212,23 @@ def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
         "variables": variables,
         "memory": Memory(
             **state,
-            batch=sum(bytes_on_a_device(spec) for spec in jax.tree.leaves(step.batch)),
+            batch=batch_bytes,
             host=sum(v.bytes for v in variables if v.is_on_host),
             capacity=None if chip is None else chip.memory_bytes,
         ),
+        "notes": _notes_on_executions(step, batch_bytes),
     }
+
+
+def _notes_on_executions(step: Step, batch_bytes: int) -> tuple[str, ...]:
+    count = step.model.steps_per_execution
+    if step.name == "generate" or count == 1:
+        return ()
+    note = (
+        f"The plan is of one step and one batch, but fit holds the {counted(count, 'batch')} of an execution "
+        f"(steps_per_execution={count}) on the devices: {bytes_text(count * batch_bytes)} each."
+    )
+    return (note,)
 
 
 def _variables(step: Step) -> tuple[PlacedVariable, ...]:
@@ -289,7 +294,7 @@ def _plan(
             f"kd.hardware[{chip.name!r}], name=..., host_bytes_per_second=..., sources=...)).",
         )
     return Plan(
-        **{**fields, "memory": memory},
+        **{**fields, "memory": memory, "notes": notes + compiled.notes + fields["notes"]},
         mesh=mesh,
         distribution=repr(distribution),
         fits=fits,
@@ -306,7 +311,6 @@ def _plan(
         attention=compiled.attention,
         mixtures=compiled.mixtures,
         losses=compiled.losses,
-        notes=notes + compiled.notes,
         compile_seconds=compiled.seconds,
         depth=depth,
         compiler_options=options,

@@ -54,8 +54,7 @@ def distribute_tensors(
             sharded = internals.backend_lib.distribute_tensor(leaf, fitted)
         else:
             sharded = _constrain(leaf, fitted, None if gradient_layout is None else fit(leaf, gradient_layout))
-        if (mask := internals.get_keras_mask(leaf)) is not None:
-            internals.set_keras_mask(sharded, mask)
+        internals.set_keras_masks([sharded], [internals.get_keras_mask(leaf)])
         return sharded
 
     return jax.tree.map(distribute, tensors, is_leaf=_is_symbolic)

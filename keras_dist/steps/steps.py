@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportU
 from jax.lax import with_sharding_constraint
 
 from keras_dist._keras.active_distribution import active_distribution
-from keras_dist._keras.internals import StatelessScope, attributes_replaced, get_keras_mask, set_keras_mask
+from keras_dist._keras.internals import StatelessScope, attributes_replaced, get_keras_mask, set_keras_masks
 from keras_dist._keras.train_step import Improve
 from keras_dist._keras.training_state import state_variables
 from keras_dist._report.user_warnings import warn
@@ -214,7 +214,7 @@ class Steps:
 
         def call(state: Any, given: tuple[list, list]) -> Any:
             replaced = dict(zip(places, given[0], strict=True))
-            _set_masks(*given)
+            set_keras_masks(*given)
             with changed(is_improved=True):
                 outputs = function(state, structure.unflatten([replaced.get(i, leaf) for i, leaf in enumerate(leaves)]))
             return outputs, list(map(get_keras_mask, jax.tree.leaves(outputs)))  # attributes of tracers, or None
@@ -230,7 +230,7 @@ class Steps:
         is_checked = current.is_in_step and FORWARD_PASSES["experts"] in forward
         program = self._improved(program, forward, model if is_checked else None)
         outputs, masks = traced.evaluate(rewritten_before_gradients(program, others), state, given)
-        _set_masks(jax.tree.leaves(outputs), masks)
+        set_keras_masks(jax.tree.leaves(outputs), masks)
         return outputs
 
     @property
@@ -253,8 +253,8 @@ class Steps:
     def _warn_of_dense(self, mixtures: Sequence[MixtureCall]) -> None:
         """Warns, once for each reason, of layers that compute experts that tokens have not chosen."""
         for mixture in mixtures:
-            if mixture.form == DENSE and mixture.reason not in self._placer.warned:
-                self._placer.warned.add(mixture.reason)
+            if mixture.form == DENSE and mixture.reason not in self._distribution.warned:
+                self._distribution.warned.add(mixture.reason)
                 layer = f"Layer {mixture.layer!r}" if mixture.layer else "A layer"
                 warn(
                     f"{layer} computes all {mixture.num_experts} experts for each token, which chooses "
@@ -309,12 +309,6 @@ class Steps:
         # Logs may be Python numbers, which have no shape. Without a split before, each device would compute all rows.
         output = self._placer.split(jnp.asarray(output), rows)
         return with_sharding_constraint(output, self._placer.sharding(output.shape))
-
-
-def _set_masks(arrays: Sequence[Any], masks: Sequence[Any]) -> None:
-    for array, mask in zip(arrays, masks, strict=True):
-        if mask is not None:
-            set_keras_mask(array, mask)
 
 
 def _num_rows(arrays: list) -> int:

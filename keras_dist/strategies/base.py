@@ -117,6 +117,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         layout_of = self.get_data_layout if is_overridden else None
         self._placer = BatchPlacer(self._device_mesh, batch_axes, sequence_axes, layout_of)
         self._comparisons: dict[bool, BatchComparison] = {}
+        self.warned: set[str | None] = set()  # why layers compute experts that no token chose
         if self._device_mesh.devices.size > 1:
             expect_distribution(f"a {type(self).__name__} was created")
             warn_unless_joined()
