@@ -41,6 +41,7 @@ def test_the_llama(by):
     assert line["tokens/s"] > 0
 
 
+@pytest.mark.slow
 def test_the_llama_by_hand_is_that_of_keras_hub(monkeypatch):
     pytest.importorskip("keras_hub")
     monkeypatch.syspath_prepend(FILE.parent)

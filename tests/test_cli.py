@@ -156,6 +156,7 @@ def test_plan_prints_its_report(functions, capsys):
     assert "no part of the answer" in shown.err
 
 
+@pytest.mark.slow
 def test_plan_of_a_preset_without_its_weights(functions, capsys, tmp_path):
     hub = pytest.importorskip("keras_hub", reason="plans a preset of KerasHub: pip install keras-hub")
     sizes = {"num_query_heads": 2, "num_key_value_heads": 1, "hidden_dim": 16, "intermediate_dim": 32}
@@ -561,6 +562,7 @@ def process(*arguments: str, directory: Path) -> subprocess.CompletedProcess:
     return run(code)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_cpu_devices_of_a_target_are_simulated_before_a_user_module_starts_jax(tmp_path):
     (tmp_path / "early.py").write_text(f"import jax; jax.numpy.zeros(1); print('loud')\n{FUNCTIONS}")

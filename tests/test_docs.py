@@ -105,7 +105,7 @@ def build():
     "strategies": "import keras_hub",
 }
 COMPILED = {"planning": needs_libtpu, "step_options": needs_cuda}  # for hardware that is not attached
-SLOW = {"checkpoints", "monitoring", "planning"}
+SLOW = {"checkpoints", "data", "index", "monitoring", "planning", "step_options", "strategies"}
 FENCE = re.compile(r"(?:<!-- not run: ([^\n]*) -->\n)?^```python\n(.*?)^```", re.M | re.S)
 PAGES = {page.stem: FENCE.findall(page.read_text()) for page in DOCS.glob("*.md")}
 

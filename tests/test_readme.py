@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
 FENCE = r"```\w*\n(.*?)```"
@@ -23,6 +25,7 @@ def test_its_two_commands_have_one_line_each():
     assert (ROOT / commands["quickstart"].split()[-1]).is_file()
 
 
+@pytest.mark.slow
 def test_its_example_prints_what_it_shows():
     (program, output), *rest = re.findall(r"<!-- example -->\n" + FENCE + r"\s+" + FENCE, README, re.S)
     assert not rest

@@ -26,6 +26,7 @@ def rounds(distributions, count, between=lambda model: None):
     return losses, compiled
 
 
+@pytest.mark.slow
 def test_functions_are_compiled_once_for_each_distribution():
     start_anew()
     expected, _ = rounds([None], 6)

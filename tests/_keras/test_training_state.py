@@ -119,7 +119,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [slow_unless(case == "FSDP", case) for case in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_any_method_follows_any_while_weights_share_arrays_with_their_averages(case, without_donation, monkeypatch):
     assert set(itertools.pairwise(PATH)) == set(itertools.product(METHODS, repeat=2))
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_BYTES", 0)
@@ -231,8 +232,15 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("is_part", [True, False], ids=["of a part of the model", "of what it is a part of"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("run", "is_part"),
+    [
+        slow_unless((run, is_part) in (("fit", False), ("predict", True)), run, is_part)
+        for is_part in (True, False)
+        for run in RUNS
+    ],
+    ids=lambda value: {True: "of a part of the model", False: "of what it is a part of"}.get(value, value),
+)
 def test_methods_of_another_model_with_its_variables_are_called_in_a_run(run, is_part):
     """The same methods are called through `Callback.model` in plain Keras, which gives variables their values."""
     moment, start = RUNS[run]

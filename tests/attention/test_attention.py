@@ -117,6 +117,7 @@ FAST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "is_causal", "lengths"),
     [
@@ -143,6 +144,7 @@ def test_short_sequences_are_not_padded_to_many_times_their_pairs(platform, leng
     assert [call.implementation for call in calls] == [KERNEL[platform] if by_kernel else "XLA"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_queries_and_any_scale(platform, key_heads):
     calls = assert_equals_one_device(kd.DataParallel(), *operands(128, key_heads=key_heads), is_causal=True, scale=0.3)
@@ -163,6 +165,7 @@ def test_inside_of_shard_map_operands_are_shards_already(platform):
         np.testing.assert_allclose(jax.jit(mapped)(query), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "transform"),
     crossed(["tpu", "gpu"], [jax.checkpoint, jax.vmap, "scan"]),
@@ -210,6 +213,7 @@ def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeyp
     assert calls == [("cuDNN", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "mask"),
     [
@@ -244,6 +248,7 @@ def test_cudnn_computes_a_bias_without_a_mask(length, monkeypatch):
         assert calls == [("cuDNN", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:8", "data:2,context:2,model:2"])
 def test_layers_for_sequences_of_any_length(platform, mesh):
     """Keras infers the shape of such a layer's outputs with symbolic sizes."""
@@ -282,6 +287,7 @@ def packed_and_padded(ids):
     return keras.ops.logical_and(keras.ops.logical_and(same, causal), keras.ops.expand_dims(ids > 0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "axes"),
     [

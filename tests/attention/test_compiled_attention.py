@@ -10,7 +10,6 @@ import keras
 import pytest
 from keras import layers
 from support.compilers import EIGHT_DEVICES, H100_FIRST, needs_cuda
-from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -58,12 +57,13 @@ def fully_sharded_and_tensor_parallel(mesh, build):
     return kd.FullyShardedDataParallel(layout_map=kd.tensor_parallel_layout_map(build, mesh))
 
 
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 @pytest.mark.parametrize(
     ("make_distribution", "axes", "heads"),
     [
-        slow(data_parallel, "batch:8", HEADS),
-        slow(tensor_parallel, "batch:1,model:8", HEADS // 8),
+        (data_parallel, "batch:8", HEADS),
+        (tensor_parallel, "batch:1,model:8", HEADS // 8),
         (fully_sharded_and_tensor_parallel, "fsdp:4,model:2", HEADS // 2),
     ],
 )

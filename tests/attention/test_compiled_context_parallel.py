@@ -9,7 +9,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import H100_FIRST, V5E_FIRST, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, needs_libtpu
 
 import keras_dist as kd
 
@@ -67,6 +67,7 @@ def test_groups_send_their_floor():
     assert of_attention == pytest.approx(2 * (queries + keys) + keys, rel=0.02)  # keys are gathered again
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_all_gather_sends_its_floor_and_the_swap():
     sent, attention = traffic("v5e:2x4", 3, 3)
@@ -78,7 +79,8 @@ def test_all_gather_sends_its_floor_and_the_swap():
     assert len(sent) == 4
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_weights_are_sharded_over_sequences_too(target):
     sent, _ = traffic(target, 8, 4, "fsdp:2,context:4", min_shard_bytes=0)
     over_all = {kind for kind, axes in sent if axes == ("fsdp", "context")}

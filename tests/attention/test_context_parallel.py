@@ -128,6 +128,7 @@ def test_masks_give_the_numbers_of_one_device(platform, case):
     assert result == (KERNEL.get(platform, "XLA in blocks"), exchange)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exchange", "platform"), crossed(EXCHANGES, ["cpu", "tpu"]), indirect=["platform"])
 def test_half_precision_has_the_digits_of_one_device(platform, exchange):
     mesh, heads, key_heads = EXCHANGES[exchange]
@@ -161,6 +162,7 @@ def test_masks_and_biases_of_any_form_give_the_numbers_of_one_device(heads, expe
     assert exchange_of(*arguments, make_bias=lambda: jnp.asarray(bias, "float32"))[1] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [ALL_TO_ALL, ALL_GATHER, slow(BOTH)])
 def test_queries_without_keys_have_the_mean_of_the_values_that_there_are(exchange):
     mesh, heads, key_heads = EXCHANGES[exchange]
@@ -176,6 +178,7 @@ def test_a_bias_of_three_dims():
     assert exchange_of(context_parallel("data:2,context:4"), 4, 4, 30, make_bias=lambda: bias)[1] == ALL_TO_ALL
 
 
+@pytest.mark.slow
 def test_several_axes_share_sequences():
     layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,outer:2,inner:2"))
     distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name=("outer", "inner"))
@@ -183,6 +186,7 @@ def test_several_axes_share_sequences():
         assert exchange_of(distribution, heads, heads, 30, is_causal=True)[1] == form
 
 
+@pytest.mark.slow
 def test_cudnn_computes_all_positions_of_some_heads(monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     distribution = context_parallel("data:2,context:4")

@@ -57,6 +57,7 @@ def test_a_directory_that_is_too_small_is_named_before_the_first_step(tmp_path, 
         train(tmp_path)  # three values for each of 6,001 weights
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_directory_of_a_running_job_is_named_and_free_when_it_has_ended(tmp_path):
     code = f"""

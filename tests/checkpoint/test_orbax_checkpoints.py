@@ -100,6 +100,7 @@ def assert_placed(model, distribution):
         assert len(variable.value.sharding.device_set) == distribution.device_mesh.devices.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [slow_unless(name == "tensor parallel", name) for name in STRATEGIES])
 def test_a_model_is_loaded_under_any_distribution(strategy, tmp_path):
     expected, distribution = saved(tmp_path, sequential), STRATEGIES[strategy]()
@@ -335,6 +336,7 @@ def test_a_relative_path_is_that_of_the_working_directory(tmp_path, monkeypatch)
             assert_same(model, expected)
 
 
+@pytest.mark.slow
 def test_saving_in_the_background_writes_the_state_of_its_step(tmp_path):
     copies = []
 

@@ -247,6 +247,7 @@ model.fit(rows, rows[:, :1], batch_size=1, epochs=100, verbose=0,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_program_ends_with_the_status_that_the_scheduler_expects(tmp_path):
     environment = os.environ | {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}

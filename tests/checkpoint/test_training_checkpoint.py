@@ -152,6 +152,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     assert_resumes(train(tmp_path, source), uninterrupted, batches[after])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [slow_unless(name == "PyDataset with workers", name) for name in SOURCES],
@@ -187,6 +188,7 @@ def test_training_resumes_after_repeated_interruptions(tmp_path):
     np.testing.assert_array_equal(weights[0], uninterrupted[1][0])
 
 
+@pytest.mark.slow
 def test_training_resumes_with_several_steps_per_execution(tmp_path):
     arguments: dict = {"save_freq": 2, "steps_per_execution": 2}
     uninterrupted = train(None, "arrays", **arguments)
@@ -203,6 +205,7 @@ def test_a_checkpoint_within_an_execution_is_an_error_that_names_what_is_possibl
     train(tmp_path / "b", "arrays", save_freq=save_freq, steps_per_execution=fixes[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_freq", [slow(100), "epoch"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
@@ -338,6 +341,7 @@ def test_another_model_may_be_trained_at_the_start_of_an_epoch(tmp_path):
     assert {int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()} == {4, 8, 12}
 
 
+@pytest.mark.slow
 def test_variables_that_share_a_path_resume(tmp_path):
     def part(name):
         layers = [keras.layers.Dense(8, name="up"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="down")]

@@ -315,6 +315,7 @@ def cache_shapes(model, given):
     return {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[(\d+(?:,\d+){5})\]", loops)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key_heads"),
     [slow("Llama 3", 4), ("Gemma", 4), slow("Qwen", 4), slow("Llama 3", 2)],
@@ -331,6 +332,7 @@ def test_generated_tokens_and_a_cache_that_is_sharded_as_the_heads(name, key_hea
         assert {shape[:5] for shape in cache_shapes(model, SHORT)} == {(ROWS, 1, 2, 24, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "platform"),
     [slow_unless(case == ("Llama 3", "tpu"), *case) for case in itertools.product(GENERATORS, KERNEL)],

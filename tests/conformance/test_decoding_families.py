@@ -60,6 +60,7 @@ FAMILIES = {
 FAST = {"GPT2", "Gemma3", "Llama3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [slow_unless(family in FAST, family) for family in FAMILIES])
 def test_a_token_sums_twice_a_block_and_gathers_neither_weights_nor_cache(family):
     def build():

@@ -75,6 +75,7 @@ def generated(distribution, rows, **options):
         return np.asarray(model.generate(prompts(rows), stop_token_ids=None)["token_ids"])
 
 
+@pytest.mark.slow
 def test_a_redistributed_model_generates_by_another_program():
     """JAX would take the one of the old layouts, since values of both have the same mesh."""
     mesh = kd.create_device_mesh("data:2,model:4")
@@ -211,6 +212,7 @@ def test_plan_reads_weights_and_cache_once_a_token(compiler):
     assert plan.roofline.seconds <= 16 / plan.tokens_per_second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "step"),
     [slow("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), slow("TP", "predict")],

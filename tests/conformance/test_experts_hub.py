@@ -125,6 +125,7 @@ def outcome(name, distribution, accumulated=None, rank=None):
         return [history, evaluated, predicted, model.get_weights()], calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [slow_unless((name, strategy) in FAST, name, strategy) for name in BACKBONES for strategy in STRATEGIES],

@@ -69,6 +69,7 @@ CASES = [*((name, 1, 16) for name in STRATEGIES), *((name, 8, 16) for name in ("
 FAST = {("FSDP", 1, 12)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rows", "num_experts"),
     [pytest.param(*case, marks=slow_unless(case in FAST, case[0]).marks) for case in CASES],
@@ -85,6 +86,7 @@ def test_generate_sends_tokens_and_no_weights_of_experts(strategy, rows, num_exp
     np.testing.assert_array_equal(found, generated(None, rows, num_experts)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "rows", "is_gathered"), [("predict", 8, False), ("predict", 1024, True), slow("train", 8, True)]
 )

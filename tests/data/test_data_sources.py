@@ -345,6 +345,7 @@ def run_several_steps(method, source):
     return run_source(method, source, steps_per_execution=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Batches of 5 rows")  # the last batch
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("source", [numpy_arrays, generator])  # five batches, the last one alone, and six
@@ -406,6 +407,7 @@ def single_batch_with_scalar(method, scalar):
     return numbers, weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scalar", "method"), crossed(SCALARS, ["train_on_batch", "test_on_batch", "predict_on_batch"])
 )
@@ -420,6 +422,7 @@ def generator_with_scalar(method, scalar):
     return method(scaled(), Source(batches, steps=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scalar", "method"), crossed(SCALARS, METHODS))
 def test_a_scalar_from_a_generator_gives_the_numbers_of_one_device(distribution, method, scalar):
     assert_same_as_on_one_device(distribution, generator_with_scalar, method, scalar)
@@ -465,6 +468,7 @@ def weights_of_one_output(method):
     return method(two_inputs_and_outputs(by_name), source, sample_weight=by_name(WEIGHT, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [fit, evaluate])
 def test_sample_weights_of_one_output_only_give_the_numbers_of_one_device(distribution, method):
     assert_same_as_on_one_device(distribution, weights_of_one_output, method)

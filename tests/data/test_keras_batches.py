@@ -104,6 +104,7 @@ def test_a_batch_that_the_axis_does_not_divide(use):
     check_as_on_one_device(use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 15])
 def test_fewer_and_odd_rows_over_two_axes(rows):
     def use(model):
@@ -193,6 +194,7 @@ WAYS_FROM_A_SOURCE = {
 }
 
 
+@pytest.mark.slow
 @scalars
 @pytest.mark.parametrize("use", WAYS_FROM_A_SOURCE.values(), ids=WAYS_FROM_A_SOURCE)
 def test_scalars_among_the_inputs(use, scalar):
@@ -201,6 +203,7 @@ def test_scalars_among_the_inputs(use, scalar):
     check_as_on_one_device(lambda model: use(model, ScaledRows(scalar(0.5))), scaled_model)
 
 
+@pytest.mark.slow
 @scalars
 @pytest.mark.parametrize("step", ["train_on_batch", "test_on_batch"])
 def test_scalars_among_the_inputs_of_one_batch(step, scalar):
@@ -301,6 +304,7 @@ def with_output_rule(api):
     return model_parallel(api, {".*several/output": ("data", "model")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AsTuple, AsDict])
 @pytest.mark.parametrize(
     ("build", "message"),

@@ -208,6 +208,7 @@ is_preparing.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_no_thread_is_preparing_a_batch_when_python_ends():
     """Python aborts if it ends while another thread drops an array of JAX."""

@@ -58,7 +58,8 @@ def factors_in(folder) -> dict[str, np.ndarray]:
     return {name: np.array(file.get_tensor(name)) for name in read_header(path)[0]}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", slow("gemma"), slow("bert"), slow("qwen3_moe")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [slow("llama"), "gpt2", slow("gemma"), slow("bert"), slow("qwen3_moe")])
 def test_what_is_written_adds_the_same_where_it_is_merged(family, tmp_path):
     like = write_family(tmp_path / "like", family)
     model, other = adapted(like, family), keras_hub.models.Backbone.from_preset(str(like))

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401  (names the types that NumPy lacks)
 import numpy as np
 import pytest
 from support.hub_checkpoints import SAVED_BY_TRANSFORMERS, write_checkpoint, write_family
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 from keras_dist.interchange import export, output_files
@@ -24,7 +24,7 @@ from keras_dist.variables.safetensors_files import SafetensorsFile, read_header
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[hub]'")
 
-FAST = ["bert", "gpt2", "mixtral"]
+FAST = ["gpt2", "mixtral"]
 CHANGED = ["mistral"]  # whose weights KerasHub rounds to float16
 # Where KerasHub adds up tables, interpolates one, or reads 4 bits, and which variable has the result.
 COMPUTED = {
@@ -116,6 +116,7 @@ def test_every_layout_writes_the_same_files(devices, tmp_path):
     assert_same_tensors(tensors_in(tmp_path / "out"), tensors_in(like))
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_written(tmp_path):
     like = write_family(tmp_path / "like", "qwen2", scale=0.1)
     model = imported(like, keras_hub.models.CausalLM, preprocessor=None)
@@ -128,7 +129,7 @@ def test_what_was_trained_is_written(tmp_path):
     assert_same_weights(imported(tmp_path / "out"), model.backbone)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", slow_unless(False, "mixtral")])
+@pytest.mark.parametrize("family", [slow("bert"), "gpt2", slow("mixtral")])
 def test_adapters_of_lora_are_merged(family, tmp_path):
     like = write_family(tmp_path / "like", family, scale=0.1)
     model = imported(like)
@@ -190,7 +191,7 @@ GEMMA: dict = LLAMA | {"num_key_value_heads": 1, "head_dim": 8}
     [
         lambda: keras_hub.models.Llama3Backbone(**LLAMA),
         lambda: keras_hub.models.GPT2Backbone(64, 2, 4, 32, 128, max_sequence_length=32),
-        lambda: keras_hub.models.GemmaBackbone(**GEMMA),
+        slow(lambda: keras_hub.models.GemmaBackbone(**GEMMA)),
     ],
     ids=["llama", "gpt2", "gemma"],
 )

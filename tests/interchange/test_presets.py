@@ -57,6 +57,7 @@ def test_task_that_was_saved_is_built_without_its_files_of_weights(tmp_path):
     assert model.compiled
 
 
+@pytest.mark.slow
 def test_preset_is_loaded_under_the_distribution_that_auto_chose(llama):
     expected = keras_hub.models.CausalLM.from_preset(llama, preprocessor=None)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 16))

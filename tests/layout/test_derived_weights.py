@@ -73,6 +73,7 @@ def test_a_rule_of_its_own_takes_precedence_for_a_lora_factor():
     assert axes["down/lora_kernel_b"] == (None, "model")
 
 
+@pytest.mark.slow
 def test_training_with_lora_gives_the_numbers_of_one_device():
     x, y = np.arange(48).reshape(8, 6) % 64, np.ones((8, 6, 16))
 
@@ -86,7 +87,8 @@ def test_training_with_lora_gives_the_numbers_of_one_device():
         np.testing.assert_allclose(losses(), alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [slow("int8"), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 def test_quantized_weights_and_their_scales(mode):
     x = np.arange(48).reshape(8, 6) % 64

@@ -114,6 +114,7 @@ def assert_is_of_this_package(error: Exception) -> None:
     assert str(error).startswith(("Invalid mesh axes ", "Invalid dcn ")), repr(error)
 
 
+@pytest.mark.slow
 @given(anything, anything)
 @example(np.array(8), ["data"])
 @example([([], 2)], ["data"])

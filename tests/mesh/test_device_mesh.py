@@ -333,6 +333,7 @@ def assert_runs(code):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_mesh_of_names_outlives_cleared_backends():
     assert_runs(

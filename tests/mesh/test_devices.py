@@ -68,6 +68,7 @@ def test_jax_is_the_default_backend():
     assert done.stdout.strip() == "jax", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "code",

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import mesh_utils
+from support.slow_cases import slow_unless
 
 import keras_dist as kd
 from keras_dist.mesh.topology import Link, arrange_devices, longest_links
@@ -105,7 +106,9 @@ def arranged(devices, shape, dcn=None, **options):
     return arrange_devices(devices, {f"axis{i}": size for i, size in enumerate(shape)}, dcn, **options)
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    "name", [slow_unless(len(devices) < 128 or rings is None, name) for name, (devices, rings) in CLUSTERS.items()]
+)
 def test_no_link_is_longer_than_mesh_utils_or_a_plain_reshape_makes_it(name):
     devices, rings = CLUSTERS[name]
     shapes = factorisations(len(devices), 4 if len(devices) <= 128 else 3)
@@ -130,6 +133,7 @@ def clusters_and_shapes(draw):
     return name, tuple(draw(st.permutations(shape)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(clusters_and_shapes(), st.randoms(use_true_random=False))
 def test_any_shape_contains_each_device_once(case, random):

@@ -95,6 +95,7 @@ def test_facts_of_devices():
     assert found["longest_link"] == "1 hop"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_command_with_what_keeps_jax_from_starting(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")

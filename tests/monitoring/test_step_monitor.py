@@ -47,7 +47,7 @@ def known_peak():
     kd.hardware.register(cpu, replace=True)
 
 
-@pytest.fixture(params=["keras", "keras_dist"])
+@pytest.fixture(params=[slow("keras"), "keras_dist"])
 def distribution(request):
     if request.param == "keras_dist":
         kd.set_distribution(kd.DataParallel())

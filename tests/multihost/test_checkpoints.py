@@ -18,6 +18,7 @@ def losses_in(file):
     return found
 
 
+@pytest.mark.slow
 def test_killed_training_continues_with_the_losses_of_uninterrupted_training(tmp_path):
     # A compilation cache of its own, since a process may be killed while it writes there too.
     options = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "heartbeat_timeout": 10, "end_grace": 4}

@@ -12,6 +12,7 @@ from keras_dist.variables.safetensors_files import SafetensorsFile, read_header
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_each_process_writes_files_of_its_own(tmp_path):
     like, out = write_family(tmp_path / "like", "gpt2"), tmp_path / "out"
     completed = run_processes(exporting.write, str(like), str(out), processes=2, devices=2, tensorflow=True)

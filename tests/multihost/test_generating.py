@@ -16,6 +16,7 @@ def test_two_processes_generate_the_tokens_of_one():
     assert [process.result for process in completed] == [expected] * 2
 
 
+@pytest.mark.slow
 def test_two_processes_train_under_one_layout_and_generate_under_another():
     """Each process searches for the moves that change a layout. With different ones, programs would hang."""
     expected = generating.rounds()

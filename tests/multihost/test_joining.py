@@ -18,6 +18,7 @@ def free_ports(count):
         return [each.getsockname()[1] for each in sockets]
 
 
+@pytest.mark.slow
 def test_failed_attempts_are_errors_after_which_joining_works():
     arguments = joining.failing_and_then_joining, free_ports(5)
     done = run_processes(*arguments, processes=3, devices=2, initialize=False, timeout=240, check=False)

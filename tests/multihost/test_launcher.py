@@ -87,7 +87,7 @@ def test_output_that_the_program_does_not_flush_is_shown_at_once():
 
 @pytest.mark.parametrize(
     ("end", "status", "own"),
-    [("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), slow("raise KeyError(1)", 1, 1)],
+    [slow("sys.exit(3)", 3, 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137, -9), slow("raise KeyError(1)", 1, 1)],
 )
 def test_the_first_failure_stops_the_others_and_is_the_status(end, status, own, monkeypatch):
     monkeypatch.setattr(launcher, "_TERMINATION_GRACE", 1.0)
@@ -106,6 +106,7 @@ time.sleep(1000)
     assert outcome == (status, 1, [-15, own, -9])
 
 
+@pytest.mark.slow
 def test_the_others_have_time_to_end_with_their_own_errors():
     source = """
 import os, sys, time

@@ -18,6 +18,7 @@ def values(tmp_path_factory):
     return folder, [process.result for process in run_processes(state.values, str(folder), timeout=400)]
 
 
+@pytest.mark.slow
 def test_values_are_assigned_without_communication(values):
     _, found = values
     for each in found:
@@ -99,6 +100,7 @@ def test_callbacks_write_once(tmp_path):
         assert repr(str(tmp_path / folder)) in message
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_the_file_as_it_was(tmp_path):
     done = run_processes(state.is_killed_while_it_saves, str(tmp_path), timeout=200, check=False)
     assert [process.result for process in done] == [None, None]

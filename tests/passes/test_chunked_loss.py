@@ -161,6 +161,7 @@ def case(name):
     return {"build": build, "x": TOKENS, "y": LABELS, **fitted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow_unless(name == "mask and sample weights", name) for name in CASES])
 def test_sharded_training_has_equal_numbers(name):
     """Batches of 6 rows on 4 devices: two rows of 8 tokens on three of them, in chunks of 3 tokens."""
@@ -186,6 +187,7 @@ def test_each_strategy_has_equal_numbers(strategy):
     assert_chunks_change_nothing(functools.partial(build, "sgd"), x, y, distribution, chunk=3, batch_size=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [on_one_device, fsdp])
 def test_class_weights_of_rows(distribution):
     def build():
@@ -197,6 +199,7 @@ def test_class_weights_of_rows(distribution):
     assert_chunks_change_nothing(build, x, LABELS[:, 0], distribution, chunk=2, batch_size=12, class_weight=weights)
 
 
+@pytest.mark.slow
 def test_classes_of_pixels():
     def build():
         images = keras.Input((4, 4, 3))

@@ -59,6 +59,7 @@ def test_distributions_that_shard_experts(distribution, monkeypatch):
     assert_equal_to_dense("ThreeOperands", distribution, exchange=f"tokens over {', '.join(map(repr, names))}")
 
 
+@pytest.mark.slow
 def test_a_rule_shards_experts_and_another_their_width():
     start_anew()
     layout_map = rules_for_width_and_experts("data:2,expert:2,model:2")
@@ -67,11 +68,13 @@ def test_a_rule_shards_experts_and_another_their_width():
     assert call.rows == 8 * 3 * CHOSEN // 4  # two devices share the work for a row
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_sharded_are_computed_by_the_devices_of_their_experts():
     call = assert_equal_to_dense("ThreeOperands", fsdp(), (13, 3, WIDTH))
     assert call.rows == 13 * 3 * CHOSEN // 2
 
 
+@pytest.mark.slow
 def test_weights_are_sent_to_many_tokens():
     """Experts have 6 (16 + 8) 8 numbers, and a token sends and receives 2 choices of 16."""
     assert_equal_to_dense("ThreeOperands", fsdp(), shape=(64, 9, WIDTH), exchange="weights over 'expert'")

@@ -62,6 +62,7 @@ def tensor_parallel(options):
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", step_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("distribution", "groups"),
     [slow(data_parallel, 8), (expert_parallel, 8), slow(tensor_parallel, 4)],

@@ -81,6 +81,7 @@ def test_numbers_are_those_of_all_experts(name, devices):
     assert_same_numbers(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [slow((1, 1)), slow((1, 9)), (13, 3)], ids=str)
 @pytest.mark.parametrize("name", [slow_unless(name in ("GPT-OSS", "ThreeOperands"), name) for name in LAYERS])
 def test_few_tokens_and_unequal_rows(name, shape):
@@ -159,6 +160,7 @@ class Ordered(Written):
         return jnp.einsum("bsem,emd,bse->bsd", hidden, jnp.asarray(self.down), gates)
 
 
+@pytest.mark.slow
 def test_mixtures_in_loops_and_in_rematerialized_parts():
     expected, _ = computed(Scanned, (8, 9, WIDTH), "dense", ["uniform"])
     found, calls = computed(Scanned, (8, 9, WIDTH), "auto", ["uniform"])
@@ -254,6 +256,7 @@ class Quantized(keras.layers.Layer):
         return keras.ops.sum(self.down(keras.ops.relu(self.up(x))) * gates[..., None], axis=2)
 
 
+@pytest.mark.slow
 def test_quantized_experts_stay_dense_with_a_warning():
     def predicted(experts):
         start_anew()

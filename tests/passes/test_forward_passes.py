@@ -137,6 +137,7 @@ def unchanged(equation, program):
     return lambda operation, *operands: operation(*operands)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize(("name", "strategy"), [slow_unless(case in FAST, *case) for case in CASES])
 def test_a_pass_that_changes_nothing(name, strategy, monkeypatch):

@@ -54,6 +54,7 @@ def test_same_numbers(name, distribution):
     assert_same_numbers(actual, trained(transform, LENGTH, None), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fft2", "rfft", "stft"])
 def test_rows_that_the_devices_do_not_divide(name):
     transform = TRANSFORMS[name]
@@ -105,6 +106,7 @@ def test_rows_are_not_gathered(name):
     assert {each.kind for each in kd.plan(build, kd.DataParallel(), ROWS).traffic} == {"all-reduce"}
 
 
+@pytest.mark.slow
 def test_arrays_outside_of_a_step():
     signals = np.random.default_rng(0).normal(size=(ROWS, 16)).astype("float32")
     expected = ops.rfft(signals), ops.rfft(signals[0]), ops.stft(signals, 4, 2, 4, window=np.ones(4, "float32"))

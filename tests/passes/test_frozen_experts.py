@@ -58,6 +58,7 @@ def test_no_gradients_of_frozen_weights_are_computed(distribution, has_rounds):
     assert rounds_with_sums(trainable=False) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainable", "before", "options", "step", "sent"),
     [

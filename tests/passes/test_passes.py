@@ -54,6 +54,7 @@ def sums(x, indices):
     return by_index(x) + 2 * jax.jit(by_index)(x) + looped + jax.lax.cond(x[0, 0] > 9, lambda: x, lambda: by_index(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["uint32", "int8", "int64", "uint64"])
 def test_sums_by_index_in_unequal_shards(dtype):
     with jax.enable_x64(dtype.endswith("64")):
@@ -145,6 +146,7 @@ def sorted_by_jax(x):
     return jnp.sort(x, axis=-1) + sum(jnp.mean(part) for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "rows"),
     [

@@ -61,6 +61,7 @@ def test_indices_in_unequal_shards(name, strategy):
     assert_same_numbers(trained(function, LENGTH, distribution_of(strategy)), expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 13])
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"reduce_dtype": "float32"}])
 def test_gradients_of_lookups_that_are_reduced_later(options, length):
@@ -99,6 +100,7 @@ ALONG_SEQUENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sequence parallel", "all"])
 @pytest.mark.parametrize("name", ALONG_SEQUENCES)
 def test_windows_and_transforms_along_a_dim_that_a_rule_shards(name, strategy):

@@ -53,6 +53,7 @@ def test_numbers_are_those_of_all_experts(name, dims):
     assert_same_numbers(found, expected)
 
 
+@pytest.mark.slow
 def test_an_axis_that_does_not_divide_the_experts_gathers_their_weights():
     expected, _ = computed(LAYERS["GPT-OSS"], SHAPE, "dense")
     distribution = distribution_with("GPT-OSS", (2 * HIDDEN,), "data:2,model:4")
@@ -61,6 +62,7 @@ def test_an_axis_that_does_not_divide_the_experts_gathers_their_weights():
     assert_near(found, expected, 5e-6)
 
 
+@pytest.mark.slow
 def test_two_axes_shard_width_and_experts():
     start_anew()
     layout_map = rules_for_width_and_experts("data:2,model:2,expert:2")

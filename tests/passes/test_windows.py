@@ -55,6 +55,7 @@ def tensor_parallel(rule, **options):
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", step_options=step_options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("convolution", "rule"),
     [
@@ -71,6 +72,7 @@ def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
     assert_same_numbers(gradients(convolution, distribution), gradients(convolution, None), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("convolution", "rule"),
     [("groups", (None, None, "model")), slow("depthwise", (None, "model", None)), slow("groups", ())],

@@ -218,6 +218,7 @@ def auto_remat():
     return kd.DataParallel(step_options=kd.StepOptions(remat="auto"))
 
 
+@pytest.mark.slow
 def test_auto_is_the_cheapest_mode_that_fits(monkeypatch, memory, auto_remat):
     assert memory[None] > memory["dots"] >= memory["full"]  # they are equal with JAX 0.10
     for capacity in {memory["dots"], memory["full"]}:

@@ -203,6 +203,7 @@ def test_plan_as_data():
     assert "<" in planned._repr_html_()
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_names_the_largest_values():
     chip = kd.Hardware("tiny-cpu", "cpu", "tiny", memory_bytes=1000, sources={"memory_bytes": "this test"})
     planned = kd.plan(lambda: gpt(1, width=64), LAYOUTS["data parallel"](), 16)
@@ -467,6 +468,7 @@ def test_an_axis_of_sequences_is_used_without_attention():
     assert planned.memory.batch == 16 * 16 * 8 * 4 // 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: lambda: model])
 def test_wrapped_optimizer_is_built_once_and_the_model_is_unchanged(make):
     distribution = kd.DataParallel()

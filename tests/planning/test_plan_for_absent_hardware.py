@@ -14,7 +14,7 @@ import keras_dist as kd
 
 TWO_NETWORKS = [
     pytest.param("v5e:2x2", 2, marks=needs_libtpu),
-    pytest.param("h100:2x4", 1, marks=needs_cuda),
+    pytest.param("h100:2x4", 1, marks=[needs_cuda, pytest.mark.slow]),
 ]
 
 
@@ -52,7 +52,8 @@ def test_tensor_parallel_has_four_all_reduces_of_an_activation_per_block(target)
     assert (most - less) / activation == pytest.approx(4, rel=0.01)
 
 
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_state_equals_that_of_simulated_devices(target):
     here = kd.plan(gpt, LargestDim(kd.create_device_mesh("data:8"), ["data"], "data"), 16)
     there = kd.plan(gpt, LargestDim(mesh_of(target, "data:8"), ["data"], "data"), 16)
@@ -142,8 +143,9 @@ def test_model_larger_than_any_host_is_planned():
     assert planned.fits
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras_hub") is None, reason="pip install '.[hub]'")
-@pytest.mark.parametrize("target", [slow("cpu:8"), *V5E_FIRST])
+@pytest.mark.parametrize("target", ["cpu:8", *EIGHT_DEVICES])
 def test_keras_hub_task_that_compiles_itself(target):
     import keras_hub
 

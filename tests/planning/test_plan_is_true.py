@@ -93,6 +93,7 @@ def test_steps_of_evaluate_and_predict(step, compiled_texts):
     assert collectives(planned.collectives) == collectives(found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 def test_data_parallel_reduces_the_gradients_and_nothing_else():
     planned = kd.plan(lambda: gpt(depth=1), kd.DataParallel(), 16)

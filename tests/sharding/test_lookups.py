@@ -36,6 +36,7 @@ def fitted(build, distribution=None, x=X, y=Y):
         return {"fit": history, "predict": predictions, "weights": [np.asarray(weight) for weight in model.weights]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["DP", slow("ZeRO-1"), slow("HSDP"), "FSDP x TP"])
 def test_tied_tables_have_the_numbers_of_one_device(strategy, shard_small_optimizer_state):
     assert_same_numbers(fitted(tied, STRATEGIES[strategy](tied)), fitted(tied), 1e-5)
@@ -152,6 +153,7 @@ def test_indices_count_from_the_end_and_those_beyond_it_have_no_gradient(num_row
     np.testing.assert_allclose(actual.astype("float32"), expected, rtol=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
 def test_rows_of_a_table_that_is_cast_first_are_equal(strategy):
     """Predictions in bfloat16 are those of one device to the last bit, and losses to the precision of gradients."""
@@ -172,6 +174,7 @@ def test_rows_of_a_table_that_is_cast_first_are_equal(strategy):
     assert_same_numbers(actual, expected, 5e-3)
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_eagerly_is_that_of_keras():
     def build():
         model = tied()

@@ -78,6 +78,7 @@ def tensor_parallel():
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "rows", "local"),
     [
@@ -131,7 +132,7 @@ def test_a_call_inside_shard_map_is_local_already(rows_of_calls):
 @pytest.mark.compiler
 @pytest.mark.usefixtures("full_compilation")
 @needs_cuda
-@pytest.mark.parametrize("axes", ["data:8", "data:4,model:2"])
+@pytest.mark.parametrize("axes", [slow("data:8"), "data:4,model:2"])
 def test_compiled_for_gpus_cudnn_computes_the_rows_of_each_device(axes, monkeypatch):
     texts = []
 

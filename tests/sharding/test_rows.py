@@ -122,6 +122,7 @@ def test_a_plan_lists_attention_once():
     assert [(each.implementation, each.calls) for each in plan.attention] == [("XLA", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_attention_kernels_compute_unequal_shards(platform, monkeypatch):
     """11 rows, of which some are padded, on 8 devices."""
@@ -205,6 +206,7 @@ EQUAL_SHARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "build", "message"), EQUAL_SHARDS.values(), ids=EQUAL_SHARDS)
 def test_a_step_that_needs_equal_shards_has_them_and_warns_once(make, build, message):
     distribution = make()
@@ -216,6 +218,7 @@ def test_a_step_that_needs_equal_shards_has_them_and_warns_once(make, build, mes
     assert_same_numbers(actual, fitted(build, None), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}], ids=str)
 def test_steps_that_are_not_compiled(options):
     build = functools.partial(narrow, **options)

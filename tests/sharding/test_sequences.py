@@ -99,6 +99,7 @@ class Sorted(layers.Layer):
         return x + self.function(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -198,6 +199,7 @@ def test_a_recurrent_layer_sends_nothing_in_its_loop(mesh):
     assert not any("all-gather" in body for body in in_loops)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("length", [253, 256])
 def test_activations_are_sharded_along_sequences_of_any_length(length, mesh):

@@ -107,13 +107,15 @@ def test_gradients_of_accumulated_batches_are_reduced_once(target, strategy):
     assert sum(each.wire_bytes for each in each_time) <= 0.001 * wire_bytes(single) + gathered
 
 
-@pytest.mark.parametrize("target", V5E_FIRST, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES, indirect=True)
 def test_weights_of_microbatches_are_gathered_once(target):
     plan = planned(target, "FSDP", microbatches=4, gather_weights="update")
     assert wire_bytes(plan) <= 1.02 * wire_bytes(planned(target, "FSDP"))
 
 
-@pytest.mark.parametrize("target", V5E_FIRST, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", EIGHT_DEVICES, indirect=True)
 def test_gradients_are_reduced_in_each_microbatch(target):
     """This sends as many times the bytes as there are microbatches, and holds shards of gradients only."""
     options = {"microbatches": 4, "gather_weights": "update", **SIZE}

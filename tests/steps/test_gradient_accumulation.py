@@ -74,6 +74,7 @@ def test_numbers_are_those_of_one_device(name, strategy):
     assert_same_numbers(actual, trained_on_one_device(name), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [slow("schedule"), "moving average"])
 def test_other_optimizers(optimizer):
     """Learning rates follow updates, and Keras changes moving averages of weights after every batch."""
@@ -81,6 +82,7 @@ def test_other_optimizers(optimizer):
     assert_same_numbers(actual, two_layers_trained_on_one_device(optimizer), 1e-4)
 
 
+@pytest.mark.slow
 def test_constraints_of_weights():
     def build(optimizer):
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, kernel_constraint="unit_norm")])
@@ -92,6 +94,7 @@ def test_constraints_of_weights():
     assert_same_numbers(trained(build, x, y, fsdp()), trained(build, x, y), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -285,6 +288,7 @@ def test_gradients_are_sent_in_updates_only(strategy):
     assert sum(v.bytes for v in accumulators) == weights  # on each device
 
 
+@pytest.mark.slow
 def test_a_layer_computes_with_the_value_that_it_has_assigned_to_its_weight():
     """`SpectralNormalization` normalizes its kernel in `call`, after it has read it."""
     x, y = np.random.default_rng(0).normal(size=(2, 24, 8)).astype("float32")

@@ -67,6 +67,7 @@ class Eager(keras.Sequential):
         return super().train_step(state, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_class", "eager"), [(Eager, False), (keras.Sequential, True)])
 def test_other_steps_fetch_state_too(model_class, eager):
     expected = losses(build(), epochs=1)
@@ -89,6 +90,7 @@ def test_state_moves_to_the_host_and_back():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_taken_on_with_state_elsewhere(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     expected = losses(build(), epochs=3)
@@ -103,6 +105,7 @@ def test_a_checkpoint_is_taken_on_with_state_elsewhere(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_activations_in_host_memory_leave_losses_unchanged():
     def deep():
         keras.utils.set_random_seed(0)

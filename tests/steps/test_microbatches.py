@@ -122,6 +122,7 @@ def test_each_strategy_computes_the_numbers_of_one_device(strategy):
     assert_same_numbers(fitted(build, x, y, distribution=distribution, batch_size=16), expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [slow(1), 5, slow(12)])
 def test_any_number_of_rows(rows):
     build, x, y, _ = LOSSES["masked"]
@@ -237,6 +238,7 @@ def test_a_train_step_that_ignores_options_raises():
         model_with(OwnStep).fit(x, y, verbose=0)
 
 
+@pytest.mark.slow
 def test_run_eagerly():
     build, x, y, _ = LOSSES["ignoring a class"]
 
@@ -250,6 +252,7 @@ def test_run_eagerly():
     assert_same_numbers(fitted(eager, x, y, distribution=four_devices(microbatches=2), batch_size=8), expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_taken_on_with_other_options(tmp_path):
     """The file has the variables of any other model, and training continues as in undivided batches."""
     build, x, y, _ = LOSSES["two losses"]

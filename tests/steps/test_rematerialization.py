@@ -54,6 +54,7 @@ def losses_and_weights(scope):
     return history, [np.asarray(weight.value) for weight in model.weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scope", [slow({"mode": "full"}), {"mode": "list_of_layers", "layer_names": ["block0", "block1"]}]
 )
@@ -265,6 +266,7 @@ def test_steps_that_run_eagerly(options, monkeypatch):
     np.testing.assert_allclose(loss(True), loss(False), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "mode"),
     [({"step_options": kd.StepOptions(remat="full")}, None), ({"reshard_after_forward": True}, None), ({}, "full")],
@@ -306,6 +308,7 @@ def test_remat_of_microbatches(name):
     assert_same_numbers(found, expected, 1e-3)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_compute_nothing_again():
     build, x = BUILDS["looping"]
     model, y = build(), TOKENS % 4
@@ -337,6 +340,7 @@ def test_blocks_of_known_networks():
     assert all(len(part.nodes) == 10 for part in parts if part.is_block)
 
 
+@pytest.mark.slow
 def test_remat_of_a_train_step_that_the_user_defines():
     def flops(remat):
         def build():

@@ -122,6 +122,7 @@ def traces_of_layer(steps_per_execution, batches=64):
     return len(calls)
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_as_often_as_without_the_loop():
     assert traces_of_layer(8) == traces_of_layer(32) == traces_of_layer(1)
 
@@ -169,6 +170,7 @@ def executions(model, use):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps_per_execution", "expected"),
     [(4, [4, 4, 2, 1]), (5, [5, 5, 1]), (11, [10, 1]), (64, [10, 1]), (1, [1] * 11)],
@@ -299,6 +301,7 @@ def batches_of(name):
         yield {"rows": x, "scale": scale}, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["DP", "one device"])
 @pytest.mark.parametrize(
     "name",

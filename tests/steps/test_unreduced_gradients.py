@@ -183,6 +183,7 @@ def trained_router(distribution=None, accumulated=None):
         return losses, model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options", "accumulated"),
     [

@@ -70,6 +70,7 @@ def kinds(plan):
     return {each.kind for each in plan.traffic}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", H100_FIRST)
 def test_zero_1(target):
     plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))

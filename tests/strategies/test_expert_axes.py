@@ -77,6 +77,7 @@ def test_fsdp_keeps_small_weights_and_computes_with_gathered_ones():
     assert distribution.get_compute_layout(weight).axes == (None, None, None)
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_stored_like_its_weight():
     with fsdp("fsdp:2,expert:4", expert_dim_name="expert").scope():
         model = BUILD()

@@ -104,6 +104,7 @@ assert len(loaded.fit(np.ones((4, 16)), np.ones((4, 8)), verbose=0).history["los
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_keras_loads_what_was_saved_without_keras_dist(tmp_path):
     with fsdp().scope():

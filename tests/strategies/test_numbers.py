@@ -119,6 +119,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow_unless(name in ("Adafactor", "SGD"), name) for name in OPTIMIZERS])
 def test_other_optimizers(name):
     random = np.random.default_rng(0)
@@ -133,6 +134,7 @@ def test_other_optimizers(name):
         assert_same_numbers(actual, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_forward_and_second_derivatives():
     def derivatives(distribution):
         start_anew()

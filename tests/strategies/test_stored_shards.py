@@ -46,6 +46,7 @@ def test_fsdp_shards_every_weight_and_its_optimizer_state():
     assert bytes_per_device(model.optimizer.variables) == 2 * (sharded // 8 + 16) + scalars
 
 
+@pytest.mark.slow
 def test_hsdp_shards_within_a_group():
     build, x, y = MODELS["mixture"]
     with fsdp("replica:2,fsdp:4").scope():
@@ -87,6 +88,7 @@ def test_zero_1_shards_optimizer_state_only():
     assert state["adam/head_bias_velocity"] == (4,)
 
 
+@pytest.mark.slow
 def test_fsdp_shards_a_dim_that_rules_leave_free():
     build, x, y = MODELS["transformer"]
     with fsdp(layout_map=tensor_parallel(build, "replica:2,fsdp:2,model:2")).scope():

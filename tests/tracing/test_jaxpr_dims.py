@@ -391,6 +391,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     shape=st.lists(st.sampled_from([2, 4, 6]), min_size=2, max_size=3),

@@ -147,6 +147,7 @@ def test_deferred_model_can_be_redistributed_before_materialize():
     assert model.get_layer("block0_up").kernel.value.sharding.shard_shape((32, 128)) == (32, 32)
 
 
+@pytest.mark.slow
 def test_metrics_are_materialized():
     distribution = LAYOUTS["tensor parallel"]()
     with distribution.scope():
@@ -172,6 +173,7 @@ def test_subclassed_models_train_after_materialize(call):
         model.fit(x, y, verbose=0)
 
 
+@pytest.mark.slow
 def test_keras_hub_task_trains_after_materialize():
     keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
     distribution = LAYOUTS["fully sharded"]()

@@ -66,6 +66,7 @@ def losses_on_one_device(fits, build=dense_model):
 # ------------------------------------------------------------------------------- built before the distribution came
 
 
+@pytest.mark.slow
 @calls
 def test_a_model_built_before_the_distribution(call):
     def late(api):
@@ -79,6 +80,7 @@ def test_a_model_built_before_the_distribution(call):
     assert all(len(devices_of(variable)) == DEVICES for variable in model.weights)
 
 
+@pytest.mark.slow
 @calls
 def test_a_model_trained_before_the_distribution(call):
     start_anew()
@@ -324,6 +326,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow_unless(name not in ("adam", "sgd with momentum"), name) for name in OPTIMIZERS])
 def test_slots_lie_as_if_the_model_had_been_made_there(name):
     def build():

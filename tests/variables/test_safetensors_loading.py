@@ -337,6 +337,7 @@ def test_checkpoints_in_float8_equal_their_values(tmp_path):
     assert kernels[0].dtype == ml_dtypes.float8_e4m3fn
 
 
+@pytest.mark.slow
 def test_the_host_never_holds_all_of_a_variable_of_stacked_experts(tmp_path):
     write_checkpoint(tmp_path, "mixtral", hidden=256, intermediate=512, experts=8)
     with fully_sharded():

@@ -69,6 +69,7 @@ def test_the_plan_is_that_of_the_distribution():
     assert choice.plan.variables == planned.variables
 
 
+@pytest.mark.slow
 def test_a_second_search_compiles_nothing_and_finds_the_same(compiled):
     first = kd.auto(wide, 32, trials=4)
     count = len(compiled)
@@ -131,6 +132,7 @@ def test_models_of_all_kinds_get_a_choice(name):
     assert tensor_parallel or any("Tensor parallelism was not tried" in note for note in choice.notes)
 
 
+@pytest.mark.slow
 def test_memory_is_minimized():
     least = kd.auto(wide, 32, objective="memory", trials=3)
     fastest = kd.auto(wide, 32, trials=3)
@@ -149,6 +151,7 @@ def test_fewest_devices():
     assert sharded.mesh.devices.size == 2  # one device has nothing to shard over
 
 
+@pytest.mark.slow
 def test_fewest_devices_that_it_fits_on(monkeypatch):
     one = kd.auto(wide, 32, target=jax.devices()[:1], trials=1).plan.memory
     capacity_of(monkeypatch, 0.7 * one.total)
@@ -283,6 +286,7 @@ def blocks(depth, kinds=1):
 alternating = functools.partial(blocks, kinds=2)
 
 
+@pytest.mark.slow
 def test_blocks_that_alternate_are_compared_by_more_of_them():
     choice = kd.auto(alternating, 16, depth=6, strategies=["dp", "zero1"])
     assert choice.plan.depth == 6
@@ -309,6 +313,7 @@ def test_a_confirmation_that_ends_in_an_error_returns_the_comparison(monkeypatch
     assert choice.is_interrupted or any("RuntimeError: of the compiler" in note for note in choice.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
 def test_a_search_for_rows_that_ends_in_an_error_returns_the_most_so_far(monkeypatch, error):
     few = kd.auto(perceptron, 8, strategies=["dp"]).plan.memory

@@ -78,9 +78,10 @@ def test_memory_that_only_some_candidates_have():
         del kd.hardware._entries["small"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "slices"),
-    [pytest.param("v5e:2x2", 2, marks=needs_libtpu), pytest.param("h100:2x4", 1, marks=[needs_cuda, pytest.mark.slow])],
+    [pytest.param("v5e:2x2", 2, marks=needs_libtpu), pytest.param("h100:2x4", 1, marks=needs_cuda)],
 )
 def test_two_slices_or_hosts(target, slices):
     choice = kd.auto(perceptron, 64, kd.target(target, slices=slices), trials=3)
