@@ -94,15 +94,18 @@ MASKS = {
 }
 
 
-CONTAINED = "none", "causal", "padding", "padding in front"  # in another mask, or in the test of lengths
+FAST_MASKS = {  # which contain others
+    ("tpu", "window"),
+    ("tpu", "packed, padding"),
+    ("tpu", "queries and keys"),
+    ("gpu", "rows without keys"),
+    ("gpu", "packed, window, padding in front"),
+}
 
 
 @pytest.mark.parametrize(
     ("platform", "name"),
-    [
-        *crossed(["tpu", "gpu"], [name for name in MASKS if name not in CONTAINED]),
-        *(slow(platform, name) for platform in ("tpu", "gpu") for name in CONTAINED),
-    ],
+    [slow_unless(case in FAST_MASKS, *case) for case in itertools.product(["tpu", "gpu"], MASKS)],
     indirect=["platform"],
 )
 def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
@@ -117,7 +120,6 @@ FAST = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "is_causal", "lengths"),
     [
@@ -188,6 +190,7 @@ def test_under_other_transformations(platform, transform):
         np.testing.assert_allclose(jax.jit(jax.grad(transformed))(query), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("platform", [slow("tpu"), "gpu"], indirect=True)
 def test_a_bias_that_only_hides_keys_is_a_mask(platform):
     tensors = operands(230)
 
@@ -202,7 +205,12 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "biased"), crossed([(229, 229), (230, 229), (229, 230), (230, 230)], [False, True])
+    ("lengths", "biased"),
+    [
+        slow_unless((lengths, biased) in {((230, 229), True), ((229, 230), False)}, lengths, biased)
+        for lengths in [(229, 229), (230, 229), (229, 230), (230, 230)]
+        for biased in (False, True)
+    ],
 )
 def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
@@ -230,7 +238,7 @@ def test_cudnn_computes_padding_anywhere_without_blocks(keys, mask, monkeypatch)
     assert calls == [("cuDNN", None)]
 
 
-@pytest.mark.parametrize("length", [229, 230])
+@pytest.mark.parametrize("length", [229, slow(230)])
 def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     calls = assert_equals_one_device(
@@ -239,7 +247,7 @@ def test_cudnn_computes_packed_sequences_of_odd_lengths(length, monkeypatch):
     assert calls == [("cuDNN", None)]
 
 
-@pytest.mark.parametrize("length", [229, 230])
+@pytest.mark.parametrize("length", [229, slow(230)])
 def test_cudnn_computes_a_bias_without_a_mask(length, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
     bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, HEADS, length, length)), "float32")

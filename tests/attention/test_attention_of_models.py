@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 
 from keras_dist.attention.mask_recognition import recognize, recognize_bias
 from keras_dist.tracing.dim_axes import axes_of_dim, without_repeats
@@ -116,7 +116,7 @@ def record_attention(monkeypatch, look=lambda query: None):
     return found, equal
 
 
-@pytest.mark.parametrize("name", [slow_unless(name in ("BERT", "BART", "Mistral", "Gemma 3"), name) for name in MODELS])
+@pytest.mark.parametrize("name", [slow_unless(name in ("BART", "Mistral", "Gemma 3"), name) for name in MODELS])
 def test_models(monkeypatch, fused_attention, name):
     import keras_hub
 
@@ -156,7 +156,7 @@ def test_models(monkeypatch, fused_attention, name):
     ("name", "expected"),
     [
         # The prompt is read from index 0 of a cache as long as the text, then one token at a time.
-        ("Llama", {Attention(None, 0, (), 2), Attention(None, None, ("key_valid",), 2)}),
+        slow("Llama", {Attention(None, 0, (), 2), Attention(None, None, ("key_valid",), 2)}),
         ("Gemma 2", {Attention(None, 0, ()), Attention(-3, 0, ()), Attention(None, None, ("key_valid",))}),
     ],
 )

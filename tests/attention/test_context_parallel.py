@@ -99,7 +99,6 @@ MASKS = {
     "padding": lambda: padding([250, 249, 5, 0], 250)[:, None, None],
     "causal, padding": lambda: causal(250) & padding([250, 128, 1, 77], 250)[:, None, None],
 }
-FAST = "causal", "causal, padding"
 CASES = [
     (exchange, mask)
     for exchange in EXCHANGES
@@ -107,17 +106,21 @@ CASES = [
     if exchange != ALL_TO_ALL or mask in ("causal", "padding", "causal, padding")
 ]
 
+FAST = {
+    ("tpu", (ALL_TO_ALL, "causal, padding")),
+    ("tpu", (ALL_GATHER, "packed")),
+    ("cpu", (BOTH, "causal")),
+}
+
 
 @pytest.mark.parametrize(
     ("platform", "case"),
     [
-        *crossed(["cpu", "tpu"], [case for case in CASES if case[1] in FAST]),
-        *(
-            slow_unless((platform, case) == ("tpu", (ALL_GATHER, "packed")), platform, case)
-            for platform in ("cpu", "tpu")
-            for case in CASES
-            if case[1] not in FAST
-        ),
+        slow_unless((platform, case) in FAST, platform, case)
+        for is_causal in (True, False)
+        for platform in ("cpu", "tpu")
+        for case in CASES
+        if case[1].startswith("causal") == is_causal
     ],
     indirect=["platform"],
 )
@@ -146,14 +149,14 @@ def test_half_precision_has_the_digits_of_one_device(platform, exchange):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "queries", "keys"), [(ALL_TO_ALL, 77, 131), (ALL_GATHER, 77, 131), (BOTH, 131, 77)]
+    ("exchange", "queries", "keys"), [slow(ALL_TO_ALL, 77, 131), slow(ALL_GATHER, 77, 131), (BOTH, 131, 77)]
 )
 def test_cross_attention_gives_the_numbers_of_one_device(exchange, queries, keys):
     mesh, heads, key_heads = EXCHANGES[exchange]
     assert exchange_of(context_parallel(mesh), heads, key_heads, queries, keys)[1] == exchange
 
 
-@pytest.mark.parametrize(("heads", "expected"), [(4, ALL_TO_ALL), (6, ALL_GATHER)])
+@pytest.mark.parametrize(("heads", "expected"), [slow(4, ALL_TO_ALL), (6, ALL_GATHER)])
 def test_masks_and_biases_of_any_form_give_the_numbers_of_one_device(heads, expected):
     generator = np.random.default_rng(2)
     bias, mask = generator.standard_normal((ROWS, heads, 30, 30)), generator.random((ROWS, 1, 30, 30)) < 0.6
@@ -162,7 +165,6 @@ def test_masks_and_biases_of_any_form_give_the_numbers_of_one_device(heads, expe
     assert exchange_of(*arguments, make_bias=lambda: jnp.asarray(bias, "float32"))[1] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [ALL_TO_ALL, ALL_GATHER, slow(BOTH)])
 def test_queries_without_keys_have_the_mean_of_the_values_that_there_are(exchange):
     mesh, heads, key_heads = EXCHANGES[exchange]
@@ -178,7 +180,6 @@ def test_a_bias_of_three_dims():
     assert exchange_of(context_parallel("data:2,context:4"), 4, 4, 30, make_bias=lambda: bias)[1] == ALL_TO_ALL
 
 
-@pytest.mark.slow
 def test_several_axes_share_sequences():
     layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,outer:2,inner:2"))
     distribution = kd.ModelParallel(layout_map=layout_map, batch_dim_name="data", sequence_dim_name=("outer", "inner"))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from support.slow_cases import slow
 
 from keras_dist.attention.kernels import xla_attention, xla_attention_in_blocks
 from keras_dist.attention.mask import AttentionMask
@@ -43,7 +44,7 @@ def both(length=LENGTH):
     return in_blocks, at_once
 
 
-@pytest.mark.parametrize("bias_queries", [None, 1, LENGTH])
+@pytest.mark.parametrize("bias_queries", [slow(None), 1, slow(LENGTH)])
 def test_blocks_give_the_numbers_of_attention_at_once(bias_queries):
     arguments = operands()
     if bias_queries is not None:

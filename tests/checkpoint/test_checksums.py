@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.checkpoint import checksums, restore
@@ -58,7 +59,7 @@ def quiet_orbax():
 @pytest.mark.parametrize(
     "error",
     [
-        OSError(errno.EMFILE, "Too many open files"),
+        slow(OSError(errno.EMFILE, "Too many open files")),
         ValueError("[os_error_code='24' path='8']"),
         ValueError("UNAVAILABLE: Error reading gs://bucket/8: Couldn't connect"),
     ],
@@ -228,9 +229,9 @@ def add(*names):
         (add("notes.txt", "logs/events", "8/notes.txt", "8/pytree/notes.txt", "99"), [2], {"4", "8", "logs"}),
         (remove("8"), [1, 2], {"4"}),
         (remove("4", "8"), [0, 1, 2], set()),
-        (remove("8/pytree/d", "8/progress"), [1, 2], {"4", "8.damaged"}),
+        slow(remove("8/pytree/d", "8/progress"), [1, 2], {"4", "8.damaged"}),
         (remove("8/pytree"), [1, 2], {"4", "8.damaged"}),
-        (remove("8/progress"), [1, 2], {"4", "8.damaged"}),
+        slow(remove("8/progress"), [1, 2], {"4", "8.damaged"}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.* is damaged:UserWarning")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support.new_process import run
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import scope
 
 import keras_dist as kd
@@ -162,8 +162,8 @@ def wider():
     ("before", "after", "optimizer", "difference"),
     [
         (sequential, deeper, "adam", "checkpoint lacks '[^']*dense[^']*/kernel"),
-        (deeper, sequential, "adam", "model lacks '[^']*/"),
-        (functional, wider, "adam", "model lacks 'seed_generator"),
+        slow(deeper, sequential, "adam", "model lacks '[^']*/"),
+        slow(functional, wider, "adam", "model lacks 'seed_generator"),
         (sequential, sequential, "sgd", "model lacks 'adam/"),
     ],
 )
@@ -187,6 +187,7 @@ def test_skip_mismatch_restores_what_is_common(tmp_path):
         np.testing.assert_array_equal(model.predict(X, verbose=0), expected.predict(X, verbose=0))
 
 
+@pytest.mark.slow
 def test_without_a_distribution_keras_restores_nothing_into_a_renumbered_model(tmp_path):
     saved(tmp_path, sequential)
     model = compiled(sequential)

@@ -5,7 +5,6 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from support.slow_cases import slow_unless
 
 import keras_dist as kd
 from keras_dist.checkpoint import restore
@@ -126,7 +125,8 @@ def fit(make_model, optimizer, epochs, directory=None):
         return model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks).history["loss"]
 
 
-@pytest.mark.parametrize("name", [slow_unless(n == "Adafactor", n) for n in OPTIMIZERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_with_every_optimizer_resumes(name, tmp_path):
     losses = [*fit(dense_model, OPTIMIZERS[name], 1, tmp_path), *fit(dense_model, OPTIMIZERS[name], 2, tmp_path)]
     np.testing.assert_allclose(losses, fit(dense_model, OPTIMIZERS[name], 2), rtol=1e-6)

@@ -94,7 +94,6 @@ SOURCES = {
     "grain DataLoader": lambda: {"x": grain_loader(), "shuffle": False},
     "generator": lambda: {"x": generator(5 * EPOCHS), "steps_per_epoch": 5, "shuffle": False},
 }
-FAST = ("PyDataset with workers", "generator")
 
 
 def build(dropout=0.2, **compile_arguments):
@@ -142,7 +141,7 @@ def assert_resumes(found, uninterrupted, at):
 
 @pytest.mark.parametrize(
     "source",
-    [slow_unless(name in FAST, name) for name in SOURCES],
+    [slow_unless(name == "generator", name) for name in SOURCES],
 )
 def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     uninterrupted = train(None, source)

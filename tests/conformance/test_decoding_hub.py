@@ -93,7 +93,7 @@ def test_a_redistributed_model_generates_by_another_program():
 
 CASES = [
     slow("DP", 8, "greedy", False),
-    ("FSDP", 8, "greedy", False),
+    slow("FSDP", 8, "greedy", False),
     ("TP", 8, "greedy", False),
     ("DP", 9, "greedy", False),
     slow("FSDP", 3, "greedy", False),
@@ -168,7 +168,7 @@ CPU_AND_OTHERS = ["cpu", *(pytest.param(*each.values, marks=[*each.marks, pytest
 
 
 @pytest.mark.parametrize("compiler", CPU_AND_OTHERS)
-@pytest.mark.parametrize(("strategy", "expected"), [("DP", 0), ("FSDP", 0), ("TP", 2 * BLOCKS)])
+@pytest.mark.parametrize(("strategy", "expected"), [slow("DP", 0), ("FSDP", 0), ("TP", 2 * BLOCKS)])
 def test_a_token_sends_only_what_tensor_parallelism_sums(strategy, expected, compiler):
     """Weights are gathered before the loop. In it, TP sums twice a block, and looks up and chooses tokens."""
     module, reader = compiled(STRATEGIES[strategy], compiler)

@@ -313,10 +313,10 @@ def fit_with(option):
     return fit(one_input(), numpy_arrays(), **FIT_OPTIONS[option])
 
 
-CONTAINED = "sample_weight", "validation_data", "validation_split"  # in the options with weights
+FAST_OPTIONS = "class_weight", "validation_data_of_another_source", "validation_split_with_weights"
 
 
-@pytest.mark.parametrize("option", [slow_unless(name not in CONTAINED, name) for name in FIT_OPTIONS])
+@pytest.mark.parametrize("option", [slow_unless(name in FAST_OPTIONS, name) for name in FIT_OPTIONS])
 def test_an_option_of_fit_gives_the_numbers_of_one_device(distribution, option):
     assert_same_as_on_one_device(distribution, fit_with, option)
 
@@ -445,7 +445,10 @@ def changing_structure(method, steps_per_execution):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "steps_per_execution",
-    [1, pytest.param(2, marks=pytest.mark.skipif(STACK_BATCHES, reason="this Keras cannot, without a distribution"))],
+    [
+        slow(1),
+        pytest.param(2, marks=pytest.mark.skipif(STACK_BATCHES, reason="this Keras cannot, without a distribution")),
+    ],
 )
 def test_batches_of_changing_structure_give_the_numbers_of_one_device(distribution, method, steps_per_execution):
     assert_same_as_on_one_device(distribution, changing_structure, method, steps_per_execution)
@@ -457,7 +460,7 @@ def single_batch_without_weights(method):
     return getattr(model, method)(X, Y, sample_weight=None, return_dict=True), weights(model)
 
 
-@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch"])
+@pytest.mark.parametrize("method", [slow("train_on_batch"), "test_on_batch"])
 def test_a_single_batch_without_sample_weights_gives_the_numbers_of_one_device(distribution, method):
     assert_same_as_on_one_device(distribution, single_batch_without_weights, method)
 

@@ -18,6 +18,7 @@ from support.keras_scenarios import (
     raises_indivisible,
     run,
 )
+from support.slow_cases import slow, slow_unless
 
 import keras_dist as kd
 
@@ -87,9 +88,12 @@ OTHER_RUNS = {
     "tf.data": fit_tf_data,
     "grain": fit_grain,
 }
+FAST_RUNS = "validation_split", "train_on_batch", "test_on_batch"  # sources of data: test_data_sources.py
+
+runs = pytest.mark.parametrize("use", [slow_unless(name == "fit", use) for name, use in RUNS.items()], ids=RUNS)
 
 
-@pytest.mark.parametrize("use", RUNS.values(), ids=RUNS)
+@runs
 def test_batch_norm_and_dropout_on_a_batch_that_the_axis_does_not_divide(use):
     with raises_indivisible():
         run(KERAS, use, deep_model)
@@ -97,7 +101,9 @@ def test_batch_norm_and_dropout_on_a_batch_that_the_axis_does_not_divide(use):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("use", OTHER_RUNS.values(), ids=OTHER_RUNS)
+@pytest.mark.parametrize(
+    "use", [slow_unless(name in FAST_RUNS, use) for name, use in OTHER_RUNS.items()], ids=OTHER_RUNS
+)
 def test_a_batch_that_the_axis_does_not_divide(use):
     with raises_indivisible():
         run(KERAS, use)
@@ -133,7 +139,7 @@ def test_a_batch_over_two_axes():
     assert over_both_axes(kd).get_data_layout(X.shape).backend_layout.shard_shape(X.shape) == (ROWS // DEVICES, 4)
 
 
-@pytest.mark.parametrize("use", RUNS.values(), ids=RUNS)
+@runs
 def test_a_ragged_batch_over_two_axes(use):
     check_as_on_one_device(use, distribution=over_both_axes)
 
@@ -194,7 +200,6 @@ WAYS_FROM_A_SOURCE = {
 }
 
 
-@pytest.mark.slow
 @scalars
 @pytest.mark.parametrize("use", WAYS_FROM_A_SOURCE.values(), ids=WAYS_FROM_A_SOURCE)
 def test_scalars_among_the_inputs(use, scalar):
@@ -244,7 +249,9 @@ CHANGES = {
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize(("batches", "message"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("batches", "message"), [slow_unless(name != "one dim less", *CHANGES[name]) for name in CHANGES], ids=CHANGES
+)
 def test_a_batch_structure_that_changes_in_an_epoch(batches, message):
     def use(model):
         return model.fit((batch for batch in batches), shuffle=False, verbose=0).history
@@ -335,7 +342,7 @@ def test_an_output_rule_shards_each_output_with_enough_dims(kind):
     np.testing.assert_array_equal(first, X[:, 0])
 
 
-@pytest.mark.parametrize("batch_axes", ["model", "data", ("data", "model")])
+@pytest.mark.parametrize("batch_axes", [slow("model"), slow("data"), ("data", "model")])
 def test_an_output_rule_for_dim_0_fits_a_last_batch_of_any_size(batch_axes):
     def build():
         norm = keras.layers.LayerNormalization(name="norm")
@@ -411,6 +418,6 @@ def test_calling_a_model_shards_its_input(as_array):
     assert part_on_a_device(kd) == (ROWS // DEVICES, 1)
 
 
-@pytest.mark.parametrize("rows", [16, 13])
+@pytest.mark.parametrize("rows", [slow(16), 13])
 def test_calling_a_model_gives_the_numbers_of_one_device(rows):
     check_as_on_one_device(lambda model: [np.asarray(model(X[:rows])), model.predict_on_batch(X[:rows])], deep_model)

@@ -573,6 +573,7 @@ def models():
     return [decoder(), with_lora, nested]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     number=st.integers(0, 2),

@@ -37,7 +37,7 @@ def draw_experts(routing):
     return np.sort(experts, 1).astype("int32")
 
 
-FAST = {("ragged", "uniform", 1), ("equal", "some without rows", 1), ("ragged", "skewed", 2), ("equal", "in pairs", 2)}
+FAST = {("equal", "some without rows", 1), ("ragged", "skewed", 2)}
 ROUTINGS = "uniform", "equal", "skewed", "all to one expert", "some without rows", "in pairs"
 ONE_ROUND = {"ragged": ("uniform", "equal", "in pairs"), "equal": ("equal",)}
 

@@ -64,8 +64,7 @@ def check(form, arguments, product=None):
     assert not np.asarray(found[2], "float32")[has_no_rows].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("routing", "dtype"), crossed(ROUTINGS, EPSILON))
 @pytest.mark.parametrize("form", ["blocks", "batched"])
 def test_forms_in_xla_give_the_numbers_of_dense_products(form, routing, dtype):
     check(form, operands(ROUTINGS[routing], dtype))
@@ -186,7 +185,7 @@ def test_gradient_of_weights_is_summed_in_float32(form):
     np.testing.assert_allclose(float(of_weights[0, 0, 0]), num_rows * float(rows[0, 0]), rtol=4e-3)
 
 
-@pytest.mark.parametrize("form", ["blocks", "batched"])
+@pytest.mark.parametrize("form", ["blocks", slow("batched")])
 def test_product_in_a_rematerialized_scan(form):
     arguments = operands(ROUTINGS["skewed"], "float32")
 

@@ -168,7 +168,7 @@ def test_sharded_training_has_equal_numbers(name):
     assert_chunks_change_nothing(distribution=fsdp, chunk=3, **case(name))
 
 
-FAST = "tied", "mask and sample weights", "label smoothing", "root of a mean", "top-k", "squared error"
+FAST = "mask and sample weights", "label smoothing", "root of a mean", "top-k"
 
 
 @pytest.mark.parametrize("name", [slow_unless(name in FAST, name) for name in CASES])
@@ -231,7 +231,8 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "causal, untied", name) for name in HUB])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUB)
 def test_language_models_of_keras_hub(name):
     def build():
         model = HUB[name]()

@@ -27,7 +27,6 @@ class Normalized(Experts):
         return ops.sum(outputs * gates[..., None] / ops.sum(best, -1)[..., None, None], axis=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "distribution",
     [slow(kd.DataParallel), fsdp, slow(lambda: distribution_with("ThreeOperands", (EXPERTS,)))],

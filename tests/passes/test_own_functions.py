@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 from support.applied_functions import WIDTH, Applied, distribution_of
 from support.keras_scenarios import start_anew
+from support.slow_cases import crossed
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -35,7 +36,7 @@ FUNCTIONS = {
     "groups of channels": lambda x: ops.depthwise_conv(x, TABLE[:3, :, None], padding="same"),
     "transform": lambda x: jnp.real(jnp.fft.fft2(x)),
 }
-DISTRIBUTIONS = {name: lambda name=name: distribution_of(name) for name in ("tensor parallel", "context parallel")}
+DISTRIBUTIONS = {name: lambda name=name: distribution_of(name) for name in ("context parallel", "tensor parallel")}
 
 
 def loss_and_gradients(function, distribution):
@@ -54,8 +55,7 @@ def loss_and_gradients(function, distribution):
         return jax.jit(jax.value_and_grad(loss))(weights, x)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "distribution"), crossed(FUNCTIONS, DISTRIBUTIONS))
 def test_gradients_are_those_of_one_device(name, distribution):
     actual = loss_and_gradients(FUNCTIONS[name], DISTRIBUTIONS[distribution]())
     assert_same_numbers(actual, loss_and_gradients(FUNCTIONS[name], None), 1e-5)

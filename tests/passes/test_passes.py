@@ -54,7 +54,6 @@ def sums(x, indices):
     return by_index(x) + 2 * jax.jit(by_index)(x) + looped + jax.lax.cond(x[0, 0] > 9, lambda: x, lambda: by_index(x))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["uint32", "int8", "int64", "uint64"])
 def test_sums_by_index_in_unequal_shards(dtype):
     with jax.enable_x64(dtype.endswith("64")):

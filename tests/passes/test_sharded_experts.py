@@ -30,7 +30,6 @@ def distribution_with(name, dims, mesh="data:4,model:2"):
 FAST = [
     ("Mixtral", (EXPERTS,)),
     ("GPT-OSS", (HIDDEN,)),
-    ("GPT-OSS", (WIDTH,)),
     ("NormalizedExperts", (HIDDEN, 2 * HIDDEN)),
 ]
 

@@ -251,6 +251,7 @@ def test_training_uses_the_mode_that_fits(monkeypatch, memory, auto_remat):
     assert modes[-1] == ("dots" if memory["dots"] == memory["full"] else "full")
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_has_the_options_that_make_it_fit(monkeypatch, memory):
     capacity_of(monkeypatch, memory["dots"])
     planned = kd.plan(build, kd.DataParallel(), 64)

@@ -468,7 +468,6 @@ def test_an_axis_of_sequences_is_used_without_attention():
     assert planned.memory.batch == 16 * 16 * 8 * 4 // 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: lambda: model])
 def test_wrapped_optimizer_is_built_once_and_the_model_is_unchanged(make):
     distribution = kd.DataParallel()

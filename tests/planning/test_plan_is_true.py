@@ -1,5 +1,6 @@
 """Bytes and collectives in a plan equal those of a real run on eight devices, to the last one."""
 
+import itertools
 from collections import Counter
 
 import jax
@@ -7,7 +8,7 @@ import keras
 import pytest
 from support.hlo_text import read_module
 from support.planned_models import LAYOUTS, MODELS, gpt
-from support.slow_cases import crossed, slow
+from support.slow_cases import slow_unless
 
 import keras_dist as kd
 from keras_dist._keras import internals
@@ -46,12 +47,17 @@ def collectives(found):
     return Counter((c.kind, c.axes, c.tensors, c.bytes, c.wire_bytes, c.count, c.dtype) for c in found)
 
 
+FAST = {
+    ("data parallel", "perceptron"),
+    ("tensor parallel", "perceptron"),
+    ("fully sharded", "subclassed"),
+    ("over two axes of three", "subclassed"),
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        *crossed(LAYOUTS, ["perceptron", "subclassed"]),
-        *(slow(layout, name) for layout in LAYOUTS for name in ("gpt", "convnet", "two branches")),
-    ],
+    [slow_unless(case in FAST, *case) for case in itertools.product(LAYOUTS, MODELS)],
 )
 def test_state_and_collectives_equal_those_of_fit(name, layout, compiled_texts):
     build, (x, y) = MODELS[name]

@@ -24,6 +24,7 @@ def with_input_rules(**rules):
     return model_parallel(layout_map).scope()
 
 
+@pytest.mark.slow
 def test_inputs_keep_their_masks():
     def run(scope):
         start_anew()

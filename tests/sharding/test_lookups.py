@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.slow_cases import slow
+from support.slow_cases import crossed, slow
 from support.strategy_models import STRATEGIES, assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -57,7 +57,7 @@ def looks_up(policy=None, kind=layers.Embedding):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "microbatches"), [("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), slow("HSDP", 1)]
+    ("strategy", "microbatches"), [slow("FSDP", 1), ("FSDP, resharding", 1), ("FSDP", 2), slow("HSDP", 1)]
 )
 def test_rows_that_devices_exchange(strategy, microbatches):
     distribution = STRATEGIES[strategy](looks_up).with_step_options(kd.StepOptions(microbatches=microbatches))
@@ -121,7 +121,7 @@ def test_one_index_for_each_row():
     assert_same_numbers(fitted(build, STRATEGIES["FSDP"](build), x, y)["fit"], fitted(build, None, x, y)["fit"], 1e-3)
 
 
-@pytest.mark.parametrize(("strategy", "num_rows"), [("DP", 64), ("FSDP", 64), ("DP", 65536), ("FSDP", 65536)])
+@pytest.mark.parametrize(("strategy", "num_rows"), [("DP", 64), slow("FSDP", 64), slow("DP", 65536), ("FSDP", 65536)])
 def test_lookups_are_summed_in_float32(strategy, num_rows):
     """Each device looks up one row 800 times; a sum in bfloat16 would stay at 256."""
 
@@ -139,8 +139,7 @@ def test_lookups_are_summed_in_float32(strategy, num_rows):
     np.testing.assert_allclose(table, 2 * expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize("num_rows", [50, 1000])
-@pytest.mark.parametrize("dtype", ["uint8", "int32"])
+@pytest.mark.parametrize(("dtype", "num_rows"), crossed(["uint8", "int32"], [50, 1000]))
 def test_indices_count_from_the_end_and_those_beyond_it_have_no_gradient(num_rows, dtype):
     """A table with few and with many more rows than a device looks up."""
     generator = np.random.default_rng(0)
@@ -174,7 +173,6 @@ def test_rows_of_a_table_that_is_cast_first_are_equal(strategy):
     assert_same_numbers(actual, expected, 5e-3)
 
 
-@pytest.mark.slow
 def test_a_step_that_runs_eagerly_is_that_of_keras():
     def build():
         model = tied()

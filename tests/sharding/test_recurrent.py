@@ -78,7 +78,6 @@ def tensor_parallel():
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "rows", "local"),
     [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from keras import layers
+from support.slow_cases import slow
 from support.strategy_models import ROWS, fsdp, two_layers
 
 import keras_dist as kd
@@ -72,7 +73,8 @@ def test_hsdp_gathers_within_a_group():
 
 
 @pytest.mark.parametrize(
-    "make", [fsdp, lambda: kd.DataParallel(shard_optimizer_state=True), lambda: fsdp(reshard_after_forward=True)]
+    "make",
+    [slow(fsdp), slow(lambda: kd.DataParallel(shard_optimizer_state=True)), lambda: fsdp(reshard_after_forward=True)],
 )
 def test_weights_read_in_a_loop_are_gathered_before_it(make):
     def build():

@@ -42,14 +42,15 @@ def numbers_of(name, distribution, rows):
         }
 
 
-CASES = [("mixture", "FSDP", 11)]  # batch normalization: tests/data/test_keras_batches.py
-OTHER_CASES = [
+CASES = [
+    ("mixture", "FSDP", 11),  # batch normalization: tests/data/test_keras_batches.py
     ("transformer", "FSDP", 11),
     *((name, strategy, rows) for name in MODELS for strategy in DISTRIBUTIONS for rows in (3, 13)),
 ]
 
 
-@pytest.mark.parametrize(("name", "strategy", "rows"), [*CASES, *(slow(*case) for case in OTHER_CASES)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy", "rows"), CASES)
 @pytest.mark.usefixtures("shard_small_optimizer_state")
 def test_numbers_are_those_of_one_device(name, strategy, rows):
     distribution = DISTRIBUTIONS[strategy]()
@@ -75,7 +76,9 @@ WITH_REPEATED_ROWS = {
 SLOW = [slow(name, strategy, rows) for name in MODELS for strategy in WITH_REPEATED_ROWS for rows in (3, 13)]
 
 
-@pytest.mark.parametrize(("name", "strategy", "rows"), [("transformer", "TP", 11), ("mixture", "HSDP x TP", 11), *SLOW])
+@pytest.mark.parametrize(
+    ("name", "strategy", "rows"), [slow("transformer", "TP", 11), ("mixture", "HSDP x TP", 11), *SLOW]
+)
 def test_predict_splits_rows_also_where_devices_repeat_them(name, strategy, rows):
     build, x, _ = MODELS[name]
     x = np.concatenate([x, x])[:rows]
@@ -108,7 +111,7 @@ def flops_over_ideal(rows, step):
     [
         (9, "train"),
         slow(13, "train"),
-        (13, "test"),
+        slow(13, "test"),
         (13, "predict"),
         *[slow(rows, "train") for rows in (2, 3, 8, 12, 23, 31, 50, 63)],
     ],
@@ -206,7 +209,6 @@ EQUAL_SHARDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make", "build", "message"), EQUAL_SHARDS.values(), ids=EQUAL_SHARDS)
 def test_a_step_that_needs_equal_shards_has_them_and_warns_once(make, build, message):
     distribution = make()

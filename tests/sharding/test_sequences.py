@@ -99,7 +99,6 @@ class Sorted(layers.Layer):
         return x + self.function(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

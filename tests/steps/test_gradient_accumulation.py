@@ -94,7 +94,6 @@ def test_constraints_of_weights():
     assert_same_numbers(trained(build, x, y, fsdp()), trained(build, x, y), 1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -154,7 +153,7 @@ class ReadsState(keras.callbacks.Callback):
         self.states.append(state_of(self.model))
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("steps_per_execution", [slow(1), 2])
 def test_state_can_be_read_after_every_batch(steps_per_execution):
     def states(distribution):
         build, x, y = two_layers_and_data()
@@ -190,12 +189,13 @@ def state_after_nine_batches():
     return state_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [
-        slow(None),
+        None,
         STRATEGIES["TP"],
-        slow(STRATEGIES["ZeRO-1"]),
+        STRATEGIES["ZeRO-1"],
     ],
 )
 def test_saved_and_taken_on_within_an_accumulation(others, tmp_path):

@@ -238,7 +238,6 @@ def test_a_train_step_that_ignores_options_raises():
         model_with(OwnStep).fit(x, y, verbose=0)
 
 
-@pytest.mark.slow
 def test_run_eagerly():
     build, x, y, _ = LOSSES["ignoring a class"]
 

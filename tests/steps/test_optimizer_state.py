@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.slow_cases import slow
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
@@ -35,9 +36,9 @@ def dtypes(optimizer):
     ("make", "expected"),
     [
         (lambda: keras.optimizers.Adam(1e-2), {"momentum": "bfloat16", "velocity": "float32"}),
-        (lambda: keras.optimizers.Adam(1e-2, beta_2=0.95), {"momentum": "bfloat16", "velocity": "bfloat16"}),
-        (lambda: keras.optimizers.SGD(0.05, momentum=0.9), {"momentum": "bfloat16"}),
-        (lambda: keras.optimizers.RMSprop(1e-2), {"velocity": "bfloat16"}),
+        slow(lambda: keras.optimizers.Adam(1e-2, beta_2=0.95), {"momentum": "bfloat16", "velocity": "bfloat16"}),
+        slow(lambda: keras.optimizers.SGD(0.05, momentum=0.9), {"momentum": "bfloat16"}),
+        slow(lambda: keras.optimizers.RMSprop(1e-2), {"velocity": "bfloat16"}),
         (
             lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True),
             {"momentum": "bfloat16", "average": "float32"},

@@ -239,7 +239,7 @@ def test_each_mode_changes_no_number(name, remat):
     ("name", "more"),
     [
         *(slow_unless(name == "nested", name, {}) for name in BUILDS),
-        ("layers", {"reduce_dtype": "float32"}),
+        slow("layers", {"reduce_dtype": "float32"}),
     ],
     ids=str,
 )
@@ -308,7 +308,6 @@ def test_remat_of_microbatches(name):
     assert_same_numbers(found, expected, 1e-3)
 
 
-@pytest.mark.slow
 def test_evaluation_and_prediction_compute_nothing_again():
     build, x = BUILDS["looping"]
     model, y = build(), TOKENS % 4

@@ -1,6 +1,7 @@
 """`steps_per_execution=k`: one compiled loop over k batches, with the numbers, logs and callbacks of single steps."""
 
 import functools
+import itertools
 
 import jax
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 from keras import layers
-from support.slow_cases import crossed, slow, slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
@@ -54,8 +55,16 @@ def assert_equal(actual, expected):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), actual, expected)
 
 
-@pytest.mark.parametrize("steps_per_execution", [4, slow(5), 64])  # a last group of 3, of 1, and one of less than k
-@pytest.mark.parametrize(("distribution", "method"), crossed(DISTRIBUTIONS, METHODS))
+FAST = {("one device", "fit", 64), ("DP", "evaluate", 4), ("DP", "evaluate", 64), ("FSDP", "predict", 4)}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "method", "steps_per_execution"),
+    [
+        slow_unless(case in FAST, *case)
+        for case in itertools.product(DISTRIBUTIONS, METHODS, [4, 5, 64])  # last groups of 3, of 1, and of less than k
+    ],
+)
 def test_numbers_are_those_of_single_steps(distribution, method, steps_per_execution):
     use, make = METHODS[method], DISTRIBUTIONS[distribution]
     assert_equal(run(use, steps_per_execution, make()), run(use, 1, make()))
@@ -74,7 +83,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "accumulated gradients", name) for name in OPTIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options_give_the_numbers_of_single_steps(name):
     step_options, options = OPTIONS[name]
 
@@ -127,7 +137,7 @@ def test_a_step_is_traced_as_often_as_without_the_loop():
     assert traces_of_layer(8) == traces_of_layer(32) == traces_of_layer(1)
 
 
-@pytest.mark.parametrize("distribution", ["DP", "FSDP"])
+@pytest.mark.parametrize("distribution", ["DP", slow("FSDP")])
 def test_the_program_holds_one_step(distribution):
     """In the traced and in the compiled program, whatever the number of batches."""
 
@@ -170,7 +180,6 @@ def executions(model, use):
     return counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps_per_execution", "expected"),
     [(4, [4, 4, 2, 1]), (5, [5, 5, 1]), (11, [10, 1]), (64, [10, 1]), (1, [1] * 11)],
@@ -223,7 +232,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", [slow_unless("steps" in name, name) for name in ARGUMENTS])
 def test_callbacks_are_called_as_by_keras(name):
     def use(model):
         calls = Calls()

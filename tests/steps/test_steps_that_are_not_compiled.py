@@ -7,6 +7,7 @@ import pytest
 from keras import layers, ops
 from support.applied_functions import WIDTH, Applied, distribution_of
 from support.keras_scenarios import start_anew
+from support.slow_cases import slow_unless
 from support.strategy_models import assert_same_numbers, scope
 
 import keras_dist as kd
@@ -33,7 +34,7 @@ def trained_eagerly(function, distribution):
         return losses, model.predict(x, verbose=0), model.get_weights()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow_unless(name == "maxima over windows", name) for name in CASES])
 def test_numbers_are_those_of_one_device(name):
     strategy, function = CASES[name]
     actual = trained_eagerly(function, distribution_of(strategy))

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -205,7 +206,7 @@ def test_a_loop_of_ones_own_lays_out_batches_as_fit_does():
     np.testing.assert_allclose(loss(dense.kernel.value, distribution.distribute_batch(x)), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [32, 37])
+@pytest.mark.parametrize("rows", [slow(32), 37])
 def test_there_are_no_more_compilations_than_in_keras(rows):
     """One for each function and shape: the remainder of 37 rows is a shape that Keras itself cannot take."""
     compilations = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import LENGTH, MODELS, WIDTH, assert_same_numbers, fsdp, has_layouts_of, scope, two_layers
 
 import keras_dist as kd
@@ -203,7 +203,7 @@ def train(distribution, build, step="train_on_batch"):
         return getattr(build(), step)(X, *[Y] * (step != "predict_on_batch"))
 
 
-@pytest.mark.parametrize("step", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+@pytest.mark.parametrize("step", [slow("train_on_batch"), "test_on_batch", "predict_on_batch"])
 def test_axes_that_do_not_divide_the_experts_are_an_error(step):
     distribution = fsdp("fsdp:2,expert:4", expert_dim_name=("expert", "fsdp"))
     with pytest.raises(OptionWithoutEffectError, match=r"the 6 experts of 'block0_experts'.*expert:4 x fsdp:2.*by 8"):

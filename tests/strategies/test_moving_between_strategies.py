@@ -133,7 +133,9 @@ def test_weights_saved_under_one_strategy_load_under_another(tmp_path):
         assert second.layers[0].kernel.value.sharding.shard_shape((16, 32)) == (8, 16)
 
 
-@pytest.mark.parametrize("make", [fsdp, lambda: fsdp(reshard_after_forward=True), lambda: fsdp("replica:2,fsdp:4")])
+@pytest.mark.parametrize(
+    "make", [slow(fsdp), slow(lambda: fsdp(reshard_after_forward=True)), lambda: fsdp("replica:2,fsdp:4")]
+)
 def test_a_deferred_model_is_materialized_and_trained(make):
     distribution = make()
     with distribution.scope():

@@ -134,7 +134,6 @@ def test_other_optimizers(name):
         assert_same_numbers(actual, expected, TOLERANCE)
 
 
-@pytest.mark.slow
 def test_forward_and_second_derivatives():
     def derivatives(distribution):
         start_anew()

@@ -317,6 +317,7 @@ def cases(architecture: str, rows: st.SearchStrategy[int]) -> st.SearchStrategy[
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", NAMES)
 @compiling
 @hypothesis.given(data=st.data())

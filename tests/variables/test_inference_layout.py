@@ -17,6 +17,7 @@ from support.keras_scenarios import (
     shard_shape,
     start_anew,
 )
+from support.slow_cases import slow
 from support.strategy_models import has_layouts_of
 
 import keras_dist as kd
@@ -190,7 +191,7 @@ def test_variables_that_the_block_creates():
     assert np.isfinite(fit(model)).all()
 
 
-@pytest.mark.parametrize("max_bytes", ["1GB", 0, -1, True, 1e9, None])
+@pytest.mark.parametrize("max_bytes", ["1GB", slow(0), -1, True, slow(1e9), slow(None)])
 def test_max_bytes_that_are_no_number_of_bytes(max_bytes):
     model = trained_model()
     with pytest.raises(ValueError, match=rf"max_bytes={max_bytes!r} must be a positive integer"):

@@ -24,11 +24,14 @@ def build_model(build, distribution, deferred):
         return kd.materialize(model)
 
 
+NAMES_OF_LAYOUTS = ["tensor parallel", "fully sharded", "data parallel"]
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *crossed(["perceptron", "convnet", "two branches"], ["tensor parallel", "fully sharded", "data parallel"]),
-        *(slow("gpt", layout) for layout in ("tensor parallel", "fully sharded", "data parallel")),
+        *crossed(["perceptron", "convnet"], NAMES_OF_LAYOUTS),
+        *(slow(name, layout) for name in ("two branches", "gpt") for layout in NAMES_OF_LAYOUTS),
     ],
 )
 def test_values_and_layouts_equal_a_normal_build(name, layout):

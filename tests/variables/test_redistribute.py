@@ -1,5 +1,6 @@
 """Distributions that are set late, changed or removed, and `redistribute`, which moves a model between them."""
 
+import itertools
 import threading
 import warnings
 
@@ -20,7 +21,7 @@ from support.keras_scenarios import (
     shard_shape,
     start_anew,
 )
-from support.slow_cases import crossed, slow_unless
+from support.slow_cases import crossed, slow, slow_unless
 
 import keras_dist as kd
 
@@ -234,7 +235,7 @@ def test_a_model_trains_in_another_thread_as_on_one_device():
 
 
 @pytest.mark.parametrize(
-    "call", [CALLS["fit"], CALLS["evaluate"], CALLS["predict"]], ids=["fit", "evaluate", "predict"]
+    "call", [CALLS["fit"], slow(CALLS["evaluate"]), slow(CALLS["predict"])], ids=["fit", "evaluate", "predict"]
 )
 def test_training_outside_of_the_scope_warns(call):
     def outside(api):
@@ -372,6 +373,10 @@ MOMENTS = [
     *("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"),
     *("on_test_begin", "on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_batch_end"),
 ]
+FAST_MOMENTS = [
+    *(("on_train_batch_end", kd.DataParallel), ("on_epoch_begin", kd.DataParallel)),
+    *(("on_test_batch_begin", None), ("on_predict_batch_end", kd.DataParallel)),
+]
 
 
 def moving(moment, to, model):
@@ -387,7 +392,10 @@ def moving(moment, to, model):
     return callback
 
 
-@pytest.mark.parametrize(("moment", "begin"), crossed(MOMENTS, [None, kd.DataParallel]))
+@pytest.mark.parametrize(
+    ("moment", "begin"),
+    [slow_unless(case in FAST_MOMENTS, *case) for case in itertools.product(MOMENTS, [None, kd.DataParallel])],
+)
 def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     verb = {"test": "evaluate", "predict": "predict"}.get(moment.split("_")[1], "fit")
     more = {"epochs": 2} if verb == "fit" else {"batch_size": 8}
@@ -403,7 +411,7 @@ def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
 
 
 @pytest.mark.parametrize(
-    "distribution", [kd.DataParallel, lambda: model_parallel(kd, BY_COLUMNS)], ids=["data", "model"]
+    "distribution", [slow(kd.DataParallel), lambda: model_parallel(kd, BY_COLUMNS)], ids=["data", "model"]
 )
 def test_a_moving_average_of_the_weights_survives_a_second_fit(distribution):
     """On one device and under Keras's distributions the second fit crashes; the reference is one fit of two epochs."""

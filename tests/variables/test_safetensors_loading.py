@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hub_checkpoints import CODES, FAMILIES, write_checkpoint, write_safetensors
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.variables.host_to_device import _read_shards, place
@@ -295,7 +296,7 @@ def backbone(folder, **options):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "files"),
-    [*((family, "float32", files) for family in FAMILIES for files in (1, 3)), ("mixtral", "bfloat16", 3)],
+    [*((family, "float32", files) for family in FAMILIES for files in (1, 3)), slow("mixtral", "bfloat16", 3)],
 )
 def test_checkpoints_equal_the_import_of_keras_hub_and_devices_receive_shards(
     family, dtype, files, tmp_path, largest_transfer

@@ -10,7 +10,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from support.slow_cases import crossed
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 from keras_dist._keras.internals import saving_lib
@@ -41,7 +41,9 @@ def new_model(dtype="float32", width=WIDTH):
 # ------------------------------------------------------------------------------------------------------- from memory
 
 
-@pytest.mark.parametrize("spec", [(None, "model"), ("model", None), ("data", "model"), (("data", "model"), None)])
+@pytest.mark.parametrize(
+    "spec", [slow((None, "model")), slow(("model", None)), ("data", "model"), (("data", "model"), None)]
+)
 def test_assign_sends_each_device_only_its_shard(spec, largest_transfer):
     with sharded(*spec).scope():
         model = new_model()
@@ -63,8 +65,13 @@ def test_assigned_arrays_are_copied():
             assert not np.asarray(variable.value).any()
 
 
-@pytest.mark.parametrize("to", ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool", "float8_e4m3fn"])
-@pytest.mark.parametrize("of", ["float64", "float32", "bfloat16", "int64", "int8", "bool", "uint32"])
+@pytest.mark.parametrize(
+    ("of", "to"),
+    crossed(
+        ["float64", "float32", "bfloat16", "int64", "int8", "bool", "uint32"],
+        ["float32", "bfloat16", "float16", "int32", "int8", "uint8", "bool", "float8_e4m3fn"],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast", "ignore:overflow encountered in cast")
 def test_dtype_conversion_equals_that_of_keras(of, to):
     value = (np.random.default_rng(0).normal(size=(8, 512)) * 200).astype("float64").astype(np.dtype(of))
@@ -223,7 +230,7 @@ def test_load_bfloat16(tmp_path):
             )
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", ["int8", slow("int4")])
 def test_load_quantized_weights(mode, tmp_path):
     expected = keras.Sequential([keras.Input((2 * WIDTH,)), keras.layers.Dense(2 * WIDTH)])
     expected.quantize(mode)

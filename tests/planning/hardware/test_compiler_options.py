@@ -9,6 +9,7 @@ import pytest
 from support.compilers import needs_cuda, needs_libtpu
 from support.example_plans import example_plan
 from support.planned_models import gpt, perceptron
+from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.planning.compiling import compilation
@@ -41,7 +42,7 @@ def test_options_may_be_written_as_flags():
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool"),
     ],
 )
-@pytest.mark.parametrize("depth", [None, 6])
+@pytest.mark.parametrize("depth", [slow(None), 6])
 def test_what_the_compiler_refuses_is_one_error(options, reason, depth):
     with pytest.raises(ValueError, match=reason):
         kd.plan(gpt, kd.DataParallel(), 16, compiler_options=options, depth=depth)

@@ -13,7 +13,7 @@ from keras import layers
 from support.cpu_memory import capacity_of
 from support.planned_models import MODELS as PLANNED
 from support.planned_models import perceptron
-from support.slow_cases import slow_unless
+from support.slow_cases import slow
 from support.strategy_models import MODELS, assert_same_numbers, scope, transformer
 
 import keras_dist as kd
@@ -83,10 +83,8 @@ def test_a_second_search_compiles_nothing_and_finds_the_same(compiled):
     assert len(compiled) == count + 1
 
 
-FAST = ("fsdp_tp_sp",)
-
-
-@pytest.mark.parametrize("name", [slow_unless(n in FAST, n) for n in STRATEGIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_chosen_distribution_trains_as_one_device_does(name):
     build, x, y = MODELS["transformer"]
     keep = {"data": 4} if name == "hsdp" else {"model": 2} if "tp" in name else None
@@ -219,7 +217,7 @@ def test_an_interrupted_search_returns_the_best_so_far(monkeypatch):
     assert kd.distribution() is None
 
 
-@pytest.mark.parametrize("error", [NotImplementedError("no such thing"), TypeError("no such thing")])
+@pytest.mark.parametrize("error", [slow(NotImplementedError("no such thing")), TypeError("no such thing")])
 def test_a_candidate_that_cannot_be_compiled_is_passed_over(monkeypatch, error):
     raise_at_compilation(monkeypatch, 1, error)
     choice = kd.auto(wide, 32, trials=3)

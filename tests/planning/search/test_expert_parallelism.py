@@ -128,6 +128,7 @@ def test_it_is_chosen_for_few_tokens_and_large_experts():
     assert all(trial.plan.wire_bytes > choice.plan.wire_bytes for trial in losers)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_it_is_not_chosen_for_many_tokens():
     choice = kd.auto(lambda: build(length=1024), ROWS, strategies=("fsdp", EXPERT_PARALLEL), trials=4)

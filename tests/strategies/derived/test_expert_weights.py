@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 from support import expert_layers
 from support.expert_layers import DENSE, SPARSE, Experts, hub_layers
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist.strategies.derived.tensor_parallel import solve
@@ -56,8 +57,7 @@ def expected(width, fused, shards_width):
     return dict.fromkeys(((EXPERTS, WIDTH, columns), (EXPERTS, width, WIDTH)), ("model", None, None))
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
-@pytest.mark.parametrize("name", [*hub_layers(), *SPARSE])
+@pytest.mark.parametrize(("name", "width"), crossed([*hub_layers(), *SPARSE], [WIDE, NARROW]))
 def test_the_width_is_sharded_where_its_shards_are_wide_and_can_be_followed(name, width, sizes):
     sizes(HIDDEN=width)
     found = axes_by_shape((hub_layers() | SPARSE)[name])
