@@ -4,28 +4,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repository=$PWD
 work=$(mktemp -d)
-trap end EXIT
+trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore TF_CPP_MIN_LOG_LEVEL=3
 export PIP_COMPILE=0  # what is imported is compiled then, the rest never
 export PYTEST_ADDOPTS=--durations=5  # each stage prints its slowest tests
 unset KERAS_BACKEND
-
-# Ends what runs in the background, with all that it has started, and removes the temporary folder.
-end() {
-  local job
-  for job in $(jobs -p); do
-    kill -- "-$job" 2>/dev/null || true
-  done
-  wait
-  rm -rf "$work"
-}
-
-# Runs a command in the background, in a process group of its own, which `end` ends.
-in_background() {
-  set -m
-  "$@" &
-  set +m
-}
 
 # Prints the folder of a Python of one of the given versions, the first that there is, else of the default Python.
 find_python() {
@@ -88,11 +71,12 @@ copy_tests() {
   cp -r .ci .github ./*.md LICENSE conftest.py pyproject.toml benchmarks docs guides tests "$1"
 }
 
-# Builds the site in the copy of the tests. KERAS_DIST_EXECUTED_GUIDES=COPY/docs lets tests read what its guides printed.
+# Builds the site in the copy of the tests, with options of Sphinx. It executes the guides, unless one of them says not to:
+# then KERAS_DIST_EXECUTED_GUIDES=COPY/docs lets tests read what they printed.
 build_documentation() {
-  local environment=$1 copy=$2
+  local environment=$1 copy=$2 options=${*:3}
   PATH="$environment/bin:$PATH" JAX_DISABLE_MOST_OPTIMIZATIONS=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
-    make -C "$copy/docs" clean html >"$copy/docs.log" 2>&1 ||
+    make -C "$copy/docs" clean html SPHINXOPTS="$options" >"$copy/docs.log" 2>&1 ||
     { tail -n 60 "$copy/docs.log"; exit 1; }
   tail -n 3 "$copy/docs.log"
 }

@@ -1,7 +1,7 @@
 """The guides run, and what they print is so.
 
-Each runs here as a script. CI has run them before, when it built the documentation, which fails if a guide does: it
-sets KERAS_DIST_EXECUTED_GUIDES to the folder of the documentation, so that they need not run a second time.
+Each runs here as a script. Where the documentation has been built, which runs them too and fails if one does,
+KERAS_DIST_EXECUTED_GUIDES is set to its folder, so that they need not run a second time.
 """
 
 import html

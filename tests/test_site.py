@@ -1,12 +1,11 @@
 """The pages of the site fit screens of 1280 and 390 pixels: no text is cut, and no word of code in a table is broken.
 
-Chromium measures them, after `make -C docs html`. KERAS_DIST_EXECUTED_GUIDES names the folder of the documentation.
+Chromium measures them, after `make -C docs html`.
 """
 
 import functools
 import http.server
 import json
-import os
 import pathlib
 import queue
 import re
@@ -18,7 +17,7 @@ import tomllib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-SITE = pathlib.Path(os.environ.get("KERAS_DIST_EXECUTED_GUIDES", ROOT / "docs"), "_build", "html")
+SITE = ROOT / "docs" / "_build" / "html"
 PAGES = sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html") if "_static" not in page.parts)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = 1280, 390
