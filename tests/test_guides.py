@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("sklearn", reason="the guides read scikit-learn's digits: pip install scikit-learn")
 GUIDES = pathlib.Path(__file__).parent.parent / "guides"
 EXECUTED = os.environ.get("KERAS_DIST_EXECUTED_GUIDES")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def output_of(name: str, *arguments: str) -> str:

@@ -105,7 +105,7 @@ FAST_MASKS = {  # which contain others
 
 @pytest.mark.parametrize(
     ("platform", "name"),
-    [slow_unless(case in FAST_MASKS, *case) for case in itertools.product(["tpu", "gpu"], MASKS)],
+    crossed(["tpu", "gpu"], MASKS, fast=FAST_MASKS),
     indirect=["platform"],
 )
 def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
@@ -206,11 +206,11 @@ def test_a_bias_that_only_hides_keys_is_a_mask(platform):
 
 @pytest.mark.parametrize(
     ("lengths", "biased"),
-    [
-        slow_unless((lengths, biased) in {((230, 229), True), ((229, 230), False)}, lengths, biased)
-        for lengths in [(229, 229), (230, 229), (229, 230), (230, 230)]
-        for biased in (False, True)
-    ],
+    crossed(
+        [(229, 229), (230, 229), (229, 230), (230, 230)],
+        [False, True],
+        fast={((230, 229), True), ((229, 230), False)},
+    ),
 )
 def test_cudnn_computes_masks_and_biases_of_odd_lengths(lengths, biased, monkeypatch):
     use_kernel_of("gpu", monkeypatch)
@@ -300,7 +300,7 @@ def packed_and_padded(ids):
     ("platform", "axes"),
     [
         ("tpu", "data:2,context:2,model:2"),
-        *(slow(*case) for case in [("tpu", "data:8"), ("tpu", "data:4,model:2"), ("gpu", "data:4,context:2")]),
+        *[("tpu", "data:8"), ("tpu", "data:4,model:2"), ("gpu", "data:4,context:2")],
     ],
     indirect=["platform"],
 )

@@ -9,7 +9,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, needs_cuda
+from support.compilers import EIGHT_DEVICES, needs_cuda
 
 import keras_dist as kd
 
@@ -80,7 +80,7 @@ def test_memory_is_that_of_activations(target, make_distribution, axes, heads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_kernel_sends_nothing(target):
     arguments = fully_sharded_and_tensor_parallel, target, "fsdp:4,model:2", SHORT
     by_kernel = plan_of(*arguments)

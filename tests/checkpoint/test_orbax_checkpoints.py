@@ -101,7 +101,7 @@ def assert_placed(model, distribution):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [slow_unless(name == "tensor parallel", name) for name in STRATEGIES])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_model_is_loaded_under_any_distribution(strategy, tmp_path):
     expected, distribution = saved(tmp_path, sequential), STRATEGIES[strategy]()
     with distribution.scope():

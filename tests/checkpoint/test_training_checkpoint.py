@@ -154,7 +154,7 @@ def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
-    [slow_unless(name == "PyDataset with workers", name) for name in SOURCES],
+    SOURCES,
 )
 def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     # The checkpoint is from the last batch, before the epoch's validation and its end; grain has no length.
@@ -205,7 +205,7 @@ def test_a_checkpoint_within_an_execution_is_an_error_that_names_what_is_possibl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save_freq", [slow(100), "epoch"])
+@pytest.mark.parametrize("save_freq", [100, "epoch"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_training_resumes_after_a_callback_stopped_it_in_the_middle_of_an_epoch(is_first, save_freq, tmp_path):
     class Stop(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 from support.kernels_on_cpus import DEVICES, KERNEL, use_kernel_of
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import slow_unless
 from support.strategy_models import fsdp, model_parallel, tensor_parallel
 
 import keras_dist as kd
@@ -318,7 +318,7 @@ def cache_shapes(model, given):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key_heads"),
-    [slow("Llama 3", 4), ("Gemma", 4), slow("Qwen", 4), slow("Llama 3", 2)],
+    [("Llama 3", 4), ("Gemma", 4), ("Qwen", 4), ("Llama 3", 2)],
 )
 def test_generated_tokens_and_a_cache_that_is_sharded_as_the_heads(name, key_heads):
     build = functools.partial(GENERATORS[name], num_key_value_heads=key_heads)
@@ -335,7 +335,7 @@ def test_generated_tokens_and_a_cache_that_is_sharded_as_the_heads(name, key_hea
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "platform"),
-    [slow_unless(case == ("Llama 3", "tpu"), *case) for case in itertools.product(GENERATORS, KERNEL)],
+    [*itertools.product(GENERATORS, KERNEL)],
 )
 def test_prompts_are_read_by_the_kernel(name, platform, monkeypatch):
     expected, _ = generated(GENERATORS[name], LONG)

@@ -215,7 +215,7 @@ def test_plan_reads_weights_and_cache_once_a_token(compiler):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "step"),
-    [slow("DP", "generate"), slow("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), slow("TP", "predict")],
+    [("DP", "generate"), ("FSDP", "generate"), ("TP", "generate"), ("DP", "predict"), ("TP", "predict")],
 )
 def test_each_device_computes_its_share_of_rows_that_no_axis_divides(strategy, step):
     def plan(rows):

@@ -91,7 +91,6 @@ STRATEGIES = {
     "remat dots": lambda: with_options(remat="dots"),
     "accumulation": kd.DataParallel,
 }
-FAST = {("GPT-OSS", "one device")}
 
 
 def language_model(name, accumulated=None, rank=None):
@@ -128,7 +127,7 @@ def outcome(name, distribution, accumulated=None, rank=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [slow_unless((name, strategy) in FAST, name, strategy) for name in BACKBONES for strategy in STRATEGIES],
+    [(name, strategy) for name in BACKBONES for strategy in STRATEGIES],
 )
 def test_training_is_that_of_keras_alone(name, strategy):
     accumulated = 3 if strategy == "accumulation" else None

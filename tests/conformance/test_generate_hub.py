@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import slow_unless
 from support.strategy_models import scope
 
 import keras_dist as kd
@@ -88,7 +88,7 @@ def test_generate_sends_tokens_and_no_weights_of_experts(strategy, rows, num_exp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "rows", "is_gathered"), [("predict", 8, False), ("predict", 1024, True), slow("train", 8, True)]
+    ("step", "rows", "is_gathered"), [("predict", 8, False), ("predict", 1024, True), ("train", 8, True)]
 )
 def test_weights_are_gathered_for_many_tokens_and_in_train_steps(step, rows, is_gathered):
     """From 32 rows for an expert on, each device computes its own tokens."""

@@ -162,7 +162,7 @@ def case(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow_unless(name == "mask and sample weights", name) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_sharded_training_has_equal_numbers(name):
     """Batches of 6 rows on 4 devices: two rows of 8 tokens on three of them, in chunks of 3 tokens."""
     assert_chunks_change_nothing(distribution=fsdp, chunk=3, **case(name))

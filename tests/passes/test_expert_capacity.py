@@ -9,7 +9,6 @@ from keras import ops
 from passes.test_experts import model_of
 from support.expert_layers import CHOSEN, EXPERTS, SPARSE, WIDTH, Experts
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow
 
 import keras_dist as kd
 from keras_dist.mixtures.routing import Routing
@@ -65,7 +64,7 @@ def tensor_parallel(options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("distribution", "groups"),
-    [slow(data_parallel, 8), (expert_parallel, 8), slow(tensor_parallel, 4)],
+    [(data_parallel, 8), (expert_parallel, 8), (tensor_parallel, 4)],
     ids=["DP", "EP", "TP"],
 )
 def test_rows_beyond_the_capacity_are_dropped_in_training(distribution, groups, monkeypatch):

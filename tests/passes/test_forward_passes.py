@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from keras import layers
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow_unless
 from support.strategy_models import scope
 
 import keras_dist as kd
@@ -92,7 +91,6 @@ DISTRIBUTIONS = {
     "offload": lambda: fsdp(remat="dots", offload="activations"),
     "accumulation": kd.DataParallel,
 }
-FAST = {("own", "ZeRO-1")}
 
 
 def has_no_effect(name, strategy):
@@ -139,7 +137,7 @@ def unchanged(equation, program):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize(("name", "strategy"), [slow_unless(case in FAST, *case) for case in CASES])
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_a_pass_that_changes_nothing(name, strategy, monkeypatch):
     expected, program = outcome(name, strategy)
     unchanged.count = 0

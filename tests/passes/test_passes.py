@@ -149,9 +149,9 @@ def sorted_by_jax(x):
 @pytest.mark.parametrize(
     ("make", "rows"),
     [
-        slow(kd.DataParallel, ROWS),
+        (kd.DataParallel, ROWS),
         (kd.DataParallel, 13),
-        slow(lambda: distribution_of("tensor parallel"), ROWS),
+        (lambda: distribution_of("tensor parallel"), ROWS),
         (lambda: distribution_of("context parallel"), ROWS),
     ],
     ids=["data parallel", "odd rows", "tensor parallel", "context parallel"],

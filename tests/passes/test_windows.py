@@ -62,8 +62,8 @@ def tensor_parallel(rule, **options):
         ("depthwise", None),
         ("depthwise", (None, "model", None)),
         ("groups", (None, None, "model")),
-        slow("separable", None),
-        slow("groups", None),
+        ("separable", None),
+        ("groups", None),
     ],
 )
 def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
@@ -75,7 +75,7 @@ def test_groups_of_channels_where_an_axis_repeats_rows(convolution, rule):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("convolution", "rule"),
-    [("groups", (None, None, "model")), slow("depthwise", (None, "model", None)), slow("groups", ())],
+    [("groups", (None, None, "model")), ("depthwise", (None, "model", None)), ("groups", ())],
 )
 def test_groups_of_channels_in_microbatches(convolution, rule):
     """XLA ends the process for the gradient of such a kernel in a `jax.shard_map` over rows."""

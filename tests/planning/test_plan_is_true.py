@@ -1,6 +1,5 @@
 """Bytes and collectives in a plan equal those of a real run on eight devices, to the last one."""
 
-import itertools
 from collections import Counter
 
 import jax
@@ -8,7 +7,7 @@ import keras
 import pytest
 from support.hlo_text import read_module
 from support.planned_models import LAYOUTS, MODELS, gpt
-from support.slow_cases import slow_unless
+from support.slow_cases import crossed
 
 import keras_dist as kd
 from keras_dist._keras import internals
@@ -57,7 +56,7 @@ FAST = {
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [slow_unless(case in FAST, *case) for case in itertools.product(LAYOUTS, MODELS)],
+    crossed(LAYOUTS, MODELS, fast=FAST),
 )
 def test_state_and_collectives_equal_those_of_fit(name, layout, compiled_texts):
     build, (x, y) = MODELS[name]

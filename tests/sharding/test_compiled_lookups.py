@@ -1,6 +1,5 @@
 """What the compilers for GPUs and TPUs make of embedding tables: bytes sent per device."""
 
-import itertools
 import math
 
 import jax
@@ -8,7 +7,7 @@ import keras
 import pytest
 from keras import layers
 from support.compilers import H100_FIRST, V5E_FIRST
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 
@@ -61,10 +60,7 @@ def floor(plan, policy, strategy):
 @pytest.mark.parametrize("target", V5E_FIRST)
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [
-        slow_unless(case == ("mixed_bfloat16", "FSDP"), *case)
-        for case in itertools.product(ITEM, ["DP", "ZeRO-1", "FSDP"])
-    ],
+    crossed(ITEM, ["DP", "ZeRO-1", "FSDP"], fast={("mixed_bfloat16", "FSDP")}),
     indirect=["policy"],
 )
 def test_tied_tables_are_sent_once_in_the_dtype_of_the_rows(target, policy, strategy):

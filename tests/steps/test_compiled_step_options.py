@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, V5E_FIRST, needs_cuda, needs_libtpu
 from support.slow_cases import slow
 
 import keras_dist as kd
@@ -141,7 +141,7 @@ def test_gradients_are_reduced_in_float32(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_microbatches_hold_the_activations_of_one_part(target):
     undivided, plan = (
         planned(target, "FSDP", rows=2048, blocks=2, width=256, **options)
@@ -162,8 +162,8 @@ def test_rematerialization_of_blocks_is_that_written_by_hand(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
-@pytest.mark.parametrize("strategy", [slow("DP"), "FSDP"])
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
+@pytest.mark.parametrize("strategy", ["DP", "FSDP"])
 def test_optimizer_state_is_in_host_memory(target, strategy):
     """The devices hold no state but that of small weights, and fetch the rest once and put it back once."""
     held, plan = (planned(target, strategy, 64, 1, 1024, offload=names) for names in ((), "optimizer"))
@@ -214,7 +214,7 @@ def test_each_block_adds_about_what_it_passes_on(target, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_activations_are_in_host_memory(target):
     """The product of each block that "dots" keeps is copied to the host and back."""
     plan = planned(target, "FSDP", 1024, MANY, 256, **OFFLOADED)

@@ -1,13 +1,11 @@
 """Optimizer state and activations in the memory of the hosts: where they are, and the numbers."""
 
-import itertools
-
 import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from support.slow_cases import slow_unless
+from support.slow_cases import crossed
 from support.strategy_models import fsdp, has_layouts_of
 
 import keras_dist as kd
@@ -50,9 +48,7 @@ OPTIMIZERS = {
 FAST = {("ZeRO-1", "scaled"), ("FSDP", "accumulating")}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"), [slow_unless(case in FAST, *case) for case in itertools.product(STRATEGIES, OPTIMIZERS)]
-)
+@pytest.mark.parametrize(("strategy", "optimizer"), crossed(STRATEGIES, OPTIMIZERS, fast=FAST))
 def test_state_in_host_memory_leaves_losses_unchanged(strategy, optimizer):
     make_optimizer = OPTIMIZERS[optimizer]
     expected = losses(build(make_optimizer()))

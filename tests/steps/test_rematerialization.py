@@ -55,9 +55,7 @@ def losses_and_weights(scope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scope", [slow({"mode": "full"}), {"mode": "list_of_layers", "layer_names": ["block0", "block1"]}]
-)
+@pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "list_of_layers", "layer_names": ["block0", "block1"]}])
 def test_numbers_are_those_without(scope):
     expected_losses, expected_weights = losses_and_weights({"mode": None})
     with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
@@ -272,7 +270,7 @@ def test_steps_that_run_eagerly(options, monkeypatch):
     [({"step_options": kd.StepOptions(remat="full")}, None), ({"reshard_after_forward": True}, None), ({}, "full")],
     ids=["remat", "resharding", "nested scopes"],
 )
-@pytest.mark.parametrize("eager", [False, slow(True)])
+@pytest.mark.parametrize("eager", [False, True])
 def test_losses_of_blocks_exist_until_the_call_ends(options, mode, eager):
     """Keras finds the losses of a layer by `id`, so another one with the id of a lost one would count twice."""
     losses, exist = [], []

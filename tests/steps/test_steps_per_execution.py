@@ -1,7 +1,6 @@
 """`steps_per_execution=k`: one compiled loop over k batches, with the numbers, logs and callbacks of single steps."""
 
 import functools
-import itertools
 
 import jax
 import keras
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import sparse
 from keras import layers
-from support.slow_cases import slow, slow_unless
+from support.slow_cases import crossed, slow, slow_unless
 from support.strategy_models import fsdp, scope
 
 import keras_dist as kd
@@ -60,10 +59,7 @@ FAST = {("one device", "fit", 64), ("DP", "evaluate", 4), ("DP", "evaluate", 64)
 
 @pytest.mark.parametrize(
     ("distribution", "method", "steps_per_execution"),
-    [
-        slow_unless(case in FAST, *case)
-        for case in itertools.product(DISTRIBUTIONS, METHODS, [4, 5, 64])  # last groups of 3, of 1, and of less than k
-    ],
+    crossed(DISTRIBUTIONS, METHODS, [4, 5, 64], fast=FAST),  # last groups of 3, of 1, and of less than k
 )
 def test_numbers_are_those_of_single_steps(distribution, method, steps_per_execution):
     use, make = METHODS[method], DISTRIBUTIONS[distribution]
@@ -319,7 +315,7 @@ def batches_of(name):
         "rows",
         "0-d arrays",
         "Python numbers",
-        slow("float64"),
+        "float64",
         "arrays on one device",
         "arrays on devices",
     ],

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from keras import layers, ops
 from support.keras_scenarios import start_anew
-from support.slow_cases import slow
 from support.strategy_models import assert_same_numbers, fsdp, scope
 
 import keras_dist as kd
@@ -188,8 +187,8 @@ def trained_router(distribution=None, accumulated=None):
     ("make", "options", "accumulated"),
     [
         (kd.DataParallel, {"microbatches": 2}, None),
-        slow(fsdp, {"microbatches": 2}, None),
-        slow(kd.DataParallel, {"reduce_dtype": "float32"}, None),
+        (fsdp, {"microbatches": 2}, None),
+        (kd.DataParallel, {"reduce_dtype": "float32"}, None),
         (kd.DataParallel, {}, 2),
     ],
 )

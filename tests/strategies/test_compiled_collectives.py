@@ -71,7 +71,7 @@ def kinds(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_zero_1(target):
     plan = planned(kd.DataParallel(mesh(target, "data:8"), shard_optimizer_state=True))
     large = elements(plan, large=True)
@@ -91,7 +91,7 @@ def assert_fully_sharded(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_fully_sharded_without_and_with_reshard_after_forward(target):
     kept = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")))
     assert_fully_sharded(kept)
@@ -104,7 +104,7 @@ def test_fully_sharded_without_and_with_reshard_after_forward(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", H100_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_fully_sharded_where_no_axis_divides_the_vocabulary(target):
     """The table is sharded along its columns, and devices send each other indices and rows."""
     plan = planned(kd.FullyShardedDataParallel(mesh(target, "fsdp:8")), lambda: gpt(4099))

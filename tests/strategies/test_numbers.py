@@ -120,7 +120,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow_unless(name in ("Adafactor", "SGD"), name) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers(name):
     random = np.random.default_rng(0)
     x, y = (random.normal(size=(ROWS, size)).astype("float32") for size in (64, 8))

@@ -1,6 +1,5 @@
 """Distributions that are set late, changed or removed, and `redistribute`, which moves a model between them."""
 
-import itertools
 import threading
 import warnings
 
@@ -21,7 +20,7 @@ from support.keras_scenarios import (
     shard_shape,
     start_anew,
 )
-from support.slow_cases import crossed, slow, slow_unless
+from support.slow_cases import crossed, slow
 
 import keras_dist as kd
 
@@ -328,7 +327,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow_unless(name not in ("adam", "sgd with momentum"), name) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slots_lie_as_if_the_model_had_been_made_there(name):
     def build():
         return dense_model(OPTIMIZERS[name]())
@@ -394,7 +393,7 @@ def moving(moment, to, model):
 
 @pytest.mark.parametrize(
     ("moment", "begin"),
-    [slow_unless(case in FAST_MOMENTS, *case) for case in itertools.product(MOMENTS, [None, kd.DataParallel])],
+    crossed(MOMENTS, [None, kd.DataParallel], fast=FAST_MOMENTS),
 )
 def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     verb = {"test": "evaluate", "predict": "predict"}.get(moment.split("_")[1], "fit")

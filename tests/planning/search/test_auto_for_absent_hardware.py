@@ -6,7 +6,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, H100_FIRST, V5E_FIRST, needs_cuda, needs_libtpu
+from support.compilers import EIGHT_DEVICES, H100_FIRST, needs_cuda, needs_libtpu
 
 import keras_dist as kd
 from keras_dist.planning.search.choice import NothingFitsError
@@ -27,7 +27,7 @@ def perceptron(width=1024, blocks=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", V5E_FIRST)
+@pytest.mark.parametrize("target", EIGHT_DEVICES)
 def test_the_choice_has_the_best_forecast(target):
     choice = kd.auto(perceptron, 64, target, trials=5)
     compiled = [trial for trial in choice.trials if trial.plan is not None]
