@@ -1,6 +1,7 @@
 """Planning: compiles the real step for hardware that need not be attached, and reports what it needs.
 
 * `plan.py`: `plan`, which puts the parts below together.
+* `notes.py`: what a plan notes beside its figures.
 * `fitting_options.py`: step options that make a step fit, and `remat="auto"`.
 * `generated_rows.py`: how many rows `generate()` has memory for.
 * `search/`: `auto`, which chooses among distributions.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ from keras_dist._report.progress import show_progress
 from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.user_warnings import warn
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
-from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, is_in_host_memory
+from keras_dist.layout.tensor_layout import TensorLayout, is_in_host_memory
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, prepared_step
-from keras_dist.planning.compiling.compilation import Compilation, Traffic, compile_step
+from keras_dist.planning.compiling.compilation import Compilation, compile_step
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
 from keras_dist.planning.compiling.extrapolation import extrapolated
 from keras_dist.planning.fitting_options import Found, plan_with_fitting_options
@@ -26,10 +26,10 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.generated_rows import largest_batch, num_rows, with_rows
 from keras_dist.planning.hardware.compiler_options import checked_compiler_options
 from keras_dist.planning.hardware.figures import Hardware
-from keras_dist.planning.hardware.registry import hardware
+from keras_dist.planning.notes import notes_on_compilation, notes_on_executions
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.reports.step_memory import Memory
-from keras_dist.planning.targets.target import require_one_target, target
+from keras_dist.planning.targets.target import hardware_of, require_one_target
 from keras_dist.steps.options import AUTO
 from keras_dist.strategies.base import Distribution
 from keras_dist.variables.variable_layouts import optimizer_state_owners
@@ -148,24 +148,20 @@ def plan_step(
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:
             compiled = compile_step(prepared, chip, report, options, cache)
-            return _plan(_exact_fields(prepared, chip), compiled, distribution, options)
+            fields, batches = _exact_fields(prepared, chip), prepared.model.steps_per_execution
+            return _plan(fields, compiled, distribution, options, batches)
     exact: dict[int, dict[str, Any]] = {}
+    batches = 1
     compilations: dict[int, Compilation] = {}
     for blocks in (depth, *compile_depths):
         report(f"Building {counted(blocks, 'block')}")
         with prepared_step(lambda blocks=blocks: build_model(blocks), distribution, batch, step) as prepared:
-            exact[blocks] = _exact_fields(prepared, chip)
+            exact[blocks], batches = _exact_fields(prepared, chip), prepared.model.steps_per_execution
             if len(exact) == 3:
                 _require_equal_blocks({number: fields["memory"].state for number, fields in exact.items()})
             if blocks != depth:
                 compilations[blocks] = compile_step(prepared, chip, report, options, cache)
-    return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, options, depth)
-
-
-def hardware_of(device: Any) -> Hardware | None:
-    """Returns the hardware that a device is; None if it is not registered."""
-    # A CPU device has a share of this machine's memory, which only a target knows.
-    return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
+    return _plan(exact[depth], extrapolated(compilations, depth, step), distribution, options, batches, depth)
 
 
 def with_remat_chosen(distribution: Distribution, model: keras.Model, batch: Any) -> Distribution:
@@ -216,19 +212,7 @@ def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
             host=sum(v.bytes for v in variables if v.is_on_host),
             capacity=None if chip is None else chip.memory_bytes,
         ),
-        "notes": _notes_on_executions(step, batch_bytes),
     }
-
-
-def _notes_on_executions(step: Step, batch_bytes: int) -> tuple[str, ...]:
-    count = step.model.steps_per_execution
-    if step.name == "generate" or count == 1:
-        return ()
-    note = (
-        f"The plan is of one step and one batch, but fit holds the {counted(count, 'batch')} of an execution "
-        f"(steps_per_execution={count}) on the devices: {bytes_text(count * batch_bytes)} each."
-    )
-    return (note,)
 
 
 def _variables(step: Step) -> tuple[PlacedVariable, ...]:
@@ -263,8 +247,10 @@ def _plan(
     compiled: Compilation,
     distribution: Distribution,
     options: FrozenMapping,
+    batches: int,
     depth: int | None = None,
 ) -> Plan:
+    """Builds the plan of a step of which `fit` computes `batches` in one execution."""
     held: Memory = fields["memory"]
     memory = dataclasses.replace(
         held,
@@ -282,19 +268,13 @@ def _plan(
         utilization = at_peak / roofline.seconds
         if roofline.forecast is not None:
             forecast_utilization = at_peak / roofline.forecast.seconds
-    if compiled.refusal:
-        notes = (f"The compiler reports: {compiled.refusal}",)
-    else:
-        notes = _notes_on_idle_axes(distribution, fields["variables"], compiled.traffic)
-    chip = hardware_of(mesh.backend_mesh.devices.flat[0])
-    if compiled.host_traffic and chip is not None and chip.platform != "cpu" and chip.host_bytes_per_second is None:
-        notes += (
-            f"How long copies to the host and back take is unknown, and so is the forecast, because hardware "
-            f"{chip.name!r} has no host_bytes_per_second. Plan for kd.hardware.register(dataclasses.replace("
-            f"kd.hardware[{chip.name!r}], name=..., host_bytes_per_second=..., sources=...)).",
-        )
+    notes = (
+        *notes_on_compilation(compiled, distribution, fields["variables"]),
+        *notes_on_executions(fields["step"], batches, held.batch, roofline.forecast),
+    )
     return Plan(
-        **{**fields, "memory": memory, "notes": notes + compiled.notes + fields["notes"]},
+        **{**fields, "memory": memory},
+        notes=notes,
         mesh=mesh,
         distribution=repr(distribution),
         fits=fits,
@@ -315,21 +295,6 @@ def _plan(
         depth=depth,
         compiler_options=options,
         step_options=distribution.step_options,
-    )
-
-
-def _notes_on_idle_axes(
-    distribution: Distribution, variables: Iterable[PlacedVariable], traffic: Iterable[Traffic]
-) -> tuple[str, ...]:
-    """Notes on mesh axes over which neither variables nor the batch are sharded, and no collective runs."""
-    used = {axis for variable in variables for axis in axis_names(variable.axes)}
-    used |= {axis for each in traffic for axis in each.axes or ()}
-    used |= {*axis_tuple(distribution.batch_dim_name), *axis_tuple(distribution.sequence_dim_name)}
-    return tuple(
-        f"Mesh axis '{axis}' (size {size}) is unused: its {size} devices hold the same values and repeat the same "
-        "work. Shard weights over it with layout map rules, or add it to the batch axes or the sequence axes."
-        for axis, size in distribution.device_mesh.axis_sizes.items()
-        if size > 1 and axis not in used
     )
 
 

@@ -14,9 +14,8 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh, create_device_
 from keras_dist.mesh.devices import as_device_array, device_name, is_attached, list_devices, to_jax_devices
 from keras_dist.mesh.topology import networks_of
 from keras_dist.planning.hardware.figures import Hardware
-from keras_dist.planning.plan import hardware_of
 from keras_dist.planning.search.candidates import AXES, DATA
-from keras_dist.planning.targets.target import Target, require_one_target
+from keras_dist.planning.targets.target import Target, hardware_of, require_one_target
 from keras_dist.planning.targets.target import target as target_of
 
 

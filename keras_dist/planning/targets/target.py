@@ -140,6 +140,12 @@ def target(name: str, slices: int = 1) -> Target:
     return _compile_only_target(name, shape, slices, entry, hardware.device_kind_for(entry))
 
 
+def hardware_of(device: Any) -> Hardware | None:
+    """Returns the hardware that a device is; None if it is not registered."""
+    # A CPU device has a share of this machine's memory, which only a target knows.
+    return target("cpu:1").hardware if device.platform == "cpu" else hardware.of_device(device)
+
+
 def _warn_of_unusual_hosts(name: str, shape: tuple[int, ...], entry: Hardware) -> None:
     gpus = shape[-1]
     if entry.links and re.search("PCIe|NVL$", entry.device_kind) and gpus > _ON_A_BRIDGE:
