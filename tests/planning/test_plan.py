@@ -320,6 +320,20 @@ def test_shapes_have_the_dtypes_of_inputs_and_losses():
         assert batch == (expected, planned, "float32[8]")
 
 
+@pytest.mark.parametrize("losses", [{"size": "mse", "kind": "sparse_categorical_crossentropy"}, None])
+@pytest.mark.parametrize("y", [[(8, 1), (8,)], {"kind": (8,), "size": (8, 1)}])
+def test_losses_are_those_of_outputs_whose_names_are_in_another_order(losses, y):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(1, name="size")(inputs), layers.Dense(3, name="kind")(inputs)])
+    model.compile("sgd", losses or ["mse", "sparse_categorical_crossentropy"])
+    with prepared_step(model, kd.DataParallel(), ((8, 4), y), "train") as step:
+        targets = step.batch[1]
+    size, kind = targets if isinstance(y, list) else (targets["size"], targets["kind"])
+    assert (size.dtype, kind.dtype) == ("float32", "int32")
+    with prepared_step(model, kd.DataParallel(), 8, "train") as step:
+        assert [(spec.dtype, spec.shape) for spec in step.batch[1]] == [("float32", (8, 1)), ("int32", (8,))]
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -256,12 +256,27 @@ def _explained_errors(model: keras.Model, specs: Any, name: str) -> Iterator[Non
 
 def _dtypes_of_shapes(model: keras.Model, parts: Sequence[Any]) -> Iterator[list[str]]:
     """Yields, for each part of a batch, the dtypes that its leaves have where they are shapes."""
-    inputs, _ = model_structure.inputs_and_outputs(model)
+    inputs, outputs = model_structure.inputs_and_outputs(model)
     x, *others = parts
     yield [getattr(tensor, "dtype", keras.config.floatx()) for tensor in counterparts(x, inputs)]
-    for part, losses in zip(others, (model.loss if model.compiled else None, None), strict=False):
+    for part, is_target in zip(others, (True, False), strict=False):
+        losses = _losses(model, outputs, isinstance(part, dict)) if is_target and model.compiled else None
         is_single = not isinstance(losses, (list, tuple, dict))
         yield [_dtype_of_target(losses if is_single else loss) for loss in counterparts(part, losses)]
+
+
+def _losses(model: keras.Model, outputs: Any, by_name: bool = False) -> Any:
+    """Returns the losses of a model in the order of its outputs, or by name; as compiled if outputs are unknown."""
+    losses = model.loss
+    if outputs is None or losses is None:
+        return losses
+    graph = model_structure.functional_graph(model)
+    names = sorted(outputs) if isinstance(outputs, dict) else graph.output_names
+    if isinstance(losses, dict):
+        losses = list(map(losses.get, names))
+    elif not isinstance(losses, (list, tuple)):
+        losses = [losses] * len(jax.tree.leaves(outputs))
+    return dict(zip(names, losses, strict=True)) if by_name and len(names) == len(losses) else losses
 
 
 def _dtype_of_target(loss: Any) -> str:
@@ -324,8 +339,4 @@ def derived_batch(model: keras.Model, rows: int, name: str, length: int | None =
         return tensor(output.shape[:-1] if dtype == "int32" else output.shape, dtype)
 
     leaves, structure = jax.tree.flatten(outputs)
-    losses = model.loss
-    if isinstance(losses, dict):
-        losses = list(map(losses.get, sorted(outputs) if isinstance(outputs, dict) else model.output_names))
-    losses = losses if isinstance(losses, (list, tuple)) else [losses] * len(leaves)
-    return x, structure.unflatten(map(target, leaves, losses))
+    return x, structure.unflatten(map(target, leaves, _losses(model, outputs)))

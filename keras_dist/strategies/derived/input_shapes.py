@@ -88,7 +88,7 @@ def counterparts(values: Any, known: Any) -> list[Any]:
     named = dict(zip(_names(known), leaves, strict=True))
     placed = leaves if len(leaves) == len(paths) else [None] * len(paths)
     return [
-        named.get(getattr(path[0], "key", ""), leaf) if len(path) == 1 else leaf
+        named.get(getattr(path[0], "key", None), leaf) if len(path) == 1 else leaf
         for path, leaf in zip(paths, placed, strict=True)
     ]
 
