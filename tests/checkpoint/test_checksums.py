@@ -66,7 +66,7 @@ def quiet_orbax():
 )
 def test_an_error_of_this_machine_is_no_damage(error, copy, monkeypatch):
     def fail(*_):
-        raise error
+        raise type(error)(*error.args)  # a parameter would keep its traceback, and the model, for the whole run
 
     with monkeypatch.context() as patch:
         patch.setattr(restore, "_load", fail)
