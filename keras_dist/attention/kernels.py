@@ -184,10 +184,13 @@ def cudnn_attention(
     is_causal, window = mask.upper == 0, None if mask.lower is None else (-mask.lower, 0)
 
     def fused(lengths=None):
-        return jax.nn.dot_product_attention(
-            query, key, value, bias, scale=scale, is_causal=is_causal, key_value_seq_lengths=lengths,
-            local_window_size=window, implementation="cudnn",
+        if lengths is None and num_keys % 2 and not (is_causal and num_queries <= num_keys):
+            lengths = jnp.full(len(query), num_keys, jnp.int32)  # hides the padding
+        output = jax.nn.dot_product_attention(
+            *map(_padded_to_even_length, (query, key, value)), bias, scale=scale, is_causal=is_causal,
+            key_value_seq_lengths=lengths, local_window_size=window, implementation="cudnn",
         )  # fmt: skip
+        return output[:, :num_queries]
 
     def by_dense_mask():
         return _cudnn_with_dense_mask(query, key, value, bias, mask.to_dense(num_queries, num_keys), scale)
@@ -216,12 +219,17 @@ def cudnn_attention(
     return output[..., :head_size]
 
 
+def _padded_to_even_length(operand: jax.Array) -> jax.Array:
+    """Pads dim 1: cuDNN takes biases of even lengths only, and JAX refuses other lengths also without a bias."""
+    return pad_to_multiple(operand, 1, 2)
+
+
 def _cudnn_with_dense_mask(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: jax.Array, scale: float
 ) -> jax.Array:
     """Computes attention by cuDNN under a mask with a value for each pair, which takes even lengths only."""
     num_queries, num_keys = query.shape[1], key.shape[1]
-    query, key, value = (pad_to_multiple(tensor, 1, 2) for tensor in (query, key, value))
+    query, key, value = map(_padded_to_even_length, (query, key, value))
     mask = pad_to_multiple(pad_to_multiple(mask, 2, 2), 3, 2)
     bias = bias if bias is None else pad_to_multiple(pad_to_multiple(bias, 2, 2), 3, 2)
     if num_keys % 2:

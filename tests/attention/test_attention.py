@@ -112,20 +112,19 @@ def test_masks_give_the_numbers_of_one_device_by_the_kernel(platform, name):
     assert assert_equals_one_device(kd.DataParallel(), *operands(230), MASKS[name]) == [(KERNEL[platform], None)]
 
 
+SIZES = [(128, 128), (197, 197), (230, 300), (300, 230), (229, 301), (301, 229)]
 FAST = {
     ("tpu", False, (128, 128)),
     ("gpu", True, (197, 197)),
     ("tpu", True, (230, 300)),
     ("gpu", False, (300, 230)),
+    ("gpu", True, (301, 229)),
 }
 
 
 @pytest.mark.parametrize(
     ("platform", "is_causal", "lengths"),
-    [
-        slow_unless(case in FAST, *case)
-        for case in itertools.product(["tpu", "gpu"], [False, True], [(128, 128), (197, 197), (230, 300), (300, 230)])
-    ],
+    [slow_unless(case in FAST, *case) for case in itertools.product(["tpu", "gpu"], [False, True], SIZES)],
     indirect=["platform"],
 )
 def test_lengths(platform, is_causal, lengths):

@@ -10,6 +10,7 @@ import keras
 import pytest
 from keras import layers
 from support.compilers import EIGHT_DEVICES, needs_cuda
+from support.slow_cases import slow
 
 import keras_dist as kd
 
@@ -113,3 +114,16 @@ def test_padding_costs_no_copies():
     assert [plan.attention[0].implementation for plan in plans] == ["cuDNN", "cuDNN"]
     without, padded = plans
     assert padded.memory_traffic <= 1.01 * without.memory_traffic
+
+
+@needs_cuda
+@pytest.mark.parametrize("is_causal", [slow(True), False])
+def test_odd_lengths_need_no_logits(is_causal):
+    """JAX refuses to differentiate cuDNN's attention of odd lengths, such as the 197 tokens of a ViT."""
+    inputs = keras.Input((197, 64))
+    outputs = layers.MultiHeadAttention(2, 32)(inputs, inputs, use_causal_mask=is_causal)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    distribution = kd.DataParallel(kd.create_device_mesh("batch:1", devices=kd.target("h100:1")))
+    [attention] = kd.plan(model, distribution, 8).attention
+    assert (attention.implementation, attention.logits_bytes) == ("cuDNN", 0)
