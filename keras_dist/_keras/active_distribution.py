@@ -277,6 +277,12 @@ def what_instead_of_a_distribution(value: Any) -> str:
 # --------------------------------------------------------------------------------------- the distribution of a variable
 
 
+def variables_of(distribution: PackageDistribution) -> list[keras.Variable]:
+    """Returns the living variables whose layout a distribution chose."""
+    references = [reference for reference, chooser in list(_distributions.values()) if chooser is distribution]
+    return [variable for variable in (reference() for reference in references) if variable is not None]
+
+
 def record_distribution(variable: keras.Variable, distribution: PackageDistribution | None) -> None:
     """Records which distribution of this package chose the layout of a variable; None where none did."""
     key = id(variable)

@@ -1,5 +1,6 @@
 """The layers of a model, their weights, the graphs of functional models, and why a model is not compiled."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +165,12 @@ def inputs_and_outputs(model) -> tuple:
     """Returns the structures of symbolic inputs and outputs of a functional or sequential model, else Nones."""
     graph = functional_graph(model)
     return getattr(graph, "_inputs_struct", None), getattr(graph, "_outputs_struct", None)
+
+
+def name_without_number(model) -> str | None:
+    """Returns the name of a model without the number that Keras appends; None if Keras has not chosen the name."""
+    name = to_snake_case(type(model).__name__)
+    return name if re.fullmatch(rf"{re.escape(name)}(_\d+)?", model.name) else None
 
 
 def compute_dtypes(model) -> dict[int, str]:

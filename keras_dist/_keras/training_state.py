@@ -77,9 +77,10 @@ def step_function(
     state of the optimizer. They are None where steps have these as Keras does.
     """
 
+    variables = []  # that the state was taken from: the first step may add others to the model
+
     def from_variables(state) -> tuple:
         _started.value = frozenset(each for each in _started.value if each() is not None) | {weakref.ref(model)}
-        variables = state_variables(model, step)
         _require_arrays(model, step, variables, state)
         _give_own_arrays(variables, state)
         if accumulation is None:
@@ -99,6 +100,8 @@ def step_function(
 
     def function(state, iterator):
         given = state
+        if type(state[0]) is list:
+            variables[:] = state_variables(model, step)
         try:
             if type(state[0]) is list:
                 state = from_variables(state)
@@ -109,7 +112,7 @@ def step_function(
                     return model.get_metrics_result(), between_steps(state, given)
             outputs, new_state = keras_function(state, iterator)
         except BaseException:
-            _fill_from_state(model, step, given)
+            _fill_parts(variables, given)
             for part in given:
                 part.clear()  # a traceback, which may be kept, refers to it
             model._jax_state, model._jax_state_synced = None, True
@@ -190,7 +193,7 @@ def call_newly_made(model, step: str, state, iterator) -> Any:
     """Makes the function of a step, also in a running `fit`, and calls it."""
     state = tuple(map(list, state))
     # Keras reads the values when it makes a function. In a running `fit` they are in the state.
-    filled = _fill_from_state(model, step, state)
+    filled = _fill_parts(state_variables(model, step), state)
     model._jax_state = None
     getattr(model, f"make_{step}_function")()
     for variable in filled:
@@ -237,5 +240,5 @@ def _fill(variables, values) -> list:
     return filled
 
 
-def _fill_from_state(model, step: str, state: tuple) -> list:
-    return [v for part in zip(state_variables(model, step), state, strict=True) for v in _fill(*part)]
+def _fill_parts(variables: list[list], state: tuple) -> list:
+    return [v for part in zip(variables, state, strict=True) for v in _fill(*part)]

@@ -110,6 +110,13 @@ def _reduce_weighted_values(
     return loss if parts is None else parts.corrected(loss, reduction, _divisor(values, sample_weight, mask, reduction))
 
 
+@INSTALLED.patch(JaxTrainer.__base__, "_aggregate_additional_loss")
+def _aggregate_additional_loss(original, distribution, self, loss):
+    """Without it, losses that a layer adds for each row, which Keras sums, are divided by the microbatches."""
+    total, parts = original(self, loss), step_state().losses
+    return total if parts is None else parts.corrected_sum(total, loss.shape)
+
+
 def _divisor(values, sample_weight, mask, reduction):
     """Returns what a mean was divided by, None if that is the number of its values."""
     if getattr(values, "ndim", 0) == 0 or (
@@ -146,7 +153,7 @@ def _check_layout_map(distribution: Any, model: keras.Model) -> None:
     state = len(model.variables), rules  # LoRA adds variables later, and users add rules
     checked = _checked.setdefault(distribution, weakref.WeakKeyDictionary())
     if rules is not None and checked.get(model) != state:
-        check_rules(model, distribution, distribution.strict)
+        check_rules(model, distribution, distribution.strict, others=checked)
         checked[model] = state
 
 

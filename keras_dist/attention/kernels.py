@@ -186,8 +186,9 @@ def cudnn_attention(
     def fused(lengths=None):
         if lengths is None and num_keys % 2 and not (is_causal and num_queries <= num_keys):
             lengths = jnp.full(len(query), num_keys, jnp.int32)  # hides the padding
+        padded_query, padded_key, padded_value = map(_padded_to_even_length, (query, key, value))
         output = jax.nn.dot_product_attention(
-            *map(_padded_to_even_length, (query, key, value)), bias, scale=scale, is_causal=is_causal,
+            padded_query, padded_key, padded_value, bias, scale=scale, is_causal=is_causal,
             key_value_seq_lengths=lengths, local_window_size=window, implementation="cudnn",
         )  # fmt: skip
         return output[:, :num_queries]

@@ -87,7 +87,11 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
     paths, regexes, sizes, experts = _Paths(coverage), {}, coverage.mesh.axis_sizes, experts_by_path(coverage)
     globs = {rule: re.sub(r"(?<![.\])])\*", ".*", rule) for rule in rules}  # `block_*/kernel`
     corrected = {rule: _WORD.sub(lambda match: paths.closest_word(match[0]), rule) for rule in rules}
-    rewritten = [paths.with_match(each) for each in (paths.with_prefix(rules), globs, corrected)]
+    # A model that is loaded from a file lacks the names of nested models that were built when they were called.
+    shorter = [
+        {rule: "/".join(rule.split("/")[start:]) for rule in rules if rule.count("/") > start} for start in (1, 2)
+    ]
+    rewritten = [paths.with_match(each) for each in (paths.with_prefix(rules), globs, corrected, *shorter)]
     for pattern in rules:
         is_activation = is_for_activations(pattern)
         better, found = next((each[pattern] for each in rewritten if pattern in each), (None, []))
@@ -116,6 +120,12 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
             elif group and not is_activation and group[0].base is None:
                 wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
             fix = f"Did you mean:\n    {assignment(better, wanted)}"
+            start = pattern.removesuffix(better)
+            if start != pattern and len(start) > 1:
+                fix += (
+                    "\nKeras leaves out the names of models and layers around a layer where it loads them from a file. "
+                    f"If that is so here, let the rule match both: '({start})?{better}'."
+                )
             if _text_of_regex(pattern).replace("#", "") == _text_of_regex(better).replace("#", ""):
                 fix += (
                     "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. "

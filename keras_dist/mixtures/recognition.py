@@ -283,6 +283,8 @@ class _Finder:
                 scores, count = router.invars[0], router.outvars[-1].aval.shape[-1]
                 if not pairs or scores.aval.size > pairs:  # fewer pairs are those that a layer has chosen itself
                     continue
+                if is_lookup and count == scores.aval.shape[-1]:
+                    continue  # it sorts
                 if is_lookup:
                     is_of_router, reason = self._is_at_choice(equation, router), "it looks up results of chosen ones"
                 else:

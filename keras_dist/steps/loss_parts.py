@@ -18,12 +18,17 @@ class LossParts:
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
     `totals` has the divisor of each loss of the undivided batch, in the order of the calls, None for means over rows;
-    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals.
+    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals. `rows`
+    is the number of rows of the part.
     """
 
-    def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None):
-        self._fraction, self._totals = fraction, totals
+    def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None, rows: int | None = None):
+        self._fraction, self._totals, self._rows = fraction, totals, rows
         self.divisors: list = []  # of the losses so far
+
+    def corrected_sum(self, total: Any, shape: Sequence[int]) -> Any:
+        """Returns the sum of a loss that a layer adds, corrected if its shape has a number for each row."""
+        return self.corrected(total, "sum", None) if self._rows in shape[:1] else total
 
     def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
         """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.

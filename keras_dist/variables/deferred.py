@@ -198,8 +198,8 @@ def built(model_or_builder: Any) -> Iterator[keras.Layer]:
             )
         if not model.built:
             raise ValueError(
-                f"Model '{model.name}' is not built, so it has no variables. Start it with keras.Input(shape), call it "
-                "on keras.KerasTensor(shape), or pass a function that does so and returns it."
+                f"Model '{model.name}' is not built, so its variables are not known. Start it with keras.Input(shape), "
+                "call it on keras.KerasTensor(shape), or pass a function that does so and returns it."
             )
         yield model
 

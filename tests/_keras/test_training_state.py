@@ -336,3 +336,27 @@ def test_a_deleted_array_is_an_error_that_keeps_the_others():
         weight.assign(np.ones((8, 8)))
         assert_close(others, expected)
         METHODS["fit"](model)
+
+
+def test_an_error_of_a_first_step_that_has_added_variables_is_raised_and_loses_no_value():
+    class Averaging(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(8)
+            self.dense.build((None, 8))
+            self.built = True
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, state, data):
+            self.averages = [keras.Variable(np.zeros(v.shape), trainable=False) for v in self.trainable_variables]
+            raise RuntimeError("the user's own mistake")
+
+    with kd.DataParallel().scope():
+        model = Averaging()
+        model.compile("adam", "mse")
+        kernel = np.asarray(model.dense.kernel)
+        with pytest.raises(RuntimeError, match="own mistake"):
+            model.fit(X, Y, verbose=0)
+        np.testing.assert_array_equal(model.dense.kernel, kernel)

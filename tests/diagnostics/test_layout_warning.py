@@ -147,3 +147,34 @@ def test_a_rule_that_shards_a_random_state_warns_before_the_step_fails():
         model = keras.Model(inputs, layers.Dropout(0.5)(layers.Dense(32, name="up")(inputs)))
         [message] = messages_of(model.compile, "adam", "mse")
     assert "seed_generator_state" in message
+
+
+def test_rules_of_another_model_are_no_mistake():
+    entries = {f"{name}/{key}": axes for name in ("teacher", "student") for key, axes in GOOD.items()}
+    with rules(entries | {"student/upp/kernel": (None, "model")}, strict=True).scope():
+        teacher, student = build("teacher"), build("student")
+        with pytest.raises(ValueError, match=r"1 possible problem.*'teacher'") as caught:
+            teacher.compile("adam", "mse")
+        assert "'student/upp/kernel' matches no variable" in str(caught.value)
+    with rules(entries, strict=True).scope():
+        teacher, student = build("teacher"), build("student")
+        for model in (teacher, student):
+            model.compile("adam", "mse")
+            train(model)
+
+
+def test_rules_of_layers_around_others_are_reported_for_a_loaded_model(tmp_path):
+    inputs = keras.Input((16,))
+    with rules({f"tower/{key}": axes for key, axes in GOOD.items()}).scope():
+        model = keras.Model(inputs, build()(inputs), name="net")
+        model.compile("adam", "mse")
+        train(model)
+        model.save(tmp_path / "model.keras")
+        loaded = []
+        [message] = messages_of(lambda: loaded.append(keras.saving.load_model(tmp_path / "model.keras")))
+    assert "layout_map['up/kernel'] = (None, 'model')" in message
+    assert "'(tower/)?up/kernel'" in message
+    assert {v.path for v in loaded[0].weights} == {"up/kernel", "up/bias", "down/kernel", "down/bias"}
+    with rules({f"(tower/)?{key}": axes for key, axes in GOOD.items()}, strict=True).scope():
+        again = keras.saving.load_model(tmp_path / "model.keras")
+        assert tuple(again.weights[0].value.sharding.spec) == (None, "model")

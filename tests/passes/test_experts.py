@@ -1,12 +1,14 @@
 """Mixtures of experts: computed for chosen experts only, with the numbers of all experts."""
 
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from keras import layers, ops
 from support.expert_layers import BUFFERS, CHOSEN, DENSE, EXPERTS, SPARSE, WIDTH, Experts, hub_layers, inputs_and_layer
 from support.keras_scenarios import start_anew
 from support.slow_cases import slow, slow_unless
@@ -420,3 +422,20 @@ def test_a_step_may_call_a_teacher_without_experts():
 
     sparse = kd.DataParallel(step_options=kd.StepOptions(experts="sparse"))
     np.testing.assert_allclose(losses(sparse), losses(None), rtol=1e-4)
+
+
+def test_a_loss_that_sorts_is_no_mixture():
+    """ListMLE, a loss for rankings, takes scores in the order of the labels."""
+
+    def in_order_of_labels(y_true, y_pred):
+        _, order = ops.top_k(y_true, k=y_true.shape[1])
+        scores = ops.take_along_axis(y_pred, order, axis=1)
+        return ops.sum(ops.log(ops.cumsum(ops.exp(scores), axis=1)) - scores, axis=1)
+
+    with kd.DataParallel().scope(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = keras.Input((5, 4))
+        scores = layers.Dense(1)(layers.Dense(32, "relu")(inputs))
+        model = keras.Model(inputs, ops.squeeze(scores, -1))
+        model.compile("sgd", in_order_of_labels)
+        model.fit(np.ones((16, 5, 4)), np.random.default_rng(0).random((16, 5)), batch_size=16, verbose=0)

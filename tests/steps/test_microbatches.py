@@ -376,3 +376,30 @@ def test_batches_that_have_no_rows_to_split(x, says):
         given = x()
         with pytest.raises(ValueError, match=says):
             model.train_on_batch(given, np.ones((given.shape[0], 2), "float32"))
+
+
+@pytest.mark.parametrize("microbatches", [2, slow(3)])
+def test_losses_that_a_layer_adds_for_each_row_are_added_up(microbatches):
+    """As Keras does; one with a number for anything else is averaged like a number."""
+
+    class Endpoint(layers.Layer):
+        def call(self, targets, predictions):
+            squares = (targets - predictions) ** 2
+            self.add_loss(ops.mean(squares, axis=-1, keepdims=True) / 10)
+            self.add_loss(ops.mean(squares, axis=0))
+            return predictions
+
+    def build():
+        x, y = keras.Input((4,)), keras.Input((3,))
+        model = keras.Model([x, y], Endpoint()(y, layers.Dense(3)(x)))
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    def history(distribution):
+        keras.utils.set_random_seed(0)
+        with scope(distribution):
+            return build().fit([X, Y], batch_size=24, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    X, Y = vectors(ROWS, 4), vectors(ROWS, 3)
+    options = kd.StepOptions(microbatches=microbatches)
+    np.testing.assert_allclose(history(kd.DataParallel(step_options=options)), history(None), rtol=1e-5)

@@ -95,7 +95,7 @@ class Candidate:
         assert solution is not None
         rules = solution.rules(mesh, self.sequence_parallel, (CONTEXT,) if CONTEXT in self.axes else ())
         kind = FullyShardedDataParallel if self.shards_weights else ModelParallel
-        return kind(layout_map=merged_layout_map(rules, mesh), **self._arguments)
+        return kind(layout_map=merged_layout_map(rules, mesh, solution.model_name), **self._arguments)
 
     def to_source(self, distribution: Distribution, mesh: str) -> str:
         """Returns Python code that creates the distribution; `mesh` is the code that creates its mesh."""

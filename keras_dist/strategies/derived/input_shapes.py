@@ -85,7 +85,7 @@ def counterparts(values: Any, known: Any) -> list[Any]:
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_spec)[0]]
     leaves = jax.tree.leaves(known)
-    named = dict(zip(_names(known), leaves, strict=True))
+    named: dict[Any, Any] = dict(zip(_names(known), leaves, strict=True))
     placed = leaves if len(leaves) == len(paths) else [None] * len(paths)
     return [
         named.get(getattr(path[0], "key", None), leaf) if len(path) == 1 else leaf

@@ -13,20 +13,26 @@ Rules = dict[str, Axes | None]
 """Axes by path; None for a path that no rule may match."""
 
 
-def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
+def merged_layout_map(rules: Rules, mesh: DeviceMesh, model_name: str | None = None) -> LayoutMap:
     """Returns a layout map with few rules: one for paths that differ in numbers alone, if all have the same axes.
 
     Keras names the first layer of a kind without a number: 'block_0/rotary' and 'block_1/rotary_1' are alike, too.
+    Paths may start with the name that Keras has given to a subclassed model, without number `model_name`. Other models
+    of the class have other numbers, and one that is loaded from a file has paths without it.
     """
     axes_by_name: defaultdict[str, set[Axes | None]] = defaultdict(set)
     for path, axes in rules.items():
         axes_by_name[strip_model_names(path)].add(axes)
+    model_start = re.compile(rf"{re.escape(model_name or '')}(_\d+)?/")
 
     def regex(path: str) -> str:
         name = strip_model_names(path)
         # Nested models that Keras named may have equal paths for different weights. Then these names tell them apart.
         is_one_rule = len(axes_by_name[name]) == 1
-        return re.escape(name if is_one_rule else path).replace(r"\-", "-")
+        start = model_start.match(name) if model_name and is_one_rule else None
+        if start and name[start.end() :] not in axes_by_name:
+            return f"({model_name}(_[0-9]+)?/)?{_escaped(name[start.end() :])}"
+        return _escaped(name if is_one_rule else path)
 
     patterns = {regex(path): axes for path, axes in rules.items()}
     patterns = _merge_alike(patterns, lambda pattern: re.sub(r"\d+", "[0-9]+", pattern))
@@ -35,6 +41,10 @@ def merged_layout_map(rules: Rules, mesh: DeviceMesh) -> LayoutMap:
         if axes and (any(axes) or len(axes) > 1):  # a replicated kernel has a rule, too: it shows that this is intended
             layout_map[pattern] = axes
     return layout_map
+
+
+def _escaped(path: str) -> str:
+    return re.escape(path).replace(r"\-", "-")
 
 
 def _merge_alike(patterns: Rules, form: Callable[[str], str]) -> Rules:

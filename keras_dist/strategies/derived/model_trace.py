@@ -1,6 +1,8 @@
 """Traces a model's call without values."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,12 +10,37 @@ import keras
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_dist._keras import internals, model_structure, tracing_errors
+from keras_dist._keras.active_distribution import intent_kept
 from keras_dist.attention.kernels import xla_attention
 from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.steps.layer_calls import LayerCalls
 from keras_dist.steps.step_state import changed
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.derived.input_shapes import LONG_LENGTHS, advice_on_batch, batch_specs, candidate_shapes
+from keras_dist.variables.deferred import built
+
+
+@contextlib.contextmanager
+def model_to_trace(model_or_builder: Any, device_mesh: DeviceMesh, axis_size: int, batch: Any) -> Iterator[keras.Layer]:
+    """Provides a built model in a block; one that a function returns has no layouts, and no values.
+
+    A model of the function that only a call builds is called on symbolic tensors of the shapes of `batch`.
+    """
+    if isinstance(model_or_builder, keras.Layer) or not callable(model_or_builder):
+        with built(model_or_builder) as model:
+            yield model
+        return
+
+    @functools.wraps(model_or_builder)
+    def build() -> Any:
+        model: Any = model_or_builder()
+        if isinstance(model, keras.Layer) and not model.built and batch is not None:
+            specs = batch_specs(None, batch, axis_size)
+            model(jax.tree.map(lambda spec: keras.KerasTensor(spec.shape, str(spec.dtype)), specs))
+        return model
+
+    with intent_kept(), _LayerNames(device_mesh).scope(), built(build) as model:
+        yield model
 
 
 def trace_model(model: keras.Model, device_mesh: DeviceMesh, axis_size: int, batch: Any = None) -> Any:

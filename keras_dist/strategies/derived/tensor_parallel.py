@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
+from jax.extend.core import Literal
 
 from keras_dist._keras import internals, model_structure
 from keras_dist._keras.quantized_weights import record_variables
@@ -19,10 +20,9 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.sharding.shard_dim import MIN_SHARD_BYTES, best_dim
 from keras_dist.strategies.derived import expert_weights
 from keras_dist.strategies.derived.merged_rules import Rules, merged_layout_map
-from keras_dist.strategies.derived.model_trace import trace_model
+from keras_dist.strategies.derived.model_trace import model_to_trace, trace_model
 from keras_dist.tracing.dim_graph import DimGraph, Dims, NamedTensor
 from keras_dist.tracing.jaxpr_dims import read_dims
-from keras_dist.variables.deferred import built
 
 _MAX_GATHERED = 1 / 16  # of the all-reduced bytes; allows small gathers, as of a router's choice among experts
 
@@ -49,8 +49,8 @@ def tensor_parallel_layout_map(
     are fused, each device has some of the experts. Routers stay replicated.
 
     Args:
-        model_or_builder: A built model, deferred or not, or a function without arguments that returns one. A model that
-            is neither functional nor sequential needs `batch`.
+        model_or_builder: A built model, deferred or not, or a function without arguments that returns one, built or
+            not. A model that is neither functional nor sequential needs `batch`.
         device_mesh: The mesh. Batches are assumed to be sharded over the axes that the other arguments do not name.
         axis: The axis to shard weights over.
         sequence_parallel: Whether to shard activations between the sharded layers over dim 1, the sequence. Each
@@ -124,11 +124,11 @@ def tensor_parallel_layout_map(
                 f"Cannot shard sequences over sequence_dim_name={sequence_dim_name!r} and weights over axis {axis!r}: "
                 f"they must be different axes of the mesh, which has {list(mesh.axis_sizes)}."
             )
-    with built(model_or_builder) as model:
+    with model_to_trace(model_or_builder, mesh, mesh.axis_sizes[axis], batch) as model:
         solution = solve(model, mesh, axis, batch)
     rules = solution.rules(mesh, sequence_parallel, sequence_axes)
     _warn_of_large_replicas(solution, rules)
-    return merged_layout_map(rules, mesh)
+    return merged_layout_map(rules, mesh, solution.model_name)
 
 
 class _Weight(NamedTuple):
@@ -162,6 +162,7 @@ class Solution(NamedTuple):
     rows: int  # the number that was traced
     layers: Set[str]  # paths of the model's layers, without those that a call creates
     experts: frozenset[int]  # those of the dims of experts
+    model_name: str | None  # without number, if Keras has chosen it
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
 
@@ -298,8 +299,10 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     graph = read_dims(jaxpr, axis_size, len(model.trainable_variables), later)
     record_variables(model)
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    weights = []
+    weights, without_rule = [], _without_rule(variables, jaxpr)
     for v, dims, invar in zip(variables, graph.inputs, jaxpr.jaxpr.invars, strict=False):
+        if id(v) in without_rule:
+            continue
         is_head = id(v) in heads
         is_operand = is_head or invar in graph.matmul_operands
         dims = (None,) * len(dims) if invar in routers else dims
@@ -314,7 +317,26 @@ def solve(model: keras.Model, mesh: DeviceMesh, axis: str, batch: Any) -> Soluti
     layers = model_structure.layers_by_path(model).keys()
     sharded = _nodes_to_shard(graph, weights, expert_weights.preferred_nodes(mixtures, graph))
     experts = frozenset(sharded & expert_weights.expert_nodes(mixtures, graph))
-    return Solution(graph, weights, sharded, axis, rows, lengths, num_rows, layers, experts)
+    name = model_structure.name_without_number(model)
+    return Solution(graph, weights, sharded, axis, rows, lengths, num_rows, layers, experts, name)
+
+
+def _without_rule(variables: Sequence[keras.Variable], jaxpr: Any) -> set[int]:
+    """Returns the ids of variables that need no rule of their own, of the first inputs of a traced call.
+
+    These are the state of optimizers that a model tracks, which follows its weights, and weights that the call does not
+    use and whose paths are those of others that it does: a clone of a network has its paths, an average of its weights
+    for example.
+    """
+    used = {invar for eqn in jaxpr.jaxpr.eqns for invar in eqn.invars if not isinstance(invar, Literal)}
+    inputs = list(zip(variables, jaxpr.jaxpr.invars, strict=False))
+    used_paths = {v.path for v, invar in inputs if invar in used}
+    optimizers = {v.path.rpartition("/")[0] for v in variables if v.name == "iteration" and not v.trainable}
+    return {
+        id(v)
+        for v, invar in inputs
+        if (invar not in used and v.path in used_paths) or v.path.rpartition("/")[0] in optimizers
+    }
 
 
 def _nodes_to_shard(graph: DimGraph, weights: Sequence[_Weight], preferred: Set[int]) -> set[int]:

@@ -770,3 +770,63 @@ def test_a_model_that_cannot_be_traced_with_an_array_as_batch():
 
     with pytest.raises(ValueError, match=r"(?s)'odd'.*\(8, 6\)"):
         kd.tensor_parallel_layout_map(Odd(), kd.create_device_mesh("data:2,model:4"), batch=np.ones((8, 6), "float32"))
+
+
+class Perceptron(keras.Model):
+    """A model that is built by its first call."""
+
+    def __init__(self, width=32, **kwargs):
+        super().__init__(**kwargs)
+        self.up = layers.Dense(width, "relu", name="up")
+        self.down = layers.Dense(16, name="down")
+
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+def test_a_subclassed_model_that_its_batch_builds():
+    rules = rules_for(Perceptron, batch=(np.ones((4, 16)), np.ones((4, 16))))
+    models = [Perceptron(), Perceptron(), Perceptron(name="named")]
+    for model in models:
+        model(keras.KerasTensor((None, 16)))
+    first, second, named = ([rules[v.path] for v in model.weights] for model in models)
+    assert [layout and layout.axes for layout in first] == [COLUMNS, ("model",), ROWS, None]
+    assert first == second
+    assert named == [None] * 4
+    assert rules["up/kernel"].axes == COLUMNS  # of one that is loaded from a file
+    with pytest.raises(ValueError, match=r"'perceptron.*' is not built"):
+        rules_for(Perceptron)
+
+
+def test_clones_that_a_call_does_not_use_and_optimizers_that_a_model_tracks_have_no_rules():
+    class Averaged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            inputs = keras.Input((16,))
+            hidden = layers.Dense(64, name="up")(inputs)
+            self.network = keras.Model(inputs, layers.Dense(16, name="down")(hidden))
+            self.average = keras.models.clone_model(self.network)
+            second = keras.optimizers.Adam()
+            second.build(self.network.trainable_variables)
+            self.state = list(second.variables)
+
+        def call(self, x):
+            return self.network(x)
+
+    rules = rules_for(Averaged, batch=(4, 16))
+    assert {key: layout.axes for key, layout in rules.items()} == {
+        "up/kernel": COLUMNS, "up/bias": ("model",), "down/kernel": ROWS,
+    }  # fmt: skip
+
+
+def test_rules_are_derived_without_those_of_the_active_distribution():
+    def build(width):
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(width, name="up"), layers.Dense(16, name="down")])
+        model.compile("sgd", "mse")
+        return model
+
+    rules = rules_for(lambda: build(32))
+    with kd.ModelParallel(layout_map=rules).scope(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rules_for(lambda: build(31))["down/kernel"].axes == COLUMNS
+        assert kd.distribution().layout_rules()
