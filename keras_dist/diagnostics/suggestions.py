@@ -121,7 +121,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
                 wanted = nearest_fitting_axes(wanted, group[0].shape, sizes)
             fix = f"Did you mean:\n    {assignment(better, wanted)}"
             start = pattern.removesuffix(better)
-            if start != pattern and len(start) > 1:
+            if start.endswith("/") and len(start) > 1:
                 fix += (
                     "\nKeras leaves out the names of models and layers around a layer where it loads them from a file. "
                     f"If that is so here, let the rule match both: '({start})?{better}'."
