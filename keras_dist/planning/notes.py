@@ -1,11 +1,16 @@
-"""What a plan notes beside its figures: idle mesh axes, missing figures of hardware, and what an execution needs."""
+"""What a plan notes beside its figures: idle mesh axes, missing figures, dropout in attention, short executions."""
 
 import math
 from collections.abc import Iterable
 
+import keras
+
+from keras_dist._keras.model_structure import layers_by_path
 from keras_dist._report.units import bytes_text, counted, seconds_text
 from keras_dist._report.variable_groups import PlacedVariable
+from keras_dist.attention.kernels import FUSED_KERNELS
 from keras_dist.layout.tensor_layout import axis_names, axis_tuple
+from keras_dist.planning.compiling.abstract_step import Step
 from keras_dist.planning.compiling.compilation import Compilation, Traffic
 from keras_dist.planning.costs.forecast import Forecast
 from keras_dist.planning.targets.target import hardware_of
@@ -46,6 +51,20 @@ def _notes_on_idle_axes(
         "work. Shard weights over it with layout map rules, or add it to the batch axes or the sequence axes."
         for axis, size in distribution.device_mesh.axis_sizes.items()
         if size > 1 and axis not in used
+    )
+
+
+def notes_on_attention(step: Step) -> tuple[str, ...]:
+    """Notes on layers whose attention no kernel computes, as they drop some of its weights."""
+    kinds = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+    found = layers_by_path(step.model).items() if step.name == "train" else ()
+    layers = [path for path, layer in found if isinstance(layer, kinds) and layer.dropout]
+    if not layers or step.distribution.device_mesh.backend_mesh.devices.flat[0].platform not in FUSED_KERNELS:
+        return ()
+    others = f" and {counted(len(layers) - 1, 'more layer')}" * (len(layers) > 1)
+    return (
+        f"Attention weights are dropped in {layers[0]!r}{others}, so XLA holds all logits (queries x keys for each "
+        "head) in memory. Build the model without dropout in attention to have a fused kernel compute it.",
     )
 
 

@@ -26,7 +26,7 @@ from keras_dist.planning.frozen_mapping import FrozenMapping
 from keras_dist.planning.generated_rows import largest_batch, num_rows, with_rows
 from keras_dist.planning.hardware.compiler_options import checked_compiler_options
 from keras_dist.planning.hardware.figures import Hardware
-from keras_dist.planning.notes import notes_on_compilation, notes_on_executions
+from keras_dist.planning.notes import notes_on_attention, notes_on_compilation, notes_on_executions
 from keras_dist.planning.reports.plan_report import Plan
 from keras_dist.planning.reports.step_memory import Memory
 from keras_dist.planning.targets.target import hardware_of, require_one_target
@@ -212,6 +212,7 @@ def _exact_fields(step: Step, chip: Hardware | None) -> dict[str, Any]:
             host=sum(v.bytes for v in variables if v.is_on_host),
             capacity=None if chip is None else chip.memory_bytes,
         ),
+        "notes": notes_on_attention(step),
     }
 
 
@@ -270,11 +271,11 @@ def _plan(
             forecast_utilization = at_peak / roofline.forecast.seconds
     notes = (
         *notes_on_compilation(compiled, distribution, fields["variables"]),
+        *fields["notes"],
         *notes_on_executions(fields["step"], batches, held.batch, roofline.forecast),
     )
     return Plan(
-        **{**fields, "memory": memory},
-        notes=notes,
+        **{**fields, "memory": memory, "notes": notes},
         mesh=mesh,
         distribution=repr(distribution),
         fits=fits,

@@ -11,6 +11,8 @@ from support.planned_models import LargestDim, gpt, rules, tensor_parallel
 from support.slow_cases import slow
 
 import keras_dist as kd
+from keras_dist.planning.compiling.abstract_step import prepared_step
+from keras_dist.planning.notes import notes_on_attention
 
 TWO_NETWORKS = [
     pytest.param("v5e:2x2", 2, marks=needs_libtpu),
@@ -229,3 +231,20 @@ def test_step_without_tile_sizes_is_compiled_without_triton():
     planned = kd.plan(build, distribution, 16)
     assert planned.fits
     assert planned.flops * 8 == pytest.approx(planned.model_flops, rel=0.1)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("step", "rate", "is_noted"), [("train", 0.1, True), ("train", 0.0, False), ("test", 0.1, False)]
+)
+def test_dropout_of_attention_weights_is_noted(step, rate, is_noted):
+    def build():
+        inputs = keras.Input((128, 16))
+        x = layers.MultiHeadAttention(2, 8, dropout=rate, name="first")(inputs, inputs)
+        model = keras.Model(inputs, layers.GroupQueryAttention(8, 2, 1, dropout=rate)(x, x))
+        model.compile("sgd", "mse")
+        return model
+
+    with prepared_step(build, kd.DataParallel(mesh_of("v5e:2x2", "data:4")), 8, step) as prepared:
+        notes = notes_on_attention(prepared)
+    assert ["'first' and 1 more layer" in note for note in notes] == [True] * is_noted
