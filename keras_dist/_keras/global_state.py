@@ -16,7 +16,7 @@ with missing_names_are_errors():
     from keras.src.random.seed_generator import global_seed_generator
     from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 
-_NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"
+_NAMES, _GENERATOR, _SEED = "object_name_uids", "global_seed_generator", "global_random_seed"
 
 
 def is_clearing_session() -> bool:
@@ -27,16 +27,19 @@ def is_clearing_session() -> bool:
 
 @contextlib.contextmanager
 def global_state_restored() -> Iterator[None]:
-    """Restores Keras's automatic names and random seeds after a block that creates models."""
+    """Restores Keras's automatic names, and seeds and generators, also NumPy's, after a block that creates models."""
     names = dict(global_state.get_global_attribute(_NAMES) or {})
-    generator, seeds = global_state.get_global_attribute(_GENERATOR), random.getstate()
+    generator, seeds = global_state.get_global_attribute(_GENERATOR), (random.getstate(), np.random.get_state())
+    seed = global_state.get_global_attribute(_SEED)
     value = None if generator is None else variable_value(generator.state)
     try:
         yield
     finally:
         global_state.set_global_attribute(_NAMES, collections.defaultdict(int, names))
         global_state.set_global_attribute(_GENERATOR, generator)
-        random.setstate(seeds)
+        global_state.set_global_attribute(_SEED, seed)
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
         if generator is not None:
             generator.state._value = value
 

@@ -19,14 +19,18 @@ class TrainState(NamedTuple):
 
 def compute_loss(model: Any, state: TrainState, batch: Any) -> tuple[Any, tuple]:
     """Returns the loss, scaled by the optimizer, and what changes: the loss, outputs, and values of variables."""
-    return model.compute_loss_and_updates(
-        state.weights,
-        state.others,
-        state.metrics,
-        *data_adapter_utils.unpack_x_y_sample_weight(batch),
-        training=True,
-        optimizer_variables=state.optimizer,
-    )
+    try:
+        return model.compute_loss_and_updates(
+            state.weights,
+            state.others,
+            state.metrics,
+            *data_adapter_utils.unpack_x_y_sample_weight(batch),
+            training=True,
+            optimizer_variables=state.optimizer,
+        )
+    except BaseException:
+        model._losses_override.clear()  # Keras would take the losses that layers have added for those of the next call
+        raise
 
 
 Improve = Callable[[Callable, TrainState, Any], Any] | None

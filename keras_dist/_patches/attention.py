@@ -1,4 +1,4 @@
-"""Patches of attention."""
+"""The patch of attention."""
 
 from typing import Any
 
@@ -43,27 +43,6 @@ def _dot_product_attention(
         flash_attention=flash_attention,
         soft_cap=attn_logits_soft_cap,
     )
-
-
-def _patch_compute_attention(layer: type[keras.Layer], attribute: str) -> None:
-    """Declares the patch of a layer of attention, which has its rate of dropout in an attribute."""
-
-    @INSTALLED.patch(layer, "_compute_attention")
-    def compute_attention(
-        original, distribution, self, query, key, value, attention_mask=None, training=None, *args, **kwargs
-    ):
-        """Without it, layers with dropout store all logits also where they drop nothing: in `evaluate`, `predict`."""
-        rate = vars(self)[attribute]
-        if training is False:
-            vars(self)[attribute] = 0.0
-        try:
-            return original(self, query, key, value, attention_mask, training, *args, **kwargs)
-        finally:
-            vars(self)[attribute] = rate
-
-
-_patch_compute_attention(keras.layers.MultiHeadAttention, "_dropout")
-_patch_compute_attention(keras.layers.GroupQueryAttention, "dropout")
 
 
 def _with_heads(tensor: Any, logits_shape: tuple[int, ...]) -> Any:

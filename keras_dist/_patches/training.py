@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import types
 import weakref
 from typing import Any
@@ -114,7 +115,7 @@ def _reduce_weighted_values(
 def _aggregate_additional_loss(original, distribution, self, loss):
     """Without it, losses that a layer adds for each row, which Keras sums, are divided by the microbatches."""
     total, parts = original(self, loss), step_state().losses
-    return total if parts is None else parts.corrected_sum(total, loss.shape)
+    return total if parts is None or not loss.shape else parts.corrected_sum(total, math.prod(loss.shape))
 
 
 def _divisor(values, sample_weight, mask, reduction):

@@ -55,15 +55,15 @@ def _notes_on_idle_axes(
 
 
 def notes_on_attention(step: Step) -> tuple[str, ...]:
-    """Notes on layers whose attention no kernel computes, as they drop some of its weights."""
+    """Notes on layers with dropout of attention weights, whose attention Keras computes without a kernel."""
     kinds = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
-    found = layers_by_path(step.model).items() if step.name == "train" else ()
+    found = layers_by_path(step.model).items()
     layers = [path for path, layer in found if isinstance(layer, kinds) and layer.dropout]
     if not layers or step.distribution.device_mesh.backend_mesh.devices.flat[0].platform not in FUSED_KERNELS:
         return ()
     others = f" and {counted(len(layers) - 1, 'more layer')}" * (len(layers) > 1)
     return (
-        f"Attention weights are dropped in {layers[0]!r}{others}, so XLA holds all logits (queries x keys for each "
+        f"Attention of {layers[0]!r}{others} has dropout, so XLA holds all logits (queries x keys for each "
         "head) in memory. Build the model without dropout in attention to have a fused kernel compute it.",
     )
 

@@ -18,30 +18,39 @@ class LossParts:
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
     `totals` has the divisor of each loss of the undivided batch, in the order of the calls, None for means over rows;
-    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals. `rows`
-    is the number of rows of the part.
+    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals.
     """
 
-    def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None, rows: int | None = None):
-        self._fraction, self._totals, self._rows = fraction, totals, rows
+    def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None):
+        self._fraction, self._totals = fraction, totals
         self.divisors: list = []  # of the losses so far
-
-    def corrected_sum(self, total: Any, shape: Sequence[int]) -> Any:
-        """Returns the sum of a loss that a layer adds, corrected if its shape has a number for each row."""
-        return self.corrected(total, "sum", None) if self._rows in shape[:1] else total
 
     def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
         """Returns a loss such that the sum over all parts of each times its fraction is the loss of the batch.
 
         `reduction` is Keras's name. `divisor` is what the loss was divided by, None if that is known while tracing.
         """
-        self.divisors.append(divisor)
+        total = self._total_of(divisor)
         if self._totals is not None and reduction == "sum":
             return loss / self._fraction
+        return loss if total is None else loss * jnp.nan_to_num(divisor / total) / self._fraction
+
+    def corrected_sum(self, loss: Any, size: int) -> Any:
+        """Returns the sum of the `size` numbers of a loss that a layer adds.
+
+        Where the undivided batch has more of them, one for each row or token, the parts are added up; otherwise, where
+        they are those of experts for example, averaged.
+        """
+        total = self._total_of(float(size))
+        return loss if total is None else loss * (total / size)
+
+    def _total_of(self, divisor: Any) -> Any:
+        """Returns what has this divisor's place for the undivided batch; None where no loss is corrected by it."""
+        self.divisors.append(divisor)
         if self._totals is None or divisor is None:
-            return loss
+            return None
         if not self._totals:
             raise TotalsNeededError
         if len(self.divisors) > len(self._totals):  # that of a metric, which come after all losses
-            return loss
-        return loss * jnp.nan_to_num(divisor / self._totals[len(self.divisors) - 1]) / self._fraction
+            return None
+        return self._totals[len(self.divisors) - 1]

@@ -111,10 +111,9 @@ class Microbatches:
         is_reduced_later = self._options.reduce_gradients == "update" and self._shards > 1
         kept = set(map(id, self._model.trainable_variables)) if is_reduced_later else ()
         is_gathered = self._options.gather_weights == "update"
-        rows = round(fraction * self._rows)
 
         def compute(state, totals, arrays):
-            batch, losses = jax.tree.unflatten(self._structure, arrays), LossParts(fraction, totals, rows)
+            batch, losses = jax.tree.unflatten(self._structure, arrays), LossParts(fraction, totals)
             with changed(losses=losses, kept_gradients=kept, are_weights_gathered=is_gathered):
                 return compute_gradients(self._model, state, batch, fraction, self._improve)
 

@@ -323,32 +323,3 @@ def test_layers_of_packed_sequences(platform, axes):
             losses.append(model.fit([tokens, ids], labels, 8, epochs=2, verbose=0).history["loss"])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert {(call.implementation, call.reason) for call in calls} == {(KERNEL[platform], None)}
-
-
-@pytest.mark.parametrize("platform", [slow("tpu"), "gpu"], indirect=True)
-def test_layers_with_dropout_use_the_kernel_where_they_drop_nothing(platform):
-    def build():
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((128, 16))
-        x = keras.layers.MultiHeadAttention(2, 8, dropout=0.5)(inputs, inputs, use_causal_mask=True)
-        x = keras.layers.GroupQueryAttention(8, 2, 1, dropout=0.5)(x, x)
-        model = keras.Model(inputs, keras.layers.Dense(1)(x))
-        model.compile("sgd", "mse")
-        return model
-
-    x, y = np.random.default_rng(0).random((ROWS, 128, 16)), np.random.default_rng(1).random((ROWS, 128, 1))
-
-    def numbers(model):
-        losses = model.fit(x, y, batch_size=ROWS, verbose=0).history["loss"]
-        with recorded_calls() as calls:
-            losses.append(model.evaluate(x, y, batch_size=ROWS, verbose=0))
-            predictions = model.predict(x, batch_size=ROWS, verbose=0)
-        assert [layer.dropout for layer in model.layers[1:3]] == [0.5, 0.5]
-        return losses, predictions, [call.implementation for call in calls]
-
-    losses, predictions, _ = numbers(build())
-    with kd.DataParallel().scope():
-        found = numbers(build())
-    np.testing.assert_allclose(found[0], losses, rtol=1e-5)
-    np.testing.assert_allclose(found[1], predictions, rtol=1e-4, atol=1e-5)
-    assert found[2] == [KERNEL[platform]] * 4

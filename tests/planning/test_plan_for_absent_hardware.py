@@ -235,7 +235,7 @@ def test_step_without_tile_sizes_is_compiled_without_triton():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("step", "rate", "is_noted"), [("train", 0.1, True), ("train", 0.0, False), ("test", 0.1, False)]
+    ("step", "rate", "is_noted"), [("train", 0.1, True), ("train", 0.0, False), ("test", 0.1, True)]
 )
 def test_dropout_of_attention_weights_is_noted(step, rate, is_noted):
     def build():

@@ -378,20 +378,29 @@ def test_batches_that_have_no_rows_to_split(x, says):
             model.train_on_batch(given, np.ones((given.shape[0], 2), "float32"))
 
 
-@pytest.mark.parametrize("microbatches", [2, slow(3)])
-def test_losses_that_a_layer_adds_for_each_row_are_added_up(microbatches):
-    """As Keras does; one with a number for anything else is averaged like a number."""
+@pytest.mark.parametrize("microbatches", [3, slow(2)])
+def test_losses_that_a_layer_adds_are_added_up_for_rows_and_averaged_for_the_rest(microbatches):
+    """As Keras sums them, also if others have as many numbers as a microbatch has rows, and before masked losses."""
 
     class Endpoint(layers.Layer):
         def call(self, targets, predictions):
             squares = (targets - predictions) ** 2
             self.add_loss(ops.mean(squares, axis=-1, keepdims=True) / 10)
+            self.add_loss(ops.reshape(squares, (-1,)) / 10)
             self.add_loss(ops.mean(squares, axis=0))
             return predictions
 
+    class Masked(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            masked = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+            return super().compute_loss(x, y, y_pred, sample_weight, training) + masked(classes_of_rows(x[1]), y_pred)
+
+    def classes_of_rows(targets):
+        return ops.cast(targets[:, 0] > 0, "int32")
+
     def build():
-        x, y = keras.Input((4,)), keras.Input((3,))
-        model = keras.Model([x, y], Endpoint()(y, layers.Dense(3)(x)))
+        x, y = keras.Input((4,)), keras.Input((8,))
+        model = Masked([x, y], Endpoint()(y, layers.Dense(8)(x)))
         model.compile(keras.optimizers.SGD(0.01))
         return model
 
@@ -400,6 +409,6 @@ def test_losses_that_a_layer_adds_for_each_row_are_added_up(microbatches):
         with scope(distribution):
             return build().fit([X, Y], batch_size=24, epochs=2, shuffle=False, verbose=0).history["loss"]
 
-    X, Y = vectors(ROWS, 4), vectors(ROWS, 3)
+    X, Y = vectors(ROWS, 4), vectors(ROWS, 8)
     options = kd.StepOptions(microbatches=microbatches)
     np.testing.assert_allclose(history(kd.DataParallel(step_options=options)), history(None), rtol=1e-5)

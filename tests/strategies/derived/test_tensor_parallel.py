@@ -830,3 +830,22 @@ def test_rules_are_derived_without_those_of_the_active_distribution():
         warnings.simplefilter("error")
         assert rules_for(lambda: build(31))["down/kernel"].axes == COLUMNS
         assert kd.distribution().layout_rules()
+
+
+def test_a_function_that_draws_random_numbers_changes_none_after_it():
+    def build():
+        keras.utils.set_random_seed(5)
+        np.random.rand()
+        return keras.Sequential([keras.Input((16,)), layers.Dense(32, name="up"), layers.Dense(16, name="down")])
+
+    def numbers(is_derived):
+        keras.utils.set_random_seed(7)
+        if is_derived:
+            rules_for(build)
+        drawn = random.random(), np.random.rand(), float(keras.random.uniform(()))
+        return *drawn, keras.config.get_random_seed() if hasattr(keras.config, "get_random_seed") else 0, build().name
+
+    start_anew()
+    expected = numbers(False)
+    start_anew()
+    assert numbers(True) == expected
