@@ -6,7 +6,7 @@ import inspect
 import random
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,11 +25,35 @@ def is_clearing_session() -> bool:
     return any(frame.f_code is global_state.clear_session.__code__ for frame, _ in frames)
 
 
+class RandomState(NamedTuple):
+    """State of the global random generators of Python and NumPy."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> "RandomState":
+        return cls(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def as_json(self) -> list:
+        name, keys, *rest = self.numpy
+        return [self.python, [name, np.asarray(keys).tolist(), *rest]]
+
+    @classmethod
+    def from_json(cls, values: list) -> "RandomState":
+        (version, keys, gauss), (name, numbers, *rest) = values
+        return cls((version, tuple(keys), gauss), (name, np.array(numbers, np.uint32), *rest))
+
+
 @contextlib.contextmanager
 def global_state_restored() -> Iterator[None]:
     """Restores Keras's automatic names, and seeds and generators, also NumPy's, after a block that creates models."""
     names = dict(global_state.get_global_attribute(_NAMES) or {})
-    generator, seeds = global_state.get_global_attribute(_GENERATOR), (random.getstate(), np.random.get_state())
+    generator, random_state = global_state.get_global_attribute(_GENERATOR), RandomState.capture()
     seed = global_state.get_global_attribute(_SEED)
     value = None if generator is None else variable_value(generator.state)
     try:
@@ -38,8 +62,7 @@ def global_state_restored() -> Iterator[None]:
         global_state.set_global_attribute(_NAMES, collections.defaultdict(int, names))
         global_state.set_global_attribute(_GENERATOR, generator)
         global_state.set_global_attribute(_SEED, seed)
-        random.setstate(seeds[0])
-        np.random.set_state(seeds[1])
+        random_state.restore()
         if generator is not None:
             generator.state._value = value
 

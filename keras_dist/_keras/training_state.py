@@ -80,6 +80,7 @@ def step_function(
     variables = []  # that the state was taken from: the first step may add others to the model
 
     def from_variables(state) -> tuple:
+        variables[:] = state_variables(model, step)
         _started.value = frozenset(each for each in _started.value if each() is not None) | {weakref.ref(model)}
         _require_arrays(model, step, variables, state)
         _give_own_arrays(variables, state)
@@ -100,8 +101,6 @@ def step_function(
 
     def function(state, iterator):
         given = state
-        if type(state[0]) is list:
-            variables[:] = state_variables(model, step)
         try:
             if type(state[0]) is list:
                 state = from_variables(state)

@@ -18,7 +18,8 @@ from keras_dist._keras.data_adapters import (
     finished_epochs,
     py_dataset_adapter,
 )
-from keras_dist.data.position import DataPosition, RandomState
+from keras_dist._keras.global_state import RandomState
+from keras_dist.data.position import DataPosition
 
 
 class ResumableIterator:

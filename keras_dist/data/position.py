@@ -5,37 +5,12 @@ the global random generators when a pass starts, so their states are part of the
 from generators that are seeded with the number of finished epochs, so that number is part of it too.
 """
 
-import random
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import numpy as np
-
-
-class RandomState(NamedTuple):
-    """State of the global random generators of Python and NumPy."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def capture(cls) -> "RandomState":
-        return cls(random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-    def as_json(self) -> list:
-        name, keys, *rest = self.numpy
-        return [self.python, [name, np.asarray(keys).tolist(), *rest]]
-
-    @classmethod
-    def from_json(cls, values: list) -> "RandomState":
-        (version, keys, gauss), (name, numbers, *rest) = values
-        return cls((version, tuple(keys), gauss), (name, np.array(numbers, np.uint32), *rest))
+from keras_dist._keras.global_state import RandomState
 
 
 class DataPosition(NamedTuple):

@@ -17,8 +17,9 @@ class LossParts:
     means over rows. A mean over unmasked elements is divided by their number in the part instead of the batch, a mean
     over sample weights by their sum in the part, and a sum by nothing. `corrected` changes them accordingly.
 
-    `totals` has the divisor of each loss of the undivided batch, in the order of the calls, None for means over rows;
-    it is empty if they are not known. Without `totals`, no loss is changed, and `divisors` become those totals.
+    `totals` has the divisor of each loss of the undivided batch, in the order of the calls, None for means over rows,
+    and the number of values of one that a layer adds; it is empty if they are not known. Without `totals`, no loss is
+    changed, and `divisors` become those totals.
     """
 
     def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None):
