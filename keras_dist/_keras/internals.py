@@ -197,6 +197,14 @@ def in_scope_without_losses() -> bool:
     return scope is not None and not scope.collect_losses
 
 
+def forget_losses(layer) -> None:
+    """Forgets what losses the layers have added in other scopes: Keras finds them by `id`, which new ones could get."""
+    scope = get_stateless_scope()
+    known = () if scope is None else set(map(id, scope.losses))
+    for each in layer._flatten_layers():
+        each._loss_ids.intersection_update(known)
+
+
 def rematerialized(layer, call: Callable, checkpoint: Callable[[Callable], Callable]):
     """Calls a function in a stateless scope, by `checkpoint(function)()`, such as `jax.checkpoint`.
 

@@ -45,7 +45,8 @@ def _call_model(original, self, *args, **kwargs):
 def _stateless_call(
     original, distribution, self, trainable_variables, non_trainable_variables, *args, return_losses=False, **kwargs
 ):
-    """Without it, a layer that reads a weight cannot be told from an optimizer that does."""
+    """Without it, an optimizer that reads a weight is taken for a layer, and steps may lack losses that layers add."""
+    internals.forget_losses(self)
     call = functools.partial(original, self, return_losses=return_losses)
     state = trainable_variables, non_trainable_variables
     return distribution.layer_calls.call_stateless(self, call, state, (args, kwargs))
