@@ -47,6 +47,16 @@ def is_deferring() -> bool:
     return _blocks_of_thread.value > 0
 
 
+def require_values(model: keras.Model, step: str) -> None:
+    """Raises ValueError for a step inside `deferred()`, which would run on values that Keras initializes for it."""
+    if is_deferring():
+        raise ValueError(
+            f"Cannot run the {step} step of {model.name!r} inside keras_dist.deferred(), or in a function that builds "
+            "a model for a plan or for layout rules: there, variables have no values. To build the model there, call "
+            "it on keras.KerasTensor(shape). Run steps outside, on a model with values (keras_dist.materialize)."
+        )
+
+
 def give_value(variable: keras.Variable, value: Any) -> None:
     """Gives a deferred variable a value, which is read where it is used."""
     variable._initializer = DeferredValue(lambda shape, dtype=None: value, variable.path)

@@ -19,6 +19,7 @@ from keras_dist._keras.active_distribution import (
     remove_unused_patches,
     warn_of_idle_devices,
 )
+from keras_dist._keras.deferred_variables import require_values
 from keras_dist._keras.internals import STEPS, JaxTrainer, current_distribution, loss_lib, trainer
 from keras_dist._keras.running_fit import running_fit
 from keras_dist._keras.training_state import put_values_back, state_variables, step_function, with_own_arrays
@@ -208,6 +209,7 @@ def _patch_make_function(step: str) -> None:
             if is_distributed and (made := getattr(self, attribute)) is not function:
                 setattr(self, attribute, with_own_arrays(self, step, made))
             return None
+        require_values(self, step)
         put_values_back(self)
         announce_step(step, self)
         is_of_user = function is not None and not str(getattr(function, "__module__", "")).startswith("keras")

@@ -76,6 +76,16 @@ def test_using_a_deferred_value_names_the_variable():
             use()
 
 
+@pytest.mark.parametrize("step", ["train", "test", "predict"])
+def test_steps_inside_the_block_raise(step):
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    run = {"train": lambda: model.fit(x, y), "test": lambda: model.evaluate(x, y), "predict": lambda: model.predict(x)}
+    with kd.DataParallel().scope(), kd.deferred(), pytest.raises(ValueError, match=f"{step} step .* have no values"):
+        run[step]()
+
+
 def test_other_threads_are_not_deferred():
     made_there = []
 
