@@ -17,7 +17,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist._keras.internals import is_read_in_compute_dtype
-from keras_dist._keras.model_structure import compute_dtypes
+from keras_dist._keras.model_structure import all_layers, compute_dtypes
 from keras_dist._keras.train_step import Improve, TrainState, compute_gradients, compute_loss
 from keras_dist.data.batch_placement import BatchPlacer, is_sparse
 from keras_dist.layout.tensor_layout import axis_names
@@ -45,6 +45,7 @@ class Microbatches:
     ):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
         self._improve = improve
+        _refuse_stateful_layers(model, options.microbatches)
         self._leaves, self._structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         self._rows = _rows(self._leaves, options.microbatches)
         self._mesh, self._placer, self._axes = placer.device_mesh.backend_mesh, placer, placer.axes_for(self._rows)
@@ -167,6 +168,17 @@ class Microbatches:
         shardings = sharding_of_summands(layouts.compute, self._axes), layouts.update.backend_layout
         each = zip(sums, shardings, strict=True)
         return Summands(*(None if value is None else with_sharding_constraint(value, to) for value, to in each))
+
+
+def _refuse_stateful_layers(model: Any, microbatches: int) -> None:
+    """Raises ValueError for recurrent layers that keep a state for each row of a batch."""
+    layer = next((each for each in all_layers(model) if getattr(each, "stateful", False)), None)
+    if layer is not None:
+        raise ValueError(
+            f"microbatches={microbatches} calls the model on a part of the rows of a batch at a time, but "
+            f"{layer.name!r} has stateful=True: its states are those of all rows. Leave microbatches out, or create "
+            "the layer with stateful=False."
+        )
 
 
 def _rows(leaves: Sequence[Any], microbatches: int) -> int:

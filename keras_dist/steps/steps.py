@@ -347,9 +347,11 @@ class _Traced:
         """
         if (calls := step_state().calls) is not None:
             calls.extend(self._calls or ())
-        if program is self.jaxpr:
+        leaves = jax.tree.leaves(arguments)
+        # A program that takes more values reads some that leaked from another trace. JAX explains that error.
+        if program is self.jaxpr or len(program.in_avals) > len(leaves):
             return self._function(*arguments)
-        values = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+        values = jaxpr_as_fun(program)(*leaves)
         count = len(values) - further
         outputs = jax.tree.unflatten(self._structure, values[:count])
         return (outputs, values[count:]) if further else outputs

@@ -125,6 +125,25 @@ def test_a_pass_that_fails_is_named_and_can_be_left_out(fails_when_asked, monkey
     assert_same_numbers(weights(without_passes="sines"), expected, 0)
 
 
+class Leaks(layers.Layer):
+    def call(self, x):
+        kept = []
+
+        def step(carry, each):
+            kept.append(carry)
+            return carry + each, None
+
+        return jax.lax.scan(step, x[:, 0], keras.ops.transpose(x, (1, 0, 2)))[0] + kept[0]
+
+
+def test_a_value_that_leaks_is_explained_by_jax():
+    with kd.DataParallel().scope():
+        model = keras.Sequential([layers.Conv2D(4, 2, strides=2), layers.Reshape((2, -1)), Leaks()])
+        model.compile("sgd", "mse")
+        with pytest.raises(jax.errors.UnexpectedTracerError, match="leaked"):
+            model.train_on_batch(np.ones((16, 4, 4, 3), "float32"), np.ones((16, 8), "float32"))
+
+
 def test_the_example_of_contributing():
     text = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     names = {"PartitionSpec": PartitionSpec, "call_per_device": call_per_device}
