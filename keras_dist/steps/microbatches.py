@@ -45,7 +45,8 @@ class Microbatches:
     ):
         self._model, self._state, self._batch, self._options, self._layouts = model, state, batch, options, layouts
         self._improve = improve
-        _refuse_stateful_layers(model, options.microbatches)
+        if options.microbatches > 1:
+            _refuse_stateful_layers(model, options.microbatches)
         self._leaves, self._structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         self._rows = _rows(self._leaves, options.microbatches)
         self._mesh, self._placer, self._axes = placer.device_mesh.backend_mesh, placer, placer.axes_for(self._rows)

@@ -363,12 +363,16 @@ def test_weights_that_a_layer_reads_in_float32_are_gathered_so():
 
 
 def test_a_layer_with_states_of_all_rows_raises():
-    with kd.DataParallel(step_options=kd.StepOptions(microbatches=2)).scope():
-        recurrent = layers.Bidirectional(layers.LSTM(4, stateful=True), name="recurrent")
-        model = keras.Sequential([keras.Input(batch_shape=(16, 3, 4)), recurrent])
-        model.compile("sgd", "mse")
-        with pytest.raises(ValueError, match="'recurrent' has stateful=True"):
+    def train(options):
+        with kd.DataParallel(step_options=options).scope():
+            recurrent = layers.Bidirectional(layers.LSTM(4, stateful=True), name="recurrent")
+            model = keras.Sequential([keras.Input(batch_shape=(16, 3, 4)), recurrent])
+            model.compile("sgd", "mse")
             model.train_on_batch(np.ones((16, 3, 4), "float32"), np.ones((16, 8), "float32"))
+
+    train(kd.StepOptions(reduce_dtype="bfloat16"))  # does not split the rows
+    with pytest.raises(ValueError, match="'recurrent' has stateful=True"):
+        train(kd.StepOptions(microbatches=2))
 
 
 @pytest.mark.parametrize(
