@@ -241,7 +241,7 @@ def _evaluated(equation: Any, operands: Sequence[Any], shapes: Sequence[Sequence
         return operands[:1]
     if (function := activation(equation)) is not None:
         return [function(*operands)]
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in ("reshape", "squeeze"):
         return [operands[0].reshape(shapes[0])]
     if name == "broadcast_in_dim":
         return [jax.lax.broadcast_in_dim(operands[0], shapes[0], params["broadcast_dimensions"])]

@@ -63,7 +63,7 @@ def evaluate_chunk(
 def _applied(equation: Any, operands: Sequence[Any], shape: Sequence[int], part: TokenPart) -> Sequence[Any]:
     """Applies the operation of an equation, of which the first result is to have a shape."""
     name, params = equation.primitive.name, equation.params
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in ("reshape", "squeeze"):
         return [operands[0].reshape(shape)]
     if name == "broadcast_in_dim":
         return [jax.lax.broadcast_in_dim(operands[0], shape, params["broadcast_dimensions"])]

@@ -33,7 +33,7 @@ Place = tuple[int, ...]
 
 _SUPPORTED = {
     *(*INDEXWISE, *UNCHANGED, *REDUCTIONS, *GATHERED_DIMS, "broadcast_in_dim", "concatenate", "dot_general"),
-    *("expand_dims", "gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "transpose"),
+    *("gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "transpose"),
 }
 
 

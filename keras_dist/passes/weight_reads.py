@@ -60,7 +60,7 @@ class Scope:
         return self._jaxpr.replace(eqns=[equation], **variables)
 
 
-_READING = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims")
+_READING = ("convert_element_type", "transpose", "reshape", "squeeze")
 
 
 def gathers(equation: Any) -> bool:

@@ -32,7 +32,7 @@ def kept_dims(equation: Any, number: int) -> Groups:
     shapes = [getattr(variable.aval, "shape", ()) for variable in equation.invars]
     shape, results = shapes[number], [variable.aval.shape for variable in equation.outvars]
     result = results[0]
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in ("reshape", "squeeze"):
         groups = regrouped(shape, result) if params.get("dimensions") is None or name != "reshape" else []
         return [(tuple(before), tuple(after)) for before, after in groups if before and after]
     if name == "transpose":

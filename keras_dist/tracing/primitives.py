@@ -15,7 +15,7 @@ CALLS_WITH_GRADIENTS = ("custom_jvp_call", "custom_vjp_call")
 
 ALL_CALLS = (*CALLS, *REMATERIALIZATIONS, *CALLS_WITH_GRADIENTS)
 
-UNCHANGED = ("copy", "copy_p", "name", "sharding_constraint", "reshard")
+UNCHANGED = ("copy", "name", "sharding_constraint", "reshard")
 """The result has the elements of the operand, at the same indices and with the same values."""
 
 REARRANGEMENTS = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice")

@@ -137,7 +137,7 @@ class _Walk:
             self._advance(computation, fusion)
         self._wait(begun.values())
         if self._fragments[fused]:
-            for key, last in self._last(computation).items():
+            for key, last in self._last_fragments[computation.name].items():
                 if last == fusion.name:
                     self._wait(self._pending.pop(("chain", key), ()))
 
