@@ -15,7 +15,7 @@ import keras_dist as kd
 from keras_dist.checkpoint import checksums, restore
 
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
-EPOCH, EPOCHS = 4, 3  # batches
+EPOCHS = 3
 WAYS = ("half", "empty", "flipped", "gone", "folder")
 
 

@@ -83,8 +83,6 @@ def onehot(labels):
     return np.eye(VOCABULARY, dtype="float32")[labels]
 
 
-PERPLEXITY = "perplexity"
-
 # The model's head and options, and what `fit` gets.
 CASES = {
     "dense": (dense, {}, {}),
