@@ -95,9 +95,8 @@ class Microbatches:
         def add_part(carry, part):
             others, metrics, sums = carry
             gradients, (logs, others, metrics) = compute(state._replace(others=others, metrics=metrics), part)
-            parts = zip(sums, gradients, self._layouts, strict=True)
-            sums = [self._constrained(mine.plus(self._apart(its, layouts)), layouts) for mine, its, layouts in parts]
-            return (others, metrics, sums), logs
+            parts = zip(self._model.trainable_variables, sums, gradients, self._layouts, strict=True)
+            return (others, metrics, [self._with_part(*each) for each in parts]), logs
 
         carry = state.others, state.metrics, sums
         if count == 1:
@@ -151,6 +150,14 @@ class Microbatches:
         parts = parts.reshape(count, self._shards * size, *shape)
         spec = self._placer.sharding(parts.shape[1:]).spec
         return with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec(None, *spec)))
+
+    def _with_part(self, variable: Any, sums: Summands, part: Summands, layouts: WeightLayouts) -> Summands:
+        if getattr(variable, "overwrite_with_gradient", False):
+            # Gradients of float8's scales and largest values are their new ones: those of a part are the same or less.
+            total = Summands(None, jnp.maximum(sums.reduced, part.reduced.astype(sums.reduced.dtype)))
+        else:
+            total = sums.plus(self._apart(part, layouts))
+        return self._constrained(total, layouts)
 
     def _apart(self, gradient: Summands, layouts: WeightLayouts) -> Summands:
         """Returns a gradient of which the compiler reduces what is to be reduced before it is added to the sum.

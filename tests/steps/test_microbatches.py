@@ -362,6 +362,30 @@ def test_weights_that_a_layer_reads_in_float32_are_gathered_so():
     assert loss("update") == pytest.approx(loss("microbatch"), rel=1e-6)
 
 
+@pytest.mark.parametrize("rows", [32, 20])
+@pytest.mark.parametrize("reduce_gradients", ["update", "microbatch"])
+def test_float8_has_the_scales_of_undivided_batches(reduce_gradients, rows):
+    x = vectors(64, 8)
+
+    def trained(options):
+        keras.utils.set_random_seed(0)
+        mesh = kd.create_device_mesh("data:2", devices=jax.devices()[:2])
+        with kd.DataParallel(mesh, step_options=options).scope():
+            model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "tanh"), layers.Dense(4)])
+            for layer in model.layers:
+                layer.quantize("float8")
+            model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+            losses = model.fit(x, x[:, :4], batch_size=rows, epochs=2, shuffle=False, verbose=0).history["loss"]
+            overwritten = [v.numpy() for v in model.trainable_variables if v.overwrite_with_gradient]
+        return losses, overwritten
+
+    losses, overwritten = trained(kd.StepOptions(microbatches=3, reduce_gradients=reduce_gradients))
+    expected_losses, expected = trained(None)
+    assert len(expected) == 12
+    assert_same_numbers(overwritten, expected, 1e-3)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-3)
+
+
 def test_a_layer_with_states_of_all_rows_raises():
     def train(options):
         with kd.DataParallel(step_options=options).scope():
