@@ -32,7 +32,8 @@ def is_full(shape: Shape) -> bool:
 def advice_on_batch(inputs: Any) -> str:
     """Returns a sentence that shows the argument `batch` for a model of these symbolic inputs, None if not known."""
     if inputs is None:
-        return "Pass the shapes that it is called on, the number of rows first, for example batch=(1, 128)."
+        example = "batch=(1, 128), or batch={'a': (1, 128), 'b': (1, 128)} for arguments a and b"
+        return f"Pass the shapes that it is called on, the number of rows first, for example {example}."
     shapes = [(*(rows or 1 for rows in tensor.shape[:1]), *tensor.shape[1:]) for tensor in jax.tree.leaves(inputs)]
     example = dict(zip(_names(inputs), shapes, strict=True)) if len(shapes) > 1 else shapes[0]
     return f"Pass batch={example}, with a size for each None." if "None" in str(example) else f"Pass batch={example}."

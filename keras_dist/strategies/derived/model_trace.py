@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from keras_dist.steps.step_state import changed
 from keras_dist.strategies.base import Distribution
 from keras_dist.strategies.derived.input_shapes import LONG_LENGTHS, advice_on_batch, batch_specs, candidate_shapes
 from keras_dist.variables.deferred import built
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @contextlib.contextmanager
@@ -36,7 +39,9 @@ def model_to_trace(model_or_builder: Any, device_mesh: DeviceMesh, axis_size: in
         model: Any = model_or_builder()
         if isinstance(model, keras.Layer) and not model.built and batch is not None:
             specs = batch_specs(None, batch, axis_size)
-            model(jax.tree.map(lambda spec: keras.KerasTensor(spec.shape, str(spec.dtype)), specs))
+            arguments, named = _arguments(model, specs)
+            symbolic = jax.tree.map(lambda spec: keras.KerasTensor(spec.shape, str(spec.dtype)), (arguments, named))
+            model(*symbolic[0], **symbolic[1])
         return model
 
     with intent_kept(), _LayerNames(device_mesh).scope(), built(build) as model:
@@ -81,9 +86,18 @@ def _trace_call(model: keras.Model, specs: Any) -> Any:
     while True:
         count = len(model.variables)
         weights, others = specs_of(model.trainable_variables), specs_of(model.non_trainable_variables)
-        program = jax.make_jaxpr(model.stateless_call)(weights, others, specs)
+        arguments, named = _arguments(model, specs)
+        program = jax.make_jaxpr(model.stateless_call)(weights, others, *arguments, **named)
         if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
             return program
+
+
+def _arguments(model: keras.Layer, batch: Any) -> tuple[tuple, dict]:
+    """Returns what a model is called on: a batch, or for a `call` of several inputs those in a dict by their names."""
+    parameters = [each for each in inspect.signature(model.call).parameters.values() if each.kind not in _VARIADIC]
+    names = {each.name for each in parameters} - {"training", "mask"}
+    takes_names = isinstance(batch, dict) and len(names) > 1 and names.issuperset(batch)
+    return ((), batch) if takes_names else ((batch,), {})
 
 
 def _untraceable(model: keras.Model, inputs: Any, batch: Any, error: Exception) -> ValueError:

@@ -57,9 +57,9 @@ def tensor_parallel_layout_map(
             all-reduce becomes an all-gather and a reduce-scatter, and norms and dropouts compute and hold one shard.
         batch: The batch to trace the model with, as `keras_dist.plan` takes it: x, (x, y) or (x, y, sample_weight), of
             arrays, `jax.ShapeDtypeStruct`s or shapes in the structure of the model's inputs, or in a dict by their
-            names. Targets and values are not used, and the number of rows does not matter. By default, sizes are tried
-            in turn for dims that the inputs leave unknown; a model whose inputs depend on each other may take none of
-            them.
+            names; for a model whose `call` has several arguments, in a dict by theirs. Targets and values are not used,
+            and the number of rows does not matter. By default, sizes are tried in turn for dims that the inputs leave
+            unknown; a model whose inputs depend on each other may take none of them.
         sequence_dim_name: The mesh axis, or axes, that the distribution shards sequences over (context parallelism), as
             it is passed to `ModelParallel`. No rule shards a weight over it, and rules for activations shard dim 1 over
             it, with sequence parallelism over both.

@@ -799,6 +799,22 @@ def test_a_subclassed_model_that_its_batch_builds():
         rules_for(Perceptron)
 
 
+class TwoArguments(Perceptron):
+    def call(self, left, right, training=None):
+        return super().call(left + right)
+
+
+def test_a_model_that_is_called_on_several_arguments():
+    mesh, shapes = kd.create_device_mesh("data:4,model:2"), {"left": (16, 8), "right": (16, 8)}
+    built = TwoArguments()
+    built(np.ones((2, 8)), np.ones((2, 8)))
+    for model in (TwoArguments, built):
+        rules = kd.tensor_parallel_layout_map(model, mesh, batch=shapes)
+        assert [layout.axes for layout in rules.values() if len(layout.axes) == 2] == [(None, "model"), ("model", None)]
+    with pytest.raises(ValueError, match=r"missing 1 required .* for arguments a and b"):
+        kd.tensor_parallel_layout_map(built, mesh, batch=(16, 8))
+
+
 def test_clones_that_a_call_does_not_use_and_optimizers_that_a_model_tracks_have_no_rules():
     class Averaged(keras.Model):
         def __init__(self):
