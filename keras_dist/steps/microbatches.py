@@ -152,7 +152,7 @@ class Microbatches:
         return with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec(None, *spec)))
 
     def _with_part(self, variable: Any, sums: Summands, part: Summands, layouts: WeightLayouts) -> Summands:
-        if getattr(variable, "overwrite_with_gradient", False):
+        if variable.overwrite_with_gradient:
             # Gradients of float8's scales and largest values are their new ones: those of a part are the same or less.
             total = Summands(None, jnp.maximum(sums.reduced, part.reduced.astype(sums.reduced.dtype)))
         else:

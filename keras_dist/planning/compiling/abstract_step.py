@@ -22,7 +22,7 @@ from keras_dist.planning.targets.target_platform import platform_overridden
 from keras_dist.steps.options import OptionWithoutEffectError
 from keras_dist.steps.steps import stateless_step
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.derived.input_shapes import counterparts, is_full, is_shape, is_spec
+from keras_dist.strategies.derived.input_shapes import counterparts, is_full, is_shape, is_spec, symbolic
 from keras_dist.variables.deferred import require_no_arguments
 from keras_dist.variables.variable_layouts import layout_under, layouts_of
 
@@ -223,12 +223,12 @@ def _as_model(model: Any, name: str) -> keras.Model:
 
 def _build(model: keras.Model, specs: Any, name: str) -> None:
     """Creates the variables that a model, its loss and its metrics create on first use."""
-    symbolic = jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, str(leaf.dtype)), specs)
+    tensors = symbolic(specs)
     with _explained_errors(model, specs, name):
         if name not in _WITHOUT_TARGETS:
-            internals.symbolic_build(model, symbolic)
+            internals.symbolic_build(model, tensors)
         elif not model.built:
-            model(symbolic[0])
+            model(tensors[0])
 
 
 @contextlib.contextmanager
@@ -328,7 +328,7 @@ def derived_batch(model: keras.Model, rows: int, name: str, length: int | None =
 
     x = jax.tree.map(lambda leaf: tensor(leaf.shape, leaf.dtype), inputs)
     if has_open_dims:
-        outputs = model.compute_output_spec(jax.tree.map(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x))
+        outputs = model.compute_output_spec(symbolic(x))
     if name == "predict" or model.loss is None:
         return (x,)
 

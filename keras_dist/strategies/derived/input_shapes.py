@@ -24,6 +24,11 @@ def is_spec(value: Any) -> bool:
     return is_shape(value) or hasattr(value, "shape")
 
 
+def symbolic(specs: Any) -> Any:
+    """Returns the tensors of Keras with these shapes and dtypes, on which models and layers can be called."""
+    return jax.tree.map(lambda spec: keras.KerasTensor(spec.shape, str(spec.dtype)), specs)
+
+
 def is_full(shape: Shape) -> bool:
     """Whether a shape has all sizes, and rows; another dim may be empty, as of a prompt that is not given."""
     return shape[:1] != (0,) and all(size is not None and size >= 0 for size in shape)

@@ -17,7 +17,13 @@ from keras_dist.mesh.device_mesh import DeviceMesh
 from keras_dist.steps.layer_calls import LayerCalls
 from keras_dist.steps.step_state import changed
 from keras_dist.strategies.base import Distribution
-from keras_dist.strategies.derived.input_shapes import LONG_LENGTHS, advice_on_batch, batch_specs, candidate_shapes
+from keras_dist.strategies.derived.input_shapes import (
+    LONG_LENGTHS,
+    advice_on_batch,
+    batch_specs,
+    candidate_shapes,
+    symbolic,
+)
 from keras_dist.variables.deferred import built
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -38,10 +44,8 @@ def model_to_trace(model_or_builder: Any, device_mesh: DeviceMesh, axis_size: in
     def build() -> Any:
         model: Any = model_or_builder()
         if isinstance(model, keras.Layer) and not model.built and batch is not None:
-            specs = batch_specs(None, batch, axis_size)
-            arguments, named = _arguments(model, specs)
-            symbolic = jax.tree.map(lambda spec: keras.KerasTensor(spec.shape, str(spec.dtype)), (arguments, named))
-            model(*symbolic[0], **symbolic[1])
+            arguments, named = _arguments(model, symbolic(batch_specs(None, batch, axis_size)))
+            model(*arguments, **named)
         return model
 
     with intent_kept(), _LayerNames(device_mesh).scope(), built(build) as model:
@@ -83,10 +87,10 @@ def _trace_call(model: keras.Model, specs: Any) -> Any:
     def specs_of(variables: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(each.shape, internals.stored_dtype(each)) for each in variables]
 
+    arguments, named = _arguments(model, specs)
     while True:
         count = len(model.variables)
         weights, others = specs_of(model.trainable_variables), specs_of(model.non_trainable_variables)
-        arguments, named = _arguments(model, specs)
         program = jax.make_jaxpr(model.stateless_call)(weights, others, *arguments, **named)
         if len(model.variables) == count:  # a layer whose activation is a layer creates its weights when it is called
             return program
