@@ -1,12 +1,12 @@
 """What a token of `generate()` sends under tensor parallelism, for the language models of KerasHub."""
 
 import jax
-import keras_hub
 import pytest
 from support.keras_scenarios import start_anew
 
 import keras_dist as kd
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 models = keras_hub.models
 VOCABULARY, LENGTH, BLOCKS, ROWS = 512, 64, 2, 8
 SIZES = {"vocabulary_size": VOCABULARY, "num_layers": BLOCKS, "hidden_dim": 64, "intermediate_dim": 128}

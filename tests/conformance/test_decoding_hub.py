@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import jax
 import keras
-import keras_hub
 import numpy as np
 import pytest
 from support.compilers import EIGHT_DEVICES, needs_cuda
@@ -19,6 +18,7 @@ from keras_dist.planning.hlo.module_costs import ModuleReader
 from keras_dist.planning.hlo.parser import parse_module
 from keras_dist.planning.hlo.shapes import leaves
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 VOCABULARY, LENGTH, WIDTH, BLOCKS = 512, 64, 128, 2
 
 

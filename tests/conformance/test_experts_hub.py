@@ -4,7 +4,6 @@ import functools
 
 import jax
 import keras
-import keras_hub
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
@@ -15,6 +14,7 @@ import keras_dist as kd
 from keras_dist.steps.repeated_blocks import RepeatedBlocks
 from keras_dist.steps.step_state import recorded_calls
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 VOCABULARY, LENGTH = 32, 8
 HEADS = {"num_query_heads": 4, "num_key_value_heads": 2}
 SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}

@@ -4,7 +4,6 @@ import inspect
 
 import jax
 import keras
-import keras_hub
 import numpy as np
 import pytest
 from support.keras_scenarios import start_anew
@@ -14,6 +13,7 @@ from support.strategy_models import scope
 import keras_dist as kd
 from keras_dist.planning.hlo.module_costs import ModuleReader
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 VOCABULARY, LENGTH, WIDTH, HIDDEN, CHOSEN = 32, 8, 64, 32, 2
 BYTES_OF_EXPERT = 4 * 3 * WIDTH * HIDDEN  # gate, up and down
 

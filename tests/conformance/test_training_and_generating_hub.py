@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import keras
-import keras_hub
 import numpy as np
 import pytest
-from multihost.programs import generating
 from support.compilations import counted_compilations
 from support.hlo_text import read_module
 from support.keras_scenarios import assert_same_numbers, start_anew
@@ -17,6 +15,8 @@ from support.strategy_models import has_layouts_of
 
 import keras_dist as kd
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
+generating = pytest.importorskip("multihost.programs.generating")
 VOCABULARY, LENGTH, ROWS = 64, 12, 8
 
 

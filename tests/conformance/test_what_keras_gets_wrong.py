@@ -321,7 +321,8 @@ def test_losses_that_layers_add_are_found_again_by_their_id(monkeypatch):
         return fit(model)[0], model.evaluate(X, Y, batch_size=8, verbose=0)
 
     fitted, evaluated = run(None, fit_and_evaluate, build)[0]
-    assert evaluated < 0.99 * fitted  # the second trace of a model lacks the loss of its first layer
+    # The second trace of a model lacks the loss of its first layer. Newer ones forget ids in each stateless call.
+    assert (evaluated < 0.99 * fitted) == OLDER_KERAS
     fitted, evaluated = run(kd, fit_and_evaluate, build)[0]
     np.testing.assert_allclose(evaluated, fitted, rtol=1e-5)
 
