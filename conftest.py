@@ -38,9 +38,10 @@ from keras_dist.sharding.shard_dim import shard_one_more_dim  # noqa: E402
 jax.devices()  # JAX starts with these devices, whichever test runs first
 
 # Tests draw the same examples in every run. `--hypothesis-profile=random` draws new ones, and a failure prints how to
-# reproduce it.
-hypothesis.settings.register_profile("gate", derandomize=True)
-hypothesis.settings.register_profile("random", print_blob=True)
+# reproduce it. On a machine that runs other programs, draws may take seconds.
+SLOW_DRAWS = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("gate", derandomize=True, suppress_health_check=SLOW_DRAWS)
+hypothesis.settings.register_profile("random", print_blob=True, suppress_health_check=SLOW_DRAWS)
 
 
 def pytest_configure(config):

@@ -15,6 +15,7 @@ import inspect
 import io
 import itertools
 import json
+import os
 import re
 import sys
 import textwrap
@@ -63,7 +64,10 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode can still show a report
-    print(result)
+    try:
+        print(result, flush=True)
+    except BrokenPipeError:  # `| head` has read what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 
 

@@ -1,6 +1,7 @@
 """`keras-dist`, called as a function and as a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,16 @@ def batch(rows=8):
     options = ["--target", "cpu:8", "--mesh", "data:8", "--batch", "preset_model.py:batch"]
     assert main(["plan", "preset_model.py:build", *options]) == 0
     assert "token_ids: int32[8, 32]" in capsys.readouterr().out
+
+
+def test_a_reader_that_ends_first_is_no_error(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["mesh", "data:8"]) == 0
+        monkeypatch.undo()
+    assert not capsys.readouterr().err
 
 
 def test_json_is_all_of_standard_output(functions, capsys):

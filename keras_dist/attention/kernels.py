@@ -161,6 +161,14 @@ def _has_capability(capability: str) -> bool:
     return fused_attention_stablehlo.check_compute_capability(capability)
 
 
+def _lacks_products(dtype: str) -> bool:
+    """Whether the TPUs or GPUs of this process, or of the target, have no products of a dtype in JAX's attention."""
+    platform, capability = jax.default_backend(), _MIN_CAPABILITY.get(dtype)
+    if platform == "tpu":
+        return dtype == "float16"
+    return platform == "gpu" and capability is not None and not _has_capability(capability)
+
+
 def cudnn_attention(
     query: jax.Array,
     key: jax.Array,
@@ -259,10 +267,9 @@ def xla_attention(
     in Gemma 2 and in splash attention.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    capability = _MIN_CAPABILITY.get(str(query.dtype))
-    if capability is not None and jax.default_backend() == "gpu" and not _has_capability(capability):
+    dtype = query.dtype
+    if _lacks_products(str(dtype)):
         # JAX asks for products of this dtype, which XLA refuses. In other layers, XLA multiplies in float32 instead.
-        dtype = query.dtype
         query, key, value = (tensor.astype(jnp.float32) for tensor in (query, key, value))
         output = xla_attention(query, key, value, bias, mask, scale=scale, soft_cap=soft_cap, is_causal=is_causal)
         return output.astype(dtype)

@@ -129,7 +129,7 @@ def suggest_for_unmatched_rules(coverage: Coverage) -> Iterator[Unmatched]:
             if _text_of_regex(pattern).replace("#", "") == _text_of_regex(better).replace("#", ""):
                 fix += (
                     "\nKeras numbers layers that have no name, and counts on where a model is built or loaded again. "
-                    "If this is one of them, give it a name."
+                    "If this is one of them, give it a name, or call keras.utils.clear_session() before each build."
                 )
         yield pattern, group, fix
 

@@ -169,8 +169,8 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
     is_shape = all(isinstance(size, numbers.Integral) and int(size) >= 0 for size in sizes)
     if is_shape != (layout is not None) or not (is_shape or isinstance(tensor, (jax.Array, keras.Variable))):
         raise TypeError(
-            f"Cannot visualize {str(tensor)[:80]} ({type(tensor).__name__}) with layout={layout!r}. Pass a jax.Array "
-            'or a variable, or a shape and a layout: visualize((16, 8), TensorLayout(("data", None), device_mesh)).'
+            f"Cannot visualize {_named(tensor)} with layout={layout!r}. Pass a jax.Array or a variable, or a shape and "
+            'a layout: visualize((16, 8), TensorLayout(("data", None), device_mesh)).'
         )
     shape: tuple[int, ...] = tuple(tensor) if is_shape else tuple(getattr(tensor, "shape", ()))
     if isinstance(layout, Sharding):
@@ -191,6 +191,12 @@ def _shape_and_sharding(tensor: Any, layout: Any) -> tuple[tuple[int, ...], Any]
             "is active, or pass a shape and a layout."
         )
     return shape, internals.as_sharding(given)
+
+
+def _named(tensor: Any) -> str:
+    if hasattr(tensor, "shape"):
+        return f"a value of type {type(tensor).__name__} and shape {tuple(tensor.shape)}"
+    return f"{str(tensor)[:80]} ({type(tensor).__name__})"
 
 
 def _layout_text(sharding: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from keras_dist._keras import internals
 from keras_dist._keras.deferred_variables import deferred_initializer
 from keras_dist._keras.model_structure import all_layers, direct_variables
+from keras_dist._report.install_advice import install_command
 from keras_dist._report.units import counted
 from keras_dist.interchange.converter import Elements, TensorType, elements_of_variables, read_values
 from keras_dist.interchange.hub_source import Source, exporter_source, folder_source, preset_loader
@@ -66,9 +67,10 @@ def require_model_of_kerashub(function: str, model: Any) -> None:
         keras_hub = None
     kinds = (keras_hub.models.Task, keras_hub.models.Backbone) if keras_hub else ()
     if not isinstance(model, kinds):
+        advice = "" if keras_hub else f" ({install_command('hub')})"
         raise TypeError(
-            f"{function} takes a task or a backbone of KerasHub (pip install 'keras_dist[hub]'), got "
-            f"{type(model).__name__}. model.save(path) and model.export(path) write other models."
+            f"{function} takes a task or a backbone of KerasHub{advice}, got {type(model).__name__}. model.save(path) "
+            "and model.export(path) write other models."
         )
     quantized = next((layer for layer in all_layers(model) if getattr(layer, "quantization_mode", None)), None)
     if quantized is not None:

@@ -31,7 +31,7 @@ class LayoutMap(keras.distribution.LayoutMap):
     same layers, and for either one after loading it from a file.
 
     A key that ends in `/output` gives the layout of a layer's outputs, one that ends in `/input` that of a layer's
-    inputs. A key that does not contain the word "input" never applies to inputs.
+    inputs. A key that does not contain the word `output` or `input` never applies to these: `up/.*` is for variables.
 
     Several regexes that match raise an error, unless the map was created by `from_rules`: then the first match
     wins. `|` and `|=` merge maps as they merge dicts. Two maps are equal if their rules and meshes are equal; the order
@@ -70,9 +70,8 @@ class LayoutMap(keras.distribution.LayoutMap):
         """Creates a map in which the first rule that matches a path wins.
 
         Partition rules of t5x and EasyLM work this way, except that they are passed to `re.search`. Here a pattern
-        must match the entire path: write `attention/kernel` as `.*attention/kernel.*`. A pattern such as `.*` applies
-        to variables only; rules for outputs and inputs of layers must contain the word `output` or `input`.
-        `layout_map[key] = axes` appends a rule.
+        must match the entire path: write `attention/kernel` as `.*attention/kernel.*`. `layout_map[key] = axes` appends
+        a rule.
 
         Args:
             rules: Pairs of a key and a value as in `layout_map[key] = value`, in the order in which they are tried.
@@ -343,12 +342,10 @@ class LayoutMap(keras.distribution.LayoutMap):
     def _find_matching(self, path: str) -> list[str]:
         if path in self._layout_map:
             return [path]
-        # Keras has no rules for inputs: a key written for Keras must not apply to them by chance.
-        is_strict = self._first_match_wins or path.endswith("/input")
         found: list[str] = []
         for variant in path_variants(path):
             keys = [variant] if variant in self._layout_map else full_matches(self._regexes, variant)
-            found += [key for key in keys if not is_strict or applies_to(key, path)]
+            found += [key for key in keys if applies_to(key, path)]
             # If the first match wins, all variants count: a final `.*` matches the path with the model's name in front,
             # but must not hide an earlier rule that matches the path without it.
             if found and not self._first_match_wins:

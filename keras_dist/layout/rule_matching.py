@@ -48,7 +48,7 @@ def matching_patterns(regexes: Mapping[str, re.Pattern[str]], path: str) -> list
 def applies_to(pattern: str, path: str) -> bool:
     """Returns whether a pattern applies to a path that it matches: to outputs and inputs only if it contains that word.
 
-    Ordered rules often end with `.*`, meant for variables. Applied to layer outputs it would replicate every batch.
+    A regex such as `up/.*` or `.*` is meant for variables. Applied to outputs of layers, it would move every batch.
 
     >>> applies_to(".*", "dense/kernel"), applies_to(".*", "dense/output"), applies_to(".*output", "dense/output")
     (True, False, True)

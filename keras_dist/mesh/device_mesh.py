@@ -343,7 +343,8 @@ def as_auto_mesh(mesh) -> DeviceMesh:
     mesh = as_device_mesh(mesh)
     if set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
-            f"Keras's layers need mesh axes of type Auto, but got {mesh}. Create the mesh without axis_types."
+            f"Keras's layers need mesh axes of type Auto, but got {mesh}. Create the mesh without axis_types, or pass "
+            "the jax.sharding.Mesh itself, whose axes are converted."
         )
     return mesh
 

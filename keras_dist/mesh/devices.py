@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -237,13 +237,23 @@ def is_attached(device: Device) -> bool:
     return client is not None and type(client).__name__ != "CompileOnlyPyClient"
 
 
-def require_attached(sharding: jax.sharding.Sharding) -> None:
-    device = next(iter(sharding.device_set))
+def require_attached(devices: Collection[Device]) -> None:
+    device = next(iter(devices))
     if not is_attached(device):
+        require_compiler(device)
         raise ValueError(
-            f"The mesh has {counted(len(sharding.device_set), 'device')} of type {device.device_kind!r} that are not "
-            "attached, so they store no variables and no batches. Pass the distribution to keras_dist.plan, or create "
-            "the mesh without devices=... to train on the devices of this machine."
+            f"The mesh has {counted(len(devices), 'device')} of type {device.device_kind!r} that are not attached, so "
+            "they store no variables and no batches. Pass the distribution to keras_dist.plan, or create the mesh "
+            "without devices=... to train on the devices of this machine."
+        )
+
+
+def require_compiler(device: Device) -> None:
+    if not hasattr(device, "client"):
+        raise ValueError(
+            f"Devices of keras_dist.mock_tpus and mock_gpus, here of type {device.device_kind!r}, only have places in "
+            "a mesh: nothing can be compiled for them or stored on them. To plan, create the mesh with devices="
+            "keras_dist.target('h100:8') or other hardware; to train, without devices=..."
         )
 
 

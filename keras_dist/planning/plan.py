@@ -17,6 +17,7 @@ from keras_dist._report.units import bytes_text, counted
 from keras_dist._report.user_warnings import warn
 from keras_dist._report.variable_groups import PARTS, PlacedVariable
 from keras_dist.layout.tensor_layout import TensorLayout, is_in_host_memory
+from keras_dist.mesh.devices import require_compiler
 from keras_dist.planning.compiling.abstract_step import Step, bytes_on_a_device, prepared_step
 from keras_dist.planning.compiling.compilation import Compilation, compile_step
 from keras_dist.planning.compiling.compilation_cache import CompilationCache
@@ -144,7 +145,9 @@ def plan_step(
     """
     if depth is not None and depth <= max(compile_depths):
         build_model, depth = functools.partial(build_model, depth), None
-    chip = hardware_of(distribution.device_mesh.backend_mesh.devices.flat[0])
+    device = distribution.device_mesh.backend_mesh.devices.flat[0]
+    require_compiler(device)
+    chip = hardware_of(device)
     if depth is None:
         with prepared_step(build_model, distribution, batch, step) as prepared:
             compiled = compile_step(prepared, chip, report, options, cache)

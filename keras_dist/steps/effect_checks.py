@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_dist._report.variable_groups import path_kind, path_regex
+from keras_dist.layout.rule_matching import strip_model_names
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.mesh.axes import spell_axes
 from keras_dist.mixtures.recognition import DENSE, MixtureCall
@@ -23,7 +24,7 @@ def check_expert_options(mixtures: Sequence[MixtureCall], options: StepOptions) 
         name = "expert_capacity"
     else:
         return
-    reasons = [f"{mixture.layer}: {mixture.reason}" for mixture in mixtures]
+    reasons = [f"{mixture.layer or 'A layer'}: {mixture.reason}" for mixture in mixtures]
     raise OptionWithoutEffectError(
         name,
         f"{name}={getattr(options, name)!r} finds no mixture of experts whose other experts can be left out. "
@@ -80,10 +81,10 @@ def _rules(mixtures: Sequence[MixtureCall], model: Any, axes: tuple[str, ...]) -
     weights = [v for v in model.weights if len(v.shape) > 2 and v.shape[0] in counts]
     inside = [v for v in weights if any(v.path.startswith(f"{mixture.layer}/") for mixture in mixtures)]
     kinds = sorted(((path_kind(v.path), len(v.shape)), v.path) for v in inside or weights)
-    paths = {v.path for v in model.weights}
+    paths = {strip_model_names(v.path) for v in model.weights}
     rules = []
     for (_, rank), group in itertools.groupby(kinds, key=lambda pair: pair[0]):
-        found = [path for _, path in group]
+        found = [strip_model_names(path) for _, path in group]
         entries = (axes[0] if len(axes) == 1 else axes, *[None] * (rank - 1))
         rules.append(f"\n    layout_map[{path_regex(found, paths.difference(found))!r}] = {entries}")
     return rules

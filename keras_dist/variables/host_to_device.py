@@ -58,7 +58,7 @@ def reshard(value: Any, sharding: Any) -> Any:
     """
     if not isinstance(sharding, Sharding):
         return jax.device_put(value, sharding)
-    require_attached(sharding)
+    require_attached(sharding.device_set)
     if is_host_tensor(value):
         return place(value, sharding)
     if isinstance(value, jax.Array) and not sharding.is_fully_addressable:

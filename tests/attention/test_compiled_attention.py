@@ -9,7 +9,7 @@ import jax
 import keras
 import pytest
 from keras import layers
-from support.compilers import EIGHT_DEVICES, needs_cuda
+from support.compilers import EIGHT_DEVICES, needs_cuda, needs_libtpu
 from support.slow_cases import slow
 
 import keras_dist as kd
@@ -127,3 +127,16 @@ def test_odd_lengths_need_no_logits(is_causal):
     distribution = kd.DataParallel(kd.create_device_mesh("batch:1", devices=kd.target("h100:1")))
     [attention] = kd.plan(model, distribution, 8).attention
     assert (attention.implementation, attention.logits_bytes) == ("cuDNN", 0)
+
+
+@needs_libtpu
+def test_attention_in_float16_on_tpus():
+    """TPUs have no kernel for it, and none of the products that JAX's attention asks for."""
+    inputs = keras.Input((SHORT, 64))
+    outputs = layers.MultiHeadAttention(2, 32, dtype="mixed_float16")(inputs, inputs, use_causal_mask=True)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    distribution = kd.DataParallel(kd.create_device_mesh("batch:1", devices=kd.target("v5e:1")))
+    with pytest.warns(UserWarning, match="splash attention has no float16"):
+        [attention] = kd.plan(model, distribution, 1).attention
+    assert attention.implementation == "XLA"

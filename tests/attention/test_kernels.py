@@ -55,16 +55,18 @@ def test_blocks_give_the_numbers_of_attention_at_once(bias_queries):
         np.testing.assert_allclose(each, right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
 
 
-@pytest.mark.parametrize(("dtype", "needed"), [("bfloat16", "8.0"), ("float16", "7.0")])
+@pytest.mark.parametrize(
+    ("platform", "dtype", "needed"), [("gpu", "bfloat16", "8.0"), ("gpu", "float16", "7.0"), ("tpu", "float16", None)]
+)
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_gpus_without_units_for_a_dtype_multiply_in_float32(dtype, needed, soft_cap, monkeypatch):
+def test_hardware_without_units_for_a_dtype_multiplies_in_float32(platform, dtype, needed, soft_cap, monkeypatch):
     arguments = [each.astype(dtype) for each in operands(64)]
     wide = [each.astype("float32") for each in arguments]
 
     def compute(query, key, value):
         return xla_attention(query, key, value, None, None, scale=0.25, soft_cap=soft_cap)
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: capability < needed)
     traced = jax.make_jaxpr(compute)(*arguments)
     products = [each for each in traced.jaxpr.eqns if each.primitive.name == "dot_general"]

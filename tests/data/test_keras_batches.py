@@ -149,6 +149,13 @@ def test_the_batch_axes_that_divide_a_ragged_batch_are_used():
     assert [x.sharding.shard_shape(x.shape)[0] for x in batch] == [2, 3, 3, 5]
 
 
+@pytest.mark.parametrize("devices", [kd.mock_tpus("v5e:2x2"), kd.mock_gpus(1)])
+def test_batches_need_attached_devices(devices):
+    distribution = kd.DataParallel(kd.create_device_mesh({"data": len(devices)}, devices=devices))
+    with pytest.raises(ValueError, match="nothing can be compiled for them or stored on them"):
+        distribution.distribute_batch(X)
+
+
 # ------------------------------------------------------------------------------- 0-d arrays and Python scalars
 
 

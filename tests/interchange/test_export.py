@@ -382,7 +382,7 @@ def test_a_checkpoint_that_lacks_a_tensor(llama, tmp_path):
 
 def test_models_that_cannot_be_written(llama, tmp_path):
     like, model = llama
-    with pytest.raises(TypeError, match=r"takes a task or a backbone of KerasHub .* got Sequential"):
+    with pytest.raises(TypeError, match=r"takes a task or a backbone of KerasHub, got Sequential"):
         kd.export_safetensors(keras.Sequential([keras.layers.Dense(1)]), tmp_path / "out", like)
     bert = write_family(tmp_path / "bert", "bert")
     classifier = imported(bert, keras_hub.models.TextClassifier, num_classes=2, preprocessor=None)

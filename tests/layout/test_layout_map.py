@@ -54,6 +54,13 @@ def test_a_path_that_several_rules_match_raises(layout_map):
     assert "dense_3/kernel" in layout_map
 
 
+def test_rules_for_outputs_and_inputs_name_them(layout_map):
+    layout_map["up/.*"] = ("model",)
+    layout_map["down/.*(output|input)"] = ("data",)
+    found = [layout_map[f"{layer}/{name}"] for layer in ("up", "down") for name in ("scale", "output", "input")]
+    assert [layout and layout.axes for layout in found] == [("model",), None, None, None, ("data",), ("data",)]
+
+
 @pytest.mark.parametrize("prefix", ["sequential/", "sequential_3/", "functional_12/", "sequential_1/sequential/"])
 def test_rules_need_no_automatic_model_name(layout_map, prefix):
     assert layout_map[f"{prefix}dense_2/kernel"].axes == (None, "model")

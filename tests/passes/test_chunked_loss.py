@@ -3,7 +3,6 @@
 import functools
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 from keras import layers, ops
@@ -12,6 +11,7 @@ from support.strategy_models import LENGTH, MODELS, STRATEGIES, assert_same_numb
 
 import keras_dist as kd
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 VOCABULARY, WIDTH, ROWS = 40, 16, 12
 random = np.random.default_rng(0)
 TOKENS = random.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32")

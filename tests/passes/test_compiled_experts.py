@@ -5,12 +5,12 @@ import importlib.util
 from pathlib import Path
 
 import jax
-import keras_hub
 import pytest
 from support.compilers import needs_cuda, needs_libtpu
 
 import keras_dist as kd
 
+keras_hub = pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("full_compilation")]
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "experts.py"

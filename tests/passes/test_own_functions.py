@@ -144,7 +144,7 @@ def test_chunks_of_a_loss_leave_functions_of_users_as_they_are(returned):
         start_anew()
         with scope(distribution):
             layer, random = Loss(), np.random.default_rng(0)
-            x, labels = random.normal(size=(8, 6, 4)).astype("float32"), random.integers(0, 40, (8, 6))
+            x, labels = random.normal(size=(8, 6, 4)).astype("float32"), jnp.asarray(random.integers(0, 40, (8, 6)))
             inputs = keras.Input((6, 4), batch_size=8), keras.Input((6,), batch_size=8, dtype="int32")
             model = keras.Model(inputs, layer(inputs))
 

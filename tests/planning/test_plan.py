@@ -500,6 +500,12 @@ def test_wrapped_optimizer_is_built_once_and_the_model_is_unchanged(make):
     assert after.memory.optimizer == held
 
 
+def test_mock_devices_have_no_compiler():
+    mesh = kd.create_device_mesh("data:2", devices=kd.mock_gpus(1)[:2])
+    with pytest.raises(ValueError, match=r"'mock GPU'.* nothing can be compiled for them"):
+        kd.plan(perceptron, kd.DataParallel(mesh), 8)
+
+
 def mesh_of_slices(slices):
     """A mesh whose devices lie on the slices of the given numbers."""
     slices = np.array(slices)

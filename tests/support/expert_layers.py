@@ -1,6 +1,7 @@
 """Mixtures of experts as KerasHub's models and users write them: each a function that builds a layer, by name."""
 
 import keras
+import pytest
 from keras import layers, ops
 
 import keras_dist as kd
@@ -9,6 +10,7 @@ WIDTH, HIDDEN, EXPERTS, CHOSEN = 16, 8, 6, 2
 
 
 def hub_layers():
+    pytest.importorskip("keras_hub", reason="needs KerasHub: pip install '.[hub]'", exc_type=ImportError)
     from keras_hub.src.models.gemma4.gemma4_moe import Gemma4MoEBlock, Gemma4Router
     from keras_hub.src.models.gpt_oss.gpt_oss_decoder import GptOssSparseMoeBlock
     from keras_hub.src.models.mixtral.mixtral_decoder import MixtralSparseMoeBlock

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keras_dist._report.units import bytes_text, seconds_text
+from keras_dist._report.units import bytes_text, counted, seconds_text
 from keras_dist.planning.fitting_options import SEARCHED, error_line, plan_with_fitting_options
 from keras_dist.planning.hardware.figures import Hardware
 from keras_dist.planning.reports.plan_report import Plan
@@ -229,7 +229,9 @@ class Search:
         elif not self._is_expected_to_fit(candidate):
             outcome = "not compiled: expected not to fit"
         else:
-            outcome = "not tried: interrupted" if self.is_interrupted else f"not tried within {self.limit} trials"
+            outcome = (
+                "not tried: interrupted" if self.is_interrupted else f"not tried within {counted(self.limit, 'trial')}"
+            )
         wire = sum(self.sizes[candidate].wire.values())
         seconds = None if outcome.startswith("cannot fit") or not self.plans else self.estimates.seconds(candidate)
         return Trial(candidate, self.estimates.bytes(candidate), wire, seconds, None, outcome)
