@@ -85,13 +85,10 @@ def shapes(rows: int, length: int) -> tuple:
 
 # %%
 plans = {}
-for target, dtype, compiler in (
-    ("t4:2", "float16", "jax_cuda12_plugin"),
-    ("v5e:8", "bfloat16", "libtpu"),
-    ("h100:8", "bfloat16", "jax_cuda12_plugin"),
-):
-    if importlib.util.find_spec(compiler) is None:
-        print(f"{target}: not planned, since {compiler} is not installed")
+tpu, gpu = ["libtpu"], ["jax_cuda12_plugin", "jax_cuda13_plugin"]  # the package with the compiler
+for target, dtype, compilers in (("t4:2", "float16", gpu), ("v5e:8", "bfloat16", tpu), ("h100:8", "bfloat16", gpu)):
+    if not any(map(importlib.util.find_spec, compilers)):
+        print(f"{target}: not planned, since {' or '.join(compilers)} is not installed")
         continue
     devices = kd.target(target)
     data_parallel = kd.DataParallel(kd.create_device_mesh({"data": len(devices)}, devices=devices))
