@@ -63,6 +63,15 @@ CALLBACKS = (
 MICROBATCHES = ("microbatches=2", "microbatches=3", "microbatches=2, reduce_gradients='microbatch'")
 DTYPES = ("optimizer_state_dtype='bfloat16'", "reduce_dtype='float32'", "reduce_dtype='bfloat16'")
 REMATS = ("remat='full'", "remat='dots'", "remat='dots', offload='activations'", "remat='attention'", "remat='auto'")
+# Of logits of each token.
+LOSSES = (
+    models.CLASSES,
+    models.CLASSES.replace(")", ", ignore_class=3)"),
+    "with_z_loss",
+    "focal",
+    "bounded",
+)
+TOP_K = '["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3)]'
 SOURCES = ("arrays", "arrays", "arrays", "tf.data", "PyDataset", "generator", "grain")
 
 FIT = "yield 'fit', model.fit({data}, verbose=0{fit}).history"
@@ -116,6 +125,8 @@ class Draw:
     batch_size: int
     weight: str
     optimizer: str
+    loss: str
+    metrics: str
     compile_arguments: str
     strategy: str
     mesh: str
@@ -148,7 +159,8 @@ def draw(seed, number):
     remat = some(0.5, REMATS) if model.repeats else ""
     dtype = some(0.35, DTYPES) if "reduce_gradients" not in split else ""
     offload = some(0.1, ("offload='optimizer'",)) if "offload" not in remat else ""
-    options = ", ".join(filter(None, (split, gather, remat, dtype, offload)))
+    chunk, loss, metrics = _loss(Random(f"{seed}/{number}/loss"), model)
+    options = ", ".join(filter(None, (split, gather, remat, dtype, offload, chunk)))
 
     rows, batch = random.choice((16, 24, 13, 13, 7, 9, 3, 1)), random.choice((8, 8, 16, 5))
     weight = some(0.3, ("sample_weight", "class_weight") if model.y == "classes({rows})" else ("sample_weight",))
@@ -173,6 +185,8 @@ def draw(seed, number):
         batch_size=batch,
         weight=weight,
         optimizer=_optimizer(random, some),
+        loss=loss,
+        metrics=metrics,
         compile_arguments=compile_arguments,
         strategy=strategy,
         mesh=random.choice(MESHES[strategy]),
@@ -189,6 +203,14 @@ def _function(random):
     axis = random.choice((0, 1, 2))
     text = random.choice(which).format(axis=axis) if which is functions.OF_AN_AXIS else random.choice(which)
     return text, which is functions.OF_ALL_ROWS or (which is functions.OF_AN_AXIS and axis == 0)
+
+
+def _loss(random, model):
+    """How a loss is computed, the loss and the metrics."""
+    if model.y != models.TOKENS or random.random() < 0.3:
+        return "", model.loss, model.metrics
+    chunk = random.choice(("", "loss_chunk=1", "loss_chunk=3", "loss_chunk=16"))
+    return chunk, random.choice(LOSSES), random.choice((model.metrics, TOP_K))
 
 
 def _arguments(random, model, strategy, is_split):

@@ -116,6 +116,25 @@ def recurrent_in_time():
     return keras.Model(x, layers.Dense(4)(layers.GRU(8)(layers.TimeDistributed(layers.Flatten())(y))))
 
 
+@keras.saving.register_keras_serializable("attack")
+def with_z_loss(y, logits):
+    squares = ops.square(ops.logsumexp(logits, axis=-1))
+    return ops.sparse_categorical_crossentropy(ops.cast(y, "int32"), logits, from_logits=True) + 0.01 * squares
+
+
+@keras.saving.register_keras_serializable("attack")
+def focal(y, logits):
+    return keras.losses.categorical_focal_crossentropy(ops.one_hot(ops.cast(y, "int32"), 32), ops.softmax(logits))
+
+
+@keras.saving.register_keras_serializable("attack")
+def bounded(y, logits):
+    """Depends on the best other class. The gradient of a token depends on the other tokens of its row."""
+    label = ops.one_hot(ops.cast(y, "int32"), 32, dtype=logits.dtype)
+    margin = ops.max(logits - 1e3 * label, axis=-1) - ops.sum(logits * label, axis=-1)
+    return ops.tanh(ops.softplus(margin) - 0.5 * ops.mean(margin, axis=-1, keepdims=True))
+
+
 @attacked("sequences", TOKENS, TOKENS, repeats=True, **accuracy)
 def transformer(rate):
     tokens = keras.Input((None,), dtype="int32")

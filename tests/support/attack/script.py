@@ -143,8 +143,8 @@ def render(draw):
     body = MODEL.format(
         names="    keras.utils.clear_session(free_memory=False)\n" if has_rules else "",
         optimizer=draw.optimizer,
-        loss=model.loss,
-        metrics=f"metrics={model.metrics}",
+        loss=draw.loss,
+        metrics=f"metrics={draw.metrics}",
         compile_arguments=f", {draw.compile_arguments}" if draw.compile_arguments else "",
         model=model.build.__name__,
         arguments=draw.arguments,
@@ -165,6 +165,8 @@ def _model(draw):
             source = FUNCTION.format(text=draw.function) + source
         elif hasattr(models, name):
             source = f"{inspect.getsource(getattr(models, name))}\n\n{source}"
+    if draw.loss.isidentifier():
+        source = f"{inspect.getsource(getattr(models, draw.loss))}\n\n{source}"
     return f"\n{source}"
 
 
