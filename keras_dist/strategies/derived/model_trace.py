@@ -43,7 +43,10 @@ def model_to_trace(model_or_builder: Any, device_mesh: DeviceMesh, axis_size: in
     @functools.wraps(model_or_builder)
     def build() -> Any:
         model: Any = model_or_builder()
-        if isinstance(model, keras.Layer) and not model.built and batch is not None:
+        if isinstance(model, keras.Layer) and not model.built:
+            if batch is None:
+                advice = advice_on_batch(None)
+                raise ValueError(f"Model {model.name!r} is not built, so its inputs are not known. {advice}")
             arguments, named = _arguments(model, symbolic(batch_specs(None, batch, axis_size)))
             model(*arguments, **named)
         return model
