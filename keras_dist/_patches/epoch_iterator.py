@@ -5,6 +5,7 @@ tf.data. Here Keras's adapters read every source that Keras accepts, and an `Inp
 Training can start in the middle of an epoch.
 """
 
+import contextlib
 import itertools
 import types
 import weakref
@@ -24,7 +25,12 @@ from keras_dist._keras.data_adapters import (
 )
 from keras_dist._keras.internals import compiles_steps, trainer
 from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
-from keras_dist._patches.resumable_iterator import ResumableIterator, begin_finished_epoch, no_batches_error
+from keras_dist._patches.resumable_iterator import (
+    ResumableIterator,
+    begin_finished_epoch,
+    draw_orders,
+    no_batches_error,
+)
 from keras_dist.data import position
 from keras_dist.data.batch_placement import require_numbers
 from keras_dist.data.batches import InputPipeline, copied
@@ -108,19 +114,34 @@ class EpochIterator(trainer.JAXEpochIterator):
             self._pipeline.is_exhausted()  # other processes may have more batches, or fewer
         check_values_agree(self._model(), "the end of an epoch")  # before callbacks save them
 
+    @contextlib.contextmanager
+    def catch_stop_iteration(self):
+        """Ends the epoch also where a source, in this process or in another one, has fewer batches than it said."""
+        is_over = False
+        with super().catch_stop_iteration():
+            try:
+                yield
+            except StopIteration:
+                is_over = True
+                raise
+        if is_over:
+            self._is_in_epoch = False
+            check_values_agree(self._model(), "the end of an epoch")
+
     def _begin_epoch(self, pipeline: InputPipeline, start: int) -> None:
         self._pipeline, self._start, self._delivered_before = pipeline, start, pipeline.delivered
         if self._step is not None and self.steps_per_epoch:
             size = self.steps_per_execution
             pipeline.allow(-(-self.steps_per_epoch // size) * size - start)
 
-    def _enumerate_from(self, start: int, data_position: DataPosition | None):
-        """Does what Keras's `_enumerate_iterator` does, from a batch on."""
+    def _enumerate_from(self, start: int, data_position: DataPosition | None, epochs: int):
+        """Does what Keras's `_enumerate_iterator` does, from a batch on, after epochs that another process trained."""
         if data_position is not None:
             self._require_rows(data_position)
             set_finished_epochs(self.data_adapter, data_position.epochs_now)
         size, limit = self.steps_per_execution, self.steps_per_epoch or self._num_batches
         is_finished = limit is not None and 0 < start >= limit
+        draw_orders(self.data_adapter, self._finished_passes(start, epochs, is_finished))
         if is_finished:
             begin_finished_epoch(self.data_adapter)
         else:
@@ -142,6 +163,12 @@ class EpochIterator(trainer.JAXEpochIterator):
         if limit and self._num_batches and self._steps_seen >= self._num_batches:
             self._current_iterator, self._steps_seen = None, 0
         self.data_adapter.on_epoch_end()
+
+    def _finished_passes(self, start: int, epochs: int, is_finished: bool) -> int:
+        """Returns how many passes through the data are over where an epoch resumes, whose batches may be done, too."""
+        if self.steps_per_epoch is None:
+            return epochs + is_finished
+        return (epochs * self.steps_per_epoch + start) // self._num_batches if self._num_batches else 0
 
     def _global_rows(self) -> int | None:
         """Returns the number of rows of a global batch of a Grain dataset, if it is known."""

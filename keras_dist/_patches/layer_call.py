@@ -26,8 +26,10 @@ def _call_model(original, self, *args, **kwargs):
     distribution = active_distribution()
     if distribution is not None and not in_stateless_scope():
         args, kwargs = distribution.batches.place_arguments(self, args, kwargs)
+    is_nested = bool(internals.current_path())
     try:
-        return original(self, *args, **kwargs)
+        outputs = original(self, *args, **kwargs)
+        return outputs if distribution is None or is_nested else distribution.batches.readable(outputs)
     except ValueError as error:
         owner = distribution_of_model(self) if distribution is None else None
         # Keras surrounds JAX's text with the arguments of a layer, in bold.

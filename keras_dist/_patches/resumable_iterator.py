@@ -91,6 +91,30 @@ def begin_finished_epoch(adapter: Any) -> None:
     before.restore()
 
 
+def draw_orders(adapter: Any, passes: int) -> None:
+    """Draws the orders of passes that are over, which sources of other libraries do not draw from global generators.
+
+    A shuffle of tf.data has another order for each iterator over it. A `DataLoader` of PyTorch draws them from its
+    generator. No data is read.
+    """
+    before = RandomState.capture()
+    for _ in range(passes):
+        if isinstance(adapter, data_adapters.TFDatasetAdapter):
+            iter(adapter._dataset)
+        elif isinstance(adapter, data_adapters.TorchDataLoaderAdapter):
+            _draw_order(adapter._dataloader)
+    before.restore()
+
+
+def _draw_order(loader: Any) -> None:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of its workers
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        collections.deque(indices, maxlen=0)
+
+
 def no_batches_error(adapter: type) -> ValueError:
     return ValueError(
         f"The dataset has no batches (Keras reads it with {adapter.__name__}). Pass at least one row; check filters, "

@@ -1,6 +1,8 @@
 """Patches that load values directly into the shards of variables, and read shards that other processes hold."""
 
 import contextlib
+import io
+import os
 import weakref
 import zipfile
 from typing import Any
@@ -19,6 +21,7 @@ from keras_dist._keras.active_distribution import INSTALLED, VARIABLES, active_d
 from keras_dist._keras.deferred_variables import is_deferring
 from keras_dist._keras.internals import as_sharding, legacy_h5_format, saving_lib
 from keras_dist._report.units import counted
+from keras_dist.multihost import messaging
 from keras_dist.variables import global_reads, host_to_device, lazy_hdf5, safetensors_files
 from keras_dist.variables.variable_layouts import is_on_attached_devices
 
@@ -82,15 +85,25 @@ class H5IOStore(saving_lib.H5IOStore):
 
     def _get_h5_file(self, path_or_io, mode=None):
         """Opens a file. One in an archive would be decompressed from its beginning for every tensor."""
+        if self._is_written_by_all(mode or self.mode) and messaging.process_index():
+            return super()._get_h5_file(io.BytesIO(), mode)  # pyright: ignore[reportArgumentType]
         name, archive = str(path_or_io), self.archive if (mode or self.mode) == "r" else None
         if archive is None or active_distribution() is None or not lazy_hdf5.is_seekable(archive, name):
             return super()._get_h5_file(path_or_io, mode)
         self.io_file = lazy_hdf5.OpenMember(archive, name)
         return saving_lib.h5py.File(self.io_file, mode="r")
 
+    def _is_written_by_all(self, mode: str) -> bool:
+        """Whether all processes write the same file, as for `save_lora_weights` of KerasHub. Then process 0 does."""
+        is_path = isinstance(getattr(self, "path_or_io", None), (str, os.PathLike)) and self.archive is None
+        return mode == "w" and is_path and messaging.is_multi_process() and not global_reads.is_running_for_all()
+
     def close(self):
         _read_now(self)
         super().close()
+        if self._is_written_by_all(self.mode):
+            path = str(self.path_or_io)
+            global_reads.require_same_call("writing of a file", path, "All processes must write the same file.")
 
 
 @INSTALLED.patch(saving_lib, "ShardedH5IOStore", reason=_ENTIRE_TENSORS)

@@ -206,7 +206,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
                 variable.assign(value)
         RandomState.from_json(progress["random"]).restore()
         position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
-        resume_next_epoch(self.model, progress["batches"], position)
+        resume_next_epoch(self.model, progress["batches"], position, epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Leaves if the batch before was the last one, since only now have all callbacks seen its end."""

@@ -332,6 +332,18 @@ class Batches:
             return args, kwargs
         return jax.tree.map(self._place_argument, (args, kwargs))
 
+    def readable(self, outputs: Any) -> Any:
+        """Returns what an eager `model(...)` returned, replicated where rows of it are on other processes only."""
+        return jax.tree.map(self._readable, outputs) if self._distribution.is_multi_process else outputs
+
+    def _readable(self, leaf: Any) -> Any:
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if not is_concrete or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        replicated = self._placer.replicate(leaf)
+        internals.set_keras_masks([replicated], [self._readable(internals.get_keras_mask(leaf))])
+        return replicated
+
     def _place_argument(self, leaf: Any) -> Any:
         is_concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, Tracer)
         if not is_concrete or leaf.ndim == 0 or internals.get_keras_mask(leaf) is not None or is_global(leaf):

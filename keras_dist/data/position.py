@@ -41,7 +41,7 @@ class _Tracking(NamedTuple):
     """Where a model's next epoch of training is to start, and a reference to the iterator that is tracked."""
 
     model: Callable[[], Any] = lambda: None  # a reference
-    start: tuple[int, DataPosition | None] | None = None
+    start: tuple[int, DataPosition | None, int] | None = None
     iterator: Callable[[], Any] = lambda: None
 
 
@@ -49,12 +49,15 @@ _NOTHING = _Tracking()
 _tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
 
 
-def resume_next_epoch(model: Any, batches: int, position: DataPosition | None = None) -> None:
-    """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator."""
-    _tracking.set(_Tracking(weakref.ref(model), (batches, position), _tracking.get().iterator))
+def resume_next_epoch(model: Any, batches: int, position: DataPosition | None = None, epochs: int = 0) -> None:
+    """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator.
+
+    `epochs` is the number of epochs before it that another process has trained.
+    """
+    _tracking.set(_Tracking(weakref.ref(model), (batches, position, epochs), _tracking.get().iterator))
 
 
-def begin_tracking(iterator: Any, model: Any) -> tuple[int, DataPosition | None] | None:
+def begin_tracking(iterator: Any, model: Any) -> tuple[int, DataPosition | None, int] | None:
     """Returns the place of `resume_next_epoch`, and tracks the iterator, if that was called for this epoch."""
     tracking = _tracking.get()
     if tracking.start is None or tracking.model() is not model:

@@ -26,20 +26,22 @@ def distribute_tensors(
     unequal: UnequalShards = UnequalShards.NONE,
     inputs_layout: Any = None,
 ) -> Any:
-    """Shards every tensor of a structure that has at least as many dims as the layout. Symbolic tensors stay unchanged.
+    """Shards every tensor of a structure that has as many dims as the layout; if none has, those that have more.
 
+    So the cache of keys and values that attention returns beside its output stays as it is. So do symbolic tensors.
     Masks of Keras are kept.
 
     While tracing this is a sharding constraint, otherwise a move. A dim that is sharded over `batch_axes` only or over
-    any of `sequence_axes`, and dim 0 of inputs and outputs of layers, may have any size: it is sharded over those of
-    its axes with the largest product that divides it, but a traced sequence over all of them, in shards of unequal
-    sizes, and rows where `unequal` has it so. `role` is "input" or "output", for errors. `inputs_layout` is that of the
-    layer whose outputs these are. Raises ValueError if the layout has more entries than every tensor has dims, or an
-    axis does not divide its dim.
+    any of `sequence_axes`, and of inputs and outputs of layers dim 0 and single positions, may have any size: it is
+    sharded over those of its axes with the largest product that divides it, but a traced sequence over all of them, in
+    shards of unequal sizes, and rows where `unequal` has it so. `role` is "input" or "output", for errors.
+    `inputs_layout` is that of the layer whose outputs these are. Raises ValueError if the layout has more entries than
+    every tensor has dims, or an axis does not divide its dim.
     """
     gradient_layout = _gradient_layout(inputs_layout, layout)
     is_on_mesh = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is not None
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tensors, is_leaf=_is_symbolic)]
+    is_exact = is_on_mesh and len(layout.axes) in map(len, shapes)
     if is_on_mesh and shapes and max(map(len, shapes)) < len(layout.axes):
         _require_fit(layout.axes, max(shapes, key=len), layout, role)
 
@@ -48,6 +50,8 @@ def distribute_tensors(
 
     def distribute(leaf: Any) -> Any:
         if _is_symbolic(leaf) or (is_on_mesh and np.ndim(leaf) < len(layout.axes)):
+            return leaf
+        if is_exact and np.ndim(leaf) > len(layout.axes):
             return leaf
         fitted = fit(leaf, layout) if is_on_mesh else layout
         if not is_on_mesh or not isinstance(leaf, Tracer):
@@ -87,12 +91,12 @@ def _fit(
             continue
         if not shape[dim] % shards:
             continue
-        is_sequence = bool(set(names) & set(sequence_axes))
+        is_sequence, is_token = bool(set(names) & set(sequence_axes)), dim == 1 == shape[dim] and len(shape) > 2
         if is_sequence and shape[dim] > shards and isinstance(leaf, Tracer):
             even_axes[dim] = None  # a compiled step has shards of unequal sizes
         # Dim 0 of what a layer takes or returns has the rows of a batch, and the last batch can have any number. So
-        # have sequences: `generate()` calls layers on one token.
-        elif is_sequence or (dim == 0 and is_in_layer) or set(names) <= set(batch_axes):
+        # have sequences: `generate()` calls layers on one token, also where rules shard them (sequence parallelism).
+        elif is_sequence or (is_in_layer and (dim == 0 or is_token)) or set(names) <= set(batch_axes):
             axes[dim] = BatchPlacer(mesh, names).axes_in_step(shape[dim], unequal)
             even_axes[dim] = None if axes[dim] == names else axes[dim]  # as above, if the step splits rows unequally
     _require_fit(tuple(even_axes), shape, layout, role)

@@ -266,7 +266,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Returns the layout of a layer's inputs or outputs; without one the compiler chooses.
 
         If the layer returns several tensors, or is called with several by position, the layout applies to those that
-        have at least as many dims.
+        have as many dims; if none has, to those that have more.
 
         Args:
             path: The path of the layer, with `/input` or `/output` appended.

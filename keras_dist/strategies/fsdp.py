@@ -16,6 +16,10 @@ from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName
 from keras_dist.strategies.model_parallel import ModelParallel
 
+# The states of recurrent layers, and the statistics of `Normalization`: Keras reads them beside a step's state, and JAX
+# refuses programs with constants that are sharded over processes.
+_READ_AS_CONSTANTS = {"rnn_state", "mean", "variance"}
+
 
 class FullyShardedDataParallel(ModelParallel):
     """Shards the batch, and with it every weight, its gradient and its optimizer state (FSDP, ZeRO-3).
@@ -120,6 +124,8 @@ class FullyShardedDataParallel(ModelParallel):
 
     def _stored_layout(self, variable) -> TensorLayout:
         layout, prefers_columns = self._layout_by_rule(variable), internals.is_embedding_table(variable.path)
+        if variable.path.rpartition("/")[2] in _READ_AS_CONSTANTS:
+            return layout
         named = axis_tuple(self.expert_dim_name)
         by_rule = [name for name in axis_names(layout.axes) if name in named]
         axes = [name for name in self._shard_axes if name not in by_rule]

@@ -75,6 +75,20 @@ def grain_loader():
     return grain.DataLoader(data_source=rows, sampler=sampler, operations=[grain.transforms.Batch(BATCH)])
 
 
+def tensorflow_dataset():
+    """Has another order in each epoch."""
+    tensorflow = pytest.importorskip("tensorflow", reason="needs TensorFlow, the package 'tensorflow'")
+    return tensorflow.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=3).batch(BATCH)
+
+
+def torch_loader(has_generator):
+    torch = pytest.importorskip("torch", reason="needs PyTorch, the package 'torch'")
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(3) if has_generator else None
+    rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    return torch.utils.data.DataLoader(rows, BATCH, shuffle=True, generator=generator)
+
+
 def generator(batches=6):
     for index in range(batches):
         rows = [(index * BATCH + row) % ROWS for row in range(BATCH)]
@@ -92,6 +106,10 @@ SOURCES = {
     "grain": lambda: {"x": grain_dataset(), "shuffle": False},
     "grain IterDataset": lambda: {"x": grain_dataset().to_iter_dataset(), "shuffle": False},
     "grain DataLoader": lambda: {"x": grain_loader(), "shuffle": False},
+    "tf.data": lambda: {"x": tensorflow_dataset(), "shuffle": False},
+    "tf.data over epochs": lambda: {"x": tensorflow_dataset(), "steps_per_epoch": 3, "shuffle": False},
+    "torch": lambda: {"x": torch_loader(False), "shuffle": False},
+    "torch with a generator": lambda: {"x": torch_loader(True), "shuffle": False},
     "generator": lambda: {"x": generator(5 * EPOCHS), "steps_per_epoch": 5, "shuffle": False},
 }
 
@@ -141,7 +159,7 @@ def assert_resumes(found, uninterrupted, at):
 
 @pytest.mark.parametrize(
     "source",
-    [slow_unless(name == "generator", name) for name in SOURCES],
+    [slow_unless(name in ("generator", "tf.data"), name) for name in SOURCES],
 )
 def test_training_resumes_in_the_middle_of_an_epoch(source, tmp_path):
     uninterrupted = train(None, source)
@@ -167,11 +185,12 @@ def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     assert_resumes(found, uninterrupted, (0, batches - 1))  # callbacks see the end of the last batch once more
 
 
-def test_training_resumes_at_the_start_of_an_epoch(tmp_path):
-    uninterrupted = train(None, "arrays")
-    train(tmp_path, "arrays", after=9, save_freq="epoch")
-    assert_resumes(train(tmp_path, "arrays", save_freq="epoch"), uninterrupted, (1, 0))
-    nothing_to_do = train(tmp_path, "arrays", save_freq="epoch")
+@pytest.mark.parametrize("source", ["arrays", "tf.data", "torch"])
+def test_training_resumes_at_the_start_of_an_epoch(source, tmp_path):
+    uninterrupted = train(None, source)
+    train(tmp_path, source, after=9, save_freq="epoch")
+    assert_resumes(train(tmp_path, source, save_freq="epoch"), uninterrupted, (1, 0))
+    nothing_to_do = train(tmp_path, source, save_freq="epoch")
     assert not nothing_to_do[0].losses
     np.testing.assert_array_equal(nothing_to_do[1][0], uninterrupted[1][0])
 

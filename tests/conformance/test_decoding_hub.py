@@ -38,9 +38,9 @@ def language_model(sampler="greedy", tied=False, dtype=None):
     return model
 
 
-def tensor_parallel(devices=None):
+def tensor_parallel(devices=None, **options):
     mesh = kd.create_device_mesh("data:2,model:4", devices=devices)
-    layout_map = kd.tensor_parallel_layout_map(language_model, mesh)
+    layout_map = kd.tensor_parallel_layout_map(language_model, mesh, **options)
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name="data")
 
 
@@ -57,6 +57,7 @@ STRATEGIES = {
         kd.create_device_mesh("fsdp:8", devices=devices), min_shard_bytes=0
     ),
     "TP": tensor_parallel,
+    "TP, SP": functools.partial(tensor_parallel, sequence_parallel=True),
     "FSDP x TP": sharded_twice,
 }
 
@@ -95,6 +96,7 @@ CASES = [
     slow("DP", 8, "greedy", False),
     slow("FSDP", 8, "greedy", False),
     ("TP", 8, "greedy", False),
+    ("TP, SP", 8, "greedy", False),
     ("DP", 9, "greedy", False),
     slow("FSDP", 3, "greedy", False),
     slow("TP", 9, "beam", False),

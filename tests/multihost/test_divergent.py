@@ -107,6 +107,11 @@ def test_the_epoch_ends_with_a_warning_when_one_process_has_no_more_data(results
         assert "after 3 batches" in warning
 
 
+def test_processes_may_have_different_numbers_of_batches(results):
+    assert results[0]["unequal parts of known length"] == results[1]["unequal parts of known length"]
+    assert len(results[0]["unequal parts of known length"]) == 2
+
+
 def test_equal_rows_on_all_processes_are_a_warning(results):
     for _, warning in (of_process["equal parts"] for of_process in results):
         assert "processes 0 and 1" in warning.lower()

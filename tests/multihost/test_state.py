@@ -39,6 +39,14 @@ def test_variables_are_read_by_all(values):
     assert found[0]["bias"] == [1024]
 
 
+def test_outputs_of_a_model_are_read_by_all(values):
+    assert max(each["outputs"] for each in values[1]) < 0.02  # the model computes in bfloat16
+
+
+def test_a_store_is_written_once(values):
+    assert all(each["own.weights.h5"] for each in values[1])
+
+
 def test_files_are_written_once_and_read_by_all(values):
     folder, found = values
     for each in found:

@@ -46,6 +46,20 @@ def test_fsdp_shards_every_weight_and_its_optimizer_state():
     assert bytes_per_device(model.optimizer.variables) == 2 * (sharded // 8 + 16) + scalars
 
 
+def test_fsdp_replicates_what_steps_read_as_constants():
+    """In several processes, JAX refuses programs that close over shards."""
+    with fsdp().scope():
+        norm = layers.Normalization()
+        norm.adapt(np.random.default_rng(0).normal(size=(32, 16)).astype("float32"))
+        recurrent = layers.GRU(16, stateful=True)
+        recurrent(np.ones((16, 4, 8), "float32"))
+        state = keras.tree.flatten(recurrent.states)[0]
+        assert norm.mean.sharding.is_fully_replicated
+        assert norm.variance.sharding.is_fully_replicated
+        assert state.value.sharding.is_fully_replicated
+        assert shard_shapes(recurrent.weights)["gru/gru_cell/kernel"] == (1, 48)
+
+
 @pytest.mark.slow
 def test_hsdp_shards_within_a_group():
     build, x, y = MODELS["mixture"]

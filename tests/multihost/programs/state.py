@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+import h5py
 import jax
 import keras
 import numpy as np
@@ -87,6 +88,22 @@ def values(folder):
     rows = rng.normal(size=(6, 512)).astype("float32")
     laid_out, alone = kd.distribution().distribute_batch(rows), model.predict_on_batch(rows)
     found["laid out"] = [bool((model.predict_on_batch(laid_out) == alone).all()), list(model(laid_out).shape)]
+
+    # outputs, of which every process reads all rows
+    rows = rng.normal(size=(8, 512)).astype("float32")
+    outputs, expected = model(rows), model.predict(rows, batch_size=8, verbose=0)
+    first = np.array([float(each[0]) for each in outputs])
+    error = max(np.abs(np.asarray(outputs, "float32") - expected).max(), np.abs(first - expected[:, 0]).max())
+    found["outputs"] = float(error / np.abs(expected).max())
+
+    # a file that no function of Keras writes for all
+    own = f"{folder}-own.weights.h5"
+    store = internals.saving_lib.H5IOStore(own, mode="w")
+    kernel = np.array(model.layers[0].kernel).astype("float32")
+    store.make("layer")["kernel"] = kernel
+    store.close()
+    with h5py.File(own) as file:
+        found["own.weights.h5"] = bool((file["layer/vars/kernel"][:] == kernel).all())
 
     # writing
     model.save(os.path.join(folder, "m.keras"))
