@@ -87,7 +87,9 @@ class BatchComparison:
             self._warnings.append(text)
         if ended:
             return None
-        _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)
+        _require_equal(
+            messages, "method", "Processes run different methods of a model at the same time", messaging.SAME_CALLS
+        )
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         where = f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
@@ -114,9 +116,6 @@ class BatchComparison:
 
 
 _SAME_RUN = "Run the same program with the same arguments in all processes."
-_SAME_CALLS = (
-    "Let all processes call the same methods of a model in the same order, with the same epochs and validation_data."
-)
 _SAME_DATASET = (
     "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if "
     "each passes its own rows."
@@ -171,7 +170,9 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     method = METHODS.get(step, step)
     message = {"method": method, "variables": f"{zlib.crc32(chr(10).join(rows).encode()):08x}"} | facts
     messages = messaging.exchange("model", message, method=method)
-    _require_equal(messages, "method", "Processes run different methods of a model at the same time", _SAME_CALLS)
+    _require_equal(
+        messages, "method", "Processes run different methods of a model at the same time", messaging.SAME_CALLS
+    )
     for fact in facts:
         fix = "Call keras.utils.set_random_seed with the same number in all processes." if "seed" in fact else _SAME_RUN
         _require_equal(messages, fact, f"The {fact} differs between processes", fix)

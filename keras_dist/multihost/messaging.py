@@ -24,6 +24,10 @@ from keras_dist.multihost.coordination import client, process_count, process_ind
 DEFAULT_TIMEOUT = 600.0  # seconds
 TICK = 1.0  # seconds between two looks at the state of other processes
 SLOW_PROCESS_FIX = "Check what that process is doing; if it only needs longer, increase initialize(timeout=...)."
+SAME_CALLS = (
+    "Let all processes call the same methods of a model in the same order, with the same epochs and validation_data, "
+    "and let callbacks stop training (model.stop_training) in all of them."
+)
 ENDED = "ended"  # the topic of whether processes have reached the end of the program
 _PREFIX = "keras_dist"
 # The topics of where processes wait for a message: in the main thread, and in one that reads batches.
@@ -163,10 +167,7 @@ def _timeout_message(directory: str, place: str) -> str:
     others = [f"process {n} waits at {other}" for n, other in waiting.items() if n in missing and other != place]
     waited = f"Process {process_index()} waited {counted(timeout, 'second')} at {place}"
     if others:
-        return (
-            f"{waited}, while {', '.join(others[:4])}. Let all processes call the same methods of a model in the same "
-            "order, with the same epochs and validation_data."
-        )
+        return f"{waited}, while {', '.join(others[:4])}. {SAME_CALLS}"
     return f"{waited} for {describe(missing) or 'process 0 to distribute the messages'}. {SLOW_PROCESS_FIX}"
 
 
