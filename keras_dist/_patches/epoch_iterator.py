@@ -135,7 +135,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             pipeline.allow(-(-self.steps_per_epoch // size) * size - start)
 
     def _enumerate_from(self, start: int, data_position: DataPosition | None, epochs: int):
-        """Does what Keras's `_enumerate_iterator` does, from a batch on, after epochs that another process trained."""
+        """Does what Keras's `_enumerate_iterator` does, from a batch on, after epochs of an earlier run."""
         if data_position is not None:
             self._require_rows(data_position)
             set_finished_epochs(self.data_adapter, data_position.epochs_now)

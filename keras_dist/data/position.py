@@ -52,7 +52,7 @@ _tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
 def resume_next_epoch(model: Any, batches: int, position: DataPosition | None = None, epochs: int = 0) -> None:
     """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator.
 
-    `epochs` is the number of epochs before it that another process has trained.
+    `epochs` is the number of epochs before it that an earlier run of the program has trained.
     """
     _tracking.set(_Tracking(weakref.ref(model), (batches, position, epochs), _tracking.get().iterator))
 
