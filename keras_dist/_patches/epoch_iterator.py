@@ -109,10 +109,9 @@ class EpochIterator(trainer.JAXEpochIterator):
             if self._pipeline is not None:
                 self._pipeline.close()
             raise
-        self._is_in_epoch = False
         if self._pipeline is not None and self.steps_per_epoch is None and self._distribution.is_multi_process:
             self._pipeline.is_exhausted()  # other processes may have more batches, or fewer
-        check_values_agree(self._model(), "the end of an epoch")  # before callbacks save them
+        self._end_epoch()
 
     @contextlib.contextmanager
     def catch_stop_iteration(self):
@@ -125,8 +124,11 @@ class EpochIterator(trainer.JAXEpochIterator):
                 is_over = True
                 raise
         if is_over:
-            self._is_in_epoch = False
-            check_values_agree(self._model(), "the end of an epoch")
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._is_in_epoch = False
+        check_values_agree(self._model(), "the end of an epoch")  # before callbacks save them
 
     def _begin_epoch(self, pipeline: InputPipeline, start: int) -> None:
         self._pipeline, self._start, self._delivered_before = pipeline, start, pipeline.delivered

@@ -23,7 +23,7 @@ from keras_dist.data.consistency import BatchComparison
 from keras_dist.data.executions import StackedBatches, num_stacked
 from keras_dist.data.position import DataPosition
 from keras_dist.data.prefetch import Prefetcher
-from keras_dist.mesh.devices import is_on_mesh, require_attached
+from keras_dist.mesh.devices import is_on_mesh
 from keras_dist.multihost import messaging
 
 # Several processes number their pipelines in the order in which they start them. The number of a pipeline that all
@@ -288,7 +288,6 @@ class Batches:
 
         The rows are None where every process passed the global batch.
         """
-        require_attached(self._placer.device_mesh.backend_mesh.devices.ravel())
         is_global_batch, rows = self._distribution.auto_shard_dataset, None
         if self._distribution.is_multi_process:
             is_first = is_global_batch not in self._comparisons

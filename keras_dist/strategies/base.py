@@ -21,7 +21,7 @@ from keras_dist.layout.layout_map import LayoutMap, Rule
 from keras_dist.layout.rule_matching import is_for_activations
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple, layout_error
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
-from keras_dist.mesh.devices import is_on_mesh, num_processes, process_id
+from keras_dist.mesh.devices import is_on_mesh, num_processes, process_id, require_attached
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
 from keras_dist.sharding.sequences import SequenceSharding
@@ -309,6 +309,7 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         >>> x.sharding.shard_shape(x.shape), y.sharding.shard_shape(y.shape)
         ((2, 3), (5,))
         """
+        require_attached(self._device_mesh.backend_mesh.devices.ravel())
         return self.batches.place(batch)[0]
 
     def batch_sharding(self, shape: Sequence[int]) -> jax.sharding.NamedSharding:
