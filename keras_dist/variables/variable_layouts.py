@@ -163,11 +163,12 @@ def is_on_attached_devices(variable: keras.Variable) -> bool:
 
 
 def describe_variable(variable: keras.Variable) -> str:
-    """Returns a variable's shape, dtype and layout, and a checksum of its value where every device holds all of it."""
+    """Returns a variable's shape, dtype and layout, and where every device holds all of it its number or checksum."""
     value, layout = internals.variable_value(variable), internals.variable_layout(variable)
     text = f"{tuple(variable.shape)} {variable.dtype} {getattr(layout, 'axes', layout)}"
     if isinstance(value, jax.Array) and value.is_fully_replicated and not isinstance(value, Tracer):
-        text += f" {zlib.crc32(np.asarray(value).tobytes()):08x}"
+        array = np.asarray(value)
+        text += f" {array.reshape(-1)[0]!s}" if array.size == 1 else f" checksum {zlib.crc32(array.tobytes()):08x}"
     return text
 
 

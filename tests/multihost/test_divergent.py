@@ -44,8 +44,8 @@ def test_equal_programs_are_compared_without_tracing_again(results):
 
 DIFFERENT_CALLS = [
     ("seed", ["0 on process 0", "1 on process 1", "set_random_seed"]),
-    ("values", ["bias", "on process 1"]),
-    ("learning rate", ["learning_rate", "on process 1"]),
+    ("values", ["bias", "checksum", "on process 1"]),
+    ("learning rate", ["learning_rate () float32 () 0.1' on process 0", "() 0.2' on process 1"]),
     ("jit_compile", ["True on process 0", "False on process 1"]),
     ("steps_per_execution", ["1 on process 0", "2 on process 1"]),
     ("auto_shard_dataset", ["True on process 0", "False on process 1"]),
