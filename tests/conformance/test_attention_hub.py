@@ -70,7 +70,7 @@ def bert():
 
 def vit():
     backbone = models.ViTBackbone(
-        image_shape=(48, 48, 3), patch_size=4, num_layers=1, num_heads=8, hidden_dim=WIDTH, mlp_dim=64
+        image_shape=(60, 60, 3), patch_size=4, num_layers=1, num_heads=8, hidden_dim=WIDTH, mlp_dim=64
     )
     return keras.Model(backbone.input, keras.layers.Dense(1)(backbone.output))
 
