@@ -202,8 +202,8 @@ def loss_and_gradients(build, policy="float32", platform="cpu"):
 
 
 @functools.cache
-def on_one_device(name, policy="float32"):
-    return loss_and_gradients(MODELS[name], policy)
+def on_one_device(name):
+    return loss_and_gradients(MODELS[name], "float32")
 
 
 def rules_for(build, axes="data:2,model:4", **options):
@@ -227,7 +227,7 @@ DISTRIBUTIONS = {
 
 
 def assert_trains_as_on_one_device(platform, monkeypatch, name, strategy, policy="float32", tolerance=1e-4):
-    expected_loss, expected = on_one_device(name, policy)
+    expected_loss, expected = on_one_device(name)  # in float32: sums in bfloat16 over all tokens lose up to a seventh
     start_anew()
     distribution = DISTRIBUTIONS[strategy](MODELS[name])
     use_kernel_of(platform, monkeypatch)
