@@ -25,7 +25,8 @@ class RepeatedBlocks:
     is all that later operations need, apart from inputs of the model and what is computed from them without weights,
     such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. Blocks of the
     same classes may have other shapes, such as layers with local and global attention. Elsewhere, a block is a layer
-    whose parent has others of the same class with weights of equal shapes.
+    whose parent has others of the same class with weights of equal shapes, such as a layer of a decoder, which needs
+    the output of the encoder, too. Models in a functional graph, such as two towers, are searched for their own blocks.
 
     Example: in a stack of `x = x + Dense(64)(Dense(256)(x))`, each sum begins a block.
     """
@@ -48,10 +49,11 @@ class RepeatedBlocks:
             if in_blocks:
                 self.parts[id(graph)] = parts
             children = [child for child in children if id(child) not in in_blocks]
-        else:
-            signatures = {id(child): _signature(child) for child in children if _num_weighted(child) > 1}
-            counts = Counter(signatures.values())
-            self.layers |= {key for key, signature in signatures.items() if counts[signature] > 1}
+        candidates = [each for each in children if nodes is None or not isinstance(each, keras.Model)]
+        signatures = {id(each): _signature(each) for each in candidates if _num_weighted(each) > 1}
+        counts = Counter(signatures.values())
+        classes = {_class(each) for each in candidates if counts[signatures.get(id(each))] > 1}
+        self.layers |= {id(each) for each in candidates if id(each) in signatures and _class(each) in classes}
         for child in children:
             if id(child) not in self.layers:
                 self._visit(child, seen)
@@ -113,9 +115,13 @@ def _are_alike(segments: Sequence[list]) -> bool:
 
 
 def _classes(segment: Sequence[Any]) -> tuple:
-    """Returns the classes of the operations of a segment. Models of one class may differ, so theirs have shapes."""
-    operations = [node.operation for node in segment]
-    return tuple(_signature(each) if isinstance(each, keras.Model) else type(each) for each in operations)
+    """Returns the classes of the operations of a segment."""
+    return tuple(_class(node.operation) for node in segment)
+
+
+def _class(operation: Any) -> Any:
+    """Returns the class of an operation. Models of one class may differ, so theirs have shapes."""
+    return _signature(operation) if isinstance(operation, keras.Model) else type(operation)
 
 
 def _longest_repetition(segments: Sequence[list]) -> tuple[int, int, int]:

@@ -120,6 +120,43 @@ def alternating():
     return compiled(keras.Model(inputs, layers.Dense(4)(x)))
 
 
+class CrossBlock(Block):
+    """A block of a decoder, which also reads what an encoder returns."""
+
+    def build(self, x_shape, memory_shape):
+        super().build(x_shape)
+        self.cross = layers.Dense(x_shape[-1], name="cross")
+        self.cross.build(memory_shape)
+
+    def call(self, x, memory, training=None):
+        return super().call(x + self.cross(memory), training=training)
+
+    def compute_output_shape(self, x_shape, memory_shape):
+        return x_shape
+
+
+def decoder():
+    """Layers that are not connected by a single tensor: each has the output of the encoder as its second input."""
+    inputs = keras.Input((8, 16))
+    x, memory = layers.Dense(16)(inputs), layers.Dense(16)(inputs)
+    for number in range(3):
+        x = CrossBlock(heads=4 if number else 2, name=f"block{number}")(x, memory)
+    return compiled(keras.Model(inputs, layers.Dense(4)(x)))
+
+
+def towers():
+    """Two equal models side by side, each with blocks of its own."""
+
+    def tower(name):
+        inputs = x = keras.Input((8, 16))
+        for number in range(3):
+            x = Block(name=f"block{number}")(x)
+        return keras.Model(inputs, x, name=name)
+
+    inputs = keras.Input((8, 16))
+    return compiled(keras.Model(inputs, layers.Dense(4)(tower("left")(inputs) + tower("right")(inputs))))
+
+
 class Subclassed(keras.Model):
     """A model that calls equal layers itself."""
 
@@ -179,6 +216,8 @@ BUILDS = {
     "flat": (flat_blocks, TOKENS),
     "layers": (layers_as_blocks, VECTORS),
     "alternating": (alternating, VECTORS),
+    "decoder": (decoder, VECTORS),
+    "towers": (towers, VECTORS),
     "subclassed": (lambda: compiled(Subclassed()), VECTORS),
     "nested": (nested, VECTORS),
     "looping": (looping, VECTORS),
@@ -324,7 +363,7 @@ def test_blocks_are_found(name):
     blocks = RepeatedBlocks(model)
     parts = [part for parts in blocks.parts.values() for part in parts if part.is_block]
     # In older Keras, masks of the first flat block are computed otherwise.
-    expected = {"flat": 2 if OLDER_KERAS else 3, "nested": 2, "alternating": 7}
+    expected = {"flat": 2 if OLDER_KERAS else 3, "nested": 2, "alternating": 7, "towers": 6}
     assert len(blocks.layers) + len(parts) == expected.get(name, 3)
 
 
