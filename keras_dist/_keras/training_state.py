@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from keras_dist._keras.internals import StatelessScope
 from keras_dist._keras.thread_value import ThreadValue
@@ -233,7 +234,8 @@ def _put_back(model) -> None:
 def _fill(variables, values) -> list:
     filled = []
     for variable, value in zip(variables, values, strict=True):
-        if variable._value is None and not value.is_deleted():
+        # A variable that a step creates holds what it was traced with.
+        if (variable._value is None or isinstance(variable._value, Tracer)) and not value.is_deleted():
             variable._value = value
             filled.append(variable)
     return filled

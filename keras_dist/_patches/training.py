@@ -73,9 +73,11 @@ def _train_step(original, distribution, self, state, data):
 
 @INSTALLED.patch(JaxTrainer, "_get_state_sharding_spec")
 def _get_state_sharding_spec(original, distribution, self):
-    """Without it, accumulated gradients (`gradient_accumulation_steps`) are not placed as their variables in steps."""
+    """Without it, a step may not create variables of metrics, and accumulated gradients are not placed as variables."""
     weights, others, optimizer, metrics = original(self)
     accumulation = distribution.train_steps.accumulation(self) if optimizer else None
+    if all(sharding.is_fully_replicated for sharding in metrics):
+        metrics = distribution.batch_sharding(())  # of those that do not exist yet, too
     return weights, others, optimizer if accumulation is None else accumulation.shardings(optimizer), metrics
 
 

@@ -185,8 +185,8 @@ def require_same_model(step: str, name: str, variables: Sequence[tuple[str, Any]
     raise ValueError(
         f"Model {name!r} differs between processes: {counted(len(models[0]), 'variable')} on process 0, {len(other)} "
         f"on process {process}. First difference: {mine} on process 0, {theirs} on process {process}. Build the "
-        "model with the "
-        "same code and the same seed (keras.utils.set_random_seed) in all processes, and load the same weights."
+        "model with the same code and the same seed (keras.utils.set_random_seed) in all processes, load the same "
+        "weights, and pass the same batches to train_on_batch."
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from keras_dist._report.units import counted
 from keras_dist.data.executions import StackedBatches
 
 
@@ -23,6 +24,12 @@ def looped(step: Callable, concatenates: bool) -> Callable:
 
         def body(state: Any, batch: Any) -> tuple[Any, Any]:
             outputs, new_state = step(state, batch)
+            if added := len(jax.tree.leaves(new_state)) - len(jax.tree.leaves(state)):
+                raise ValueError(
+                    f"The first step has created {counted(added, 'variable')}, for example of a metric that creates "
+                    "them when it is updated, which a loop over the batches of an execution cannot. Pass the metric to "
+                    "compile(metrics=...), build it in the model's __init__, or set steps_per_execution=1."
+                )
             return jax.tree.map(_as_before, new_state, state), outputs
 
         state, outputs = jax.lax.scan(body, state, batch.arrays)

@@ -360,3 +360,62 @@ def test_an_error_of_a_first_step_that_has_added_variables_is_raised_and_loses_n
         with pytest.raises(RuntimeError, match="own mistake"):
             model.fit(X, Y, verbose=0)
         np.testing.assert_array_equal(model.dense.kernel, kernel)
+
+
+class Scored(keras.Model):
+    """Own steps, and a metric that creates its variables when it is updated."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.mean, self.score = keras.layers.Dense(8), keras.metrics.Mean("loss"), keras.metrics.F1Score()
+
+    @property
+    def metrics(self):
+        return [self.mean, self.score]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, others, optimizer, metrics = state
+
+        def loss_of(trainable):
+            outputs, _ = self.stateless_call(trainable, others, data[0])
+            return keras.ops.mean(keras.losses.mean_squared_error(data[1], outputs)), outputs
+
+        (loss, outputs), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        logs, metrics = self.updated(metrics, loss, data[1], outputs)
+        return logs, (trainable, others, optimizer, metrics)
+
+    def test_step(self, state, data):
+        trainable, others, metrics = state
+        outputs, _ = self.stateless_call(trainable, others, data[0])
+        logs, metrics = self.updated(metrics, keras.ops.mean(outputs), data[1], outputs)
+        return logs, (trainable, others, metrics)
+
+    def updated(self, metrics, loss, y, outputs):
+        mean = self.mean.stateless_update_state(metrics[:2], loss)
+        score = self.score.stateless_update_state(metrics[2:], keras.ops.cast(y > 0, "float32"), outputs)
+        logs = {"loss": self.mean.stateless_result(mean), "score": self.score.stateless_result(score)}
+        return logs, [*mean, *score]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("distribution", [kd.DataParallel, fsdp])
+def test_a_first_step_may_create_variables_of_a_metric(distribution, reads):
+    """Also if the values of variables are put back in the middle of `fit`, as to compare them between processes."""
+
+    def history(reads=False):
+        keras.utils.set_random_seed(0)
+        model = Scored()
+        model.compile("sgd")
+        put_back = functools.partial(training_state.put_values_back, model)
+        read = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: put_back())
+        options = {"callbacks": [read] if reads else [], "validation_data": (X[:12], Y[:12]), "epochs": 2} | ROWS
+        found = model.fit(X, Y, shuffle=False, **options).history
+        return found, [np.asarray(variable) for variable in model.metrics_variables]
+
+    expected = history()
+    with distribution().scope():
+        assert_close(history(reads), expected)

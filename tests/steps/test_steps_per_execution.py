@@ -395,6 +395,29 @@ def test_logs_of_a_train_step_of_the_user_are_those_of_the_last_batch():
     assert history == {"first": [10.0], "constant": [3]}
 
 
+def test_a_step_that_creates_variables_is_an_error_with_the_fix():
+    class Counting(keras.Model):
+        def __init__(self, inputs, outputs):
+            super().__init__(inputs, outputs)
+            self.score = keras.metrics.F1Score()  # creates its variables when it is updated
+
+        @property
+        def metrics(self):
+            return [self.score]
+
+        def test_step(self, state, data):
+            trainable, others, metrics = state
+            outputs, others = self.stateless_call(trainable, others, data[0])
+            return {}, (trainable, others, self.score.stateless_update_state(metrics, data[1], outputs))
+
+    with kd.DataParallel().scope():
+        inputs = keras.Input((4,))
+        model = Counting(inputs, layers.Dense(4, "softmax")(inputs))
+        model.compile(steps_per_execution=2)
+        with pytest.raises(ValueError, match=r"created 4 variables.*steps_per_execution=1"):
+            model.evaluate(X[:32], X[:32], 8, verbose=0)
+
+
 def test_outputs_without_elements_are_concatenated():
     with kd.DataParallel().scope():
         model = keras.Sequential([keras.Input((4,)), layers.Lambda(lambda x: x[:, :0])])
