@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from keras_dist.passes.weight_reads import gathers
 from keras_dist.tracing.jaxpr_evaluation import not_literal, scope_of, shape_of, variables_of
 from keras_dist.tracing.kept_dims import (
     Groups,
@@ -240,11 +241,13 @@ class _Search:
 
 
 def _is_supported(equation: Any) -> bool:
-    return equation.primitive.name in _SUPPORTED or activation(equation) is not None
+    return equation.primitive.name in _SUPPORTED or activation(equation) is not None or gathers(equation)
 
 
 def _kept(equation: Any, number: int) -> Groups:
-    """As `kept_dims`, also for lookups of one index for each token."""
+    """As `kept_dims`, also for changes of layouts, and for lookups of one index for each token."""
+    if gathers(equation):
+        return [((dim,), (dim,)) for dim, size in enumerate(shape_of(equation.invars[0])) if size != 1]
     if equation.primitive.name != "gather":
         return kept_dims(equation, number)
     numbers = equation.params["dimension_numbers"]

@@ -64,7 +64,7 @@ _READING = ("convert_element_type", "transpose", "reshape", "squeeze")
 
 
 def gathers(equation: Any) -> bool:
-    """Whether an equation changes the layout of a weight that is stored in another one, by `to_compute_layout`."""
+    """Whether an equation changes the layout of a value, such as a weight, and of its gradient, and nothing else."""
     if equation.primitive.name != "custom_jvp_call":
         return False
     return all(each.primitive.name == "sharding_constraint" for each in equation.params["call_jaxpr"].eqns)

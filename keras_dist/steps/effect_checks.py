@@ -37,10 +37,9 @@ def check_loss_chunk(losses: Sequence[LossCall], options: StepOptions) -> None:
     """Raises an error if losses are to be computed in chunks, and a step has none that can be."""
     if options.loss_chunk is None or any(loss.products for loss in losses):
         return
-    largest = max(losses, key=lambda loss: loss.size, default=None)
     found = "the step has no product of a batch with a matrix"
-    if largest is not None:
-        found = f"the largest product, of {largest.layer or 'the step'!r}, is not only reduced: {largest.reason}"
+    if losses:
+        found = f"the last product, of {losses[-1].layer or 'the step'!r}, is not only reduced: {losses[-1].reason}"
     raise OptionWithoutEffectError(
         "loss_chunk",
         f"loss_chunk={options.loss_chunk} finds no logits that are only used by losses and metrics of each token: "

@@ -270,6 +270,21 @@ def test_positions_that_are_sharded(axes):
     assert_chunks_change_nothing(functools.partial(build, "sgd"), x, y, distribution, chunk=3, batch_size=8)
 
 
+def test_a_head_that_is_sharded_along_its_input():
+    """Sequence parallelism shards the positions of its output: a change of layouts that is in the chunks, too."""
+
+    def distribution(**options):
+        layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,model:2", devices=kd.list_devices()[:4]))
+        layout_map["head/kernel"] = ("model", None)
+        layout_map["head/input"] = ("data", None, "model")
+        layout_map["head/output"] = ("data", "model", None)
+        return kd.ModelParallel(
+            layout_map=layout_map, batch_dim_name="data", step_options=kd.StepOptions(**options), strict=True
+        )
+
+    assert_chunks_change_nothing(functools.partial(language_model, dense), TOKENS, LABELS, distribution, chunk=3)
+
+
 def test_gradients_in_bfloat16_are_as_exact():
     """The gradient of the head is added up over 32 chunks in float32, and that of what is before it is rounded once."""
     x, y = random.normal(size=(8, 128, 64)).astype("float32"), random.integers(0, 256, (8, 128))
