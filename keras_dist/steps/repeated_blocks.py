@@ -49,11 +49,13 @@ class RepeatedBlocks:
             if in_blocks:
                 self.parts[id(graph)] = parts
             children = [child for child in children if id(child) not in in_blocks]
-        candidates = [each for each in children if nodes is None or not isinstance(each, keras.Model)]
-        signatures = {id(each): _signature(each) for each in candidates if _num_weighted(each) > 1}
-        counts = Counter(signatures.values())
-        classes = {_class(each) for each in candidates if counts[signatures.get(id(each))] > 1}
-        self.layers |= {id(each) for each in candidates if id(each) in signatures and _class(each) in classes}
+        candidates = [child for child in children if _num_weighted(child) > 1]
+        if nodes is not None:
+            candidates = [each for each in candidates if not isinstance(each, keras.Model)]
+        signatures = [_signature(each) for each in candidates]
+        counts = Counter(signatures)
+        classes = {_class(each) for each, own in zip(candidates, signatures, strict=True) if counts[own] > 1}
+        self.layers |= {id(each) for each in candidates if _class(each) in classes}
         for child in children:
             if id(child) not in self.layers:
                 self._visit(child, seen)
