@@ -290,13 +290,14 @@ class Batches:
         """
         is_global_batch, rows = self._distribution.auto_shard_dataset, None
         if self._distribution.is_multi_process:
-            is_first = is_global_batch not in self._comparisons
             comparison = self._comparisons.setdefault(
                 is_global_batch, BatchComparison("single batches", is_global_batch, "one batch")
             )
-            if is_first or not is_global_batch:
+            if is_global_batch:
+                comparison.compare_some(batch)
+            else:
                 rows = comparison.compare_batch(batch)
-        if rows is None or is_global_batch:
+        if rows is None:
             return self._placer.place(batch), [None]
         return assemble(self._placer.place_local(batch, rows)), [local_rows(rows)]
 

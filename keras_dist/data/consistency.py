@@ -39,6 +39,7 @@ class BatchComparison:
     ):
         self._topic, self._auto_shard_dataset, self._is_abandoned = topic, auto_shard_dataset, is_abandoned
         self._has_step, self._method = step is not None, METHODS.get(step, "train_on_batch or predict_on_batch")
+        self._is_of_single_batches = step not in METHODS  # Keras may place one of them twice, so they have no numbers
         self._settings = {"method": self._method, "steps_per_epoch": steps_per_epoch}
         self._batches, self._has_ended = 0, False
         self._warnings: list[str] = []
@@ -56,6 +57,14 @@ class BatchComparison:
         rows = [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves]
         digest = _digest(leaves, _SAMPLE if self._batches else None)
         return self._compare({"spec": _spec(leaves, structure), "rows": rows, "digest": digest})
+
+    def compare_some(self, batch: Any) -> None:
+        """As `compare_batch`, for the 1st, 2nd, 4th, 8th batch and so on: a message may take longer than a step."""
+        number = self._batches + 1
+        if number & (number - 1):
+            self._batches = number
+        else:
+            self.compare_batch(batch)
 
     def report_end(self) -> None:
         """Tells others that the data ends here; raises ValueError if theirs does not, though all pass one dataset."""
@@ -91,7 +100,7 @@ class BatchComparison:
             messages, "method", "Processes run different methods of a model at the same time", messaging.SAME_CALLS
         )
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
-        where = f"batch {self._batches}"
+        where = "a single batch" if self._is_of_single_batches else f"batch {self._batches}"
         _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
         if self._has_step and self._auto_shard_dataset:  # without a step, nothing is computed from the rows
             _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)

@@ -74,6 +74,7 @@ DIFFERENT_CALLS = [
         ["[0, 1, ", "on process 0, [3, 2, 1, 0] on process 1|on process 0, [2049, 2048, 1, 0] on process 1"],
     ),
     ("single batches", ["[7, 7] on process 0", "[6, 6] on process 1"]),
+    ("later single batches", ["rows of a single batch"]),
 ]
 
 

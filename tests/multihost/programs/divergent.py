@@ -103,6 +103,7 @@ def divergent():
         "epochs": lambda: model().fit(x, y, batch_size=7, epochs=2 + me, verbose=0, callbacks=[noted]),
         "order of devices": lambda: model().fit(x, y, batch_size=7, verbose=0),
         "single batches": lambda: model().train_on_batch(x[: 7 - me], y[: 7 - me]),
+        "later single batches": lambda: trained_on_batches(model(), [x[:7], x[:7], *[x[:7] + me] * 3]),
     }
 
     def changed(made):
@@ -114,6 +115,9 @@ def divergent():
         rows = rows.copy()
         rows[-1, -1] += me
         return rows
+
+    def trained_on_batches(made, batches):
+        return [made.train_on_batch(batch, y[:7]) for batch in batches]
 
     def shuffled_anew(made):
         np.random.seed(me)
