@@ -23,10 +23,10 @@ class RepeatedBlocks:
 
     A block contains at least two layers with weights. In a functional graph, a block begins and ends where one tensor
     is all that later operations need, apart from inputs of the model and what is computed from them without weights,
-    such as masks. Several equal blocks follow each other: equal operations with weights of equal shapes. Blocks of the
-    same classes may have other shapes, such as layers with local and global attention. Elsewhere, a block is a layer
-    whose parent has others of the same class with weights of equal shapes, such as a layer of a decoder, which needs
-    the output of the encoder, too. Models in a functional graph, such as two towers, are searched for their own blocks.
+    such as masks, and apart from what is carried past several blocks, such as the output of an encoder. Several equal
+    blocks follow each other: equal operations with weights of equal shapes. Blocks of the same classes may have other
+    shapes, such as layers with local and global attention. Elsewhere, a block is a layer whose parent has others of the
+    same class with weights of equal shapes; models in a functional graph, such as two towers, are searched for blocks.
 
     Example: in a stack of `x = x + Dense(64)(Dense(256)(x))`, each sum begins a block.
     """
@@ -63,34 +63,66 @@ class RepeatedBlocks:
 
 def _parts(graph: Any, nodes: Sequence[Any]) -> Iterator[Part]:
     """Yields the parts of a functional graph: blocks, and what is between them."""
-    last_use = {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
-    last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
-    groups = list(_in_blocks(_segments(nodes, last_use)))
+    search = _Search(graph, nodes)
+    groups = list(search.groups(0, len(nodes), frozenset()))
     classes_of_blocks = {_classes(group[0]) for is_block, group in groups if is_block and len(group) == 1}
     first = 0
     for is_block, group in groups:
         part = list(itertools.chain.from_iterable(group))
         first += len(part)
-        outputs = [id(tensor) for node in part for tensor in node.outputs if last_use.get(id(tensor), -1) >= first]
+        outputs = [id(tensor) for node in part for tensor in node.outputs if search.last_use[id(tensor)] >= first]
         # The only layer with global attention is none of several equal blocks.
         yield Part(part, outputs, is_block or _classes(group[0]) in classes_of_blocks)
 
 
-def _segments(nodes: Sequence[Any], last_use: dict[int, int]) -> list[list]:
-    """Splits operations where later ones need one tensor only of those that depend on weights."""
-    weighted: set[int] = set()  # ids of tensors that depend on weights
-    live: set[int] = set()
-    segments: list[list] = [[]]
-    for number, node in enumerate(nodes):
-        segments[-1].append(node)
-        has_weights = isinstance(node.operation, keras.Layer) and node.operation.weights
-        if has_weights or not weighted.isdisjoint(map(id, node.input_tensors)):
-            weighted.update(map(id, node.outputs))
-            live.update(map(id, node.outputs))
-        live = {tensor for tensor in live if last_use.get(tensor, -1) > number}
-        if len(live) == 1:
-            segments.append([])
-    return [segment for segment in segments if segment]
+class _Search:
+    """A search for the blocks of a functional graph. Tensors are known by their ids."""
+
+    def __init__(self, graph: Any, nodes: Sequence[Any]):
+        self._nodes = nodes
+        self.last_use = dict.fromkeys((id(tensor) for node in nodes for tensor in node.outputs), -1)
+        self.last_use |= {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
+        self.last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
+        self._made: dict[int, int] = {}  # which operation computes a tensor, of those that depend on weights
+        for number, node in enumerate(nodes):
+            has_weights = isinstance(node.operation, keras.Layer) and node.operation.weights
+            if has_weights or any(id(tensor) in self._made for tensor in node.input_tensors):
+                self._made.update(dict.fromkeys(map(id, node.outputs), number))
+
+    def groups(self, start: int, stop: int, carried: frozenset[int]) -> Iterator[tuple[bool, list]]:
+        """Yields operations in groups of segments, each with whether it is a block.
+
+        Where no segments repeat, the tensor that lives longest is added to those that are `carried` past the blocks,
+        such as the output of an encoder past the blocks of a decoder, or a skip connection.
+        """
+        for is_block, group in _in_blocks(self._segments(start, stop, carried)):
+            end = start + sum(map(len, group))
+            inner = [] if is_block else self._inner_groups(start, end, carried)
+            yield from inner if any(is_inner for is_inner, _ in inner) else [(is_block, group)]
+            start = end
+
+    def _inner_groups(self, start: int, stop: int, carried: frozenset[int]) -> list[tuple[bool, list]]:
+        def span(tensor: int) -> int:
+            return min(self.last_use[tensor], stop) - max(self._made[tensor], start)
+
+        longest = max((tensor for tensor in self._made if tensor not in carried), key=span, default=None)
+        if longest is None or 2 * span(longest) < stop - start or stop - start == 1:
+            return []
+        return list(self.groups(start, stop, carried | {longest}))
+
+    def _segments(self, start: int, stop: int, carried: frozenset[int]) -> list[list]:
+        """Splits operations where later ones need one tensor only of those that depend on weights."""
+        made = {tensor: number for tensor, number in self._made.items() if tensor not in carried}
+        live = {tensor for tensor, number in made.items() if number < start <= self.last_use[tensor]}
+        segments: list[list] = [[]]
+        for number in range(start, stop):
+            node = self._nodes[number]
+            segments[-1].append(node)
+            live.update(id(tensor) for tensor in node.outputs if id(tensor) in made)
+            live = {tensor for tensor in live if self.last_use[tensor] > number}
+            if len(live) == 1:
+                segments.append([])
+        return [segment for segment in segments if segment]
 
 
 def _in_blocks(segments: Sequence[list]) -> Iterator[tuple[bool, list]]:
