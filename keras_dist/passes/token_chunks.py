@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_dist.layout.tensor_layout import axis_tuple
 from keras_dist.passes.token_part import TokenPart
-from keras_dist.passes.weight_reads import gathers
 from keras_dist.sharding.per_device import free_axes
+from keras_dist.sharding.resharding import changed_shardings
 from keras_dist.tracing.jaxpr_evaluation import shape_of
 from keras_dist.tracing.kept_dims import activation, inverse_order
 
@@ -74,10 +74,10 @@ def _applied(equation: Any, operands: Sequence[Any], shape: Sequence[int], part:
         sizes = zip(operands[0].shape, params["limit_indices"], equation.invars[0].aval.shape, strict=True)
         limits = [own if limit == whole else limit for own, limit, whole in sizes]
         return [jax.lax.slice(operands[0], params["start_indices"], limits, params["strides"])]
-    if name == "sharding_constraint" or gathers(equation):
-        value, place = operands[0], part.places[equation.outvars[0]]
-        for each in [equation] if name == "sharding_constraint" else params["call_jaxpr"].eqns:
-            value = _constrained(value, each.params["sharding"], place)
+    if shardings := [params["sharding"]] if name == "sharding_constraint" else changed_shardings(equation):
+        value = operands[0]
+        for sharding in shardings:
+            value = _constrained(value, sharding, part.places[equation.outvars[0]])
         return [value]
     if (function := activation(equation)) is not None:
         return [function(*operands)]

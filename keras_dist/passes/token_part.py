@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from keras_dist.passes.weight_reads import gathers
+from keras_dist.sharding.resharding import changed_shardings
 from keras_dist.tracing.jaxpr_evaluation import not_literal, scope_of, shape_of, variables_of
 from keras_dist.tracing.kept_dims import (
     Groups,
@@ -241,12 +241,13 @@ class _Search:
 
 
 def _is_supported(equation: Any) -> bool:
-    return equation.primitive.name in _SUPPORTED or activation(equation) is not None or gathers(equation)
+    is_known = equation.primitive.name in _SUPPORTED or activation(equation) is not None
+    return is_known or bool(changed_shardings(equation))
 
 
 def _kept(equation: Any, number: int) -> Groups:
     """As `kept_dims`, also for changes of layouts, and for lookups of one index for each token."""
-    if gathers(equation):
+    if changed_shardings(equation):
         return [((dim,), (dim,)) for dim, size in enumerate(shape_of(equation.invars[0])) if size != 1]
     if equation.primitive.name != "gather":
         return kept_dims(equation, number)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from keras_dist.layout.tensor_layout import TensorLayout
+from keras_dist.sharding.resharding import changed_shardings
 from keras_dist.tracing.jaxpr_evaluation import with_gradients
 from keras_dist.tracing.kept_dims import kept_dims, moved_dim, reversed_groups
 from keras_dist.tracing.primitives import UNCHANGED
@@ -64,15 +65,13 @@ _READING = ("convert_element_type", "transpose", "reshape", "squeeze")
 
 
 def gathers(equation: Any) -> bool:
-    """Whether an equation changes the layout of a value, such as a weight, and of its gradient, and nothing else."""
-    if equation.primitive.name != "custom_jvp_call":
-        return False
-    return all(each.primitive.name == "sharding_constraint" for each in equation.params["call_jaxpr"].eqns)
+    """Whether an equation changes the layout of a weight that is stored in another one, by `to_compute_layout`."""
+    return bool(changed_shardings(equation))
 
 
 def layouts(gather: Any) -> tuple[TensorLayout, TensorLayout]:
     """Returns the layout in which a weight is stored, and that in which layers compute with it."""
-    shardings = [each.params["sharding"] for each in gather.params["call_jaxpr"].eqns]
+    shardings = changed_shardings(gather)
     rank = gather.invars[0].aval.ndim
     stored, compute = (
         TensorLayout([*each.spec, *[None] * (rank - len(each.spec))], each.mesh)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import as_device_mesh
 from keras_dist.sharding.per_device import on_devices
+from keras_dist.tracing.kept_dims import function_with_gradient
 from keras_dist.variables.variable_layouts import VariableSpec, layout_under
 
 
@@ -86,6 +87,18 @@ def _with_gradient(value: Any, change: Callable[[Any], Any], change_gradient: Ca
         return changed(value), tangent
 
     return changed(value)
+
+
+def changed_shardings(equation: Any) -> list[Any]:
+    """Returns the shardings that `to_compute_layout` or `with_gradient_layout` gives a value in a traced program.
+
+    They are given one after the other. There are none in other equations: a function that a user writes, and that does
+    the same to a value, may compute another gradient.
+    """
+    _, file = function_with_gradient(equation)
+    if not file.startswith(__file__):
+        return []
+    return [each.params["sharding"] for each in equation.params["call_jaxpr"].eqns]
 
 
 def unsharded_along(dims: Collection[int], rank: int, mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -73,15 +73,24 @@ def interleaved_dims(params: dict, shape: Sequence[int], result: Sequence[int]) 
 _ACTIVATIONS: dict[str, Callable] = {"relu": jax.nn.relu, "logaddexp": jnp.logaddexp}  # logaddexp(x, 0) is softplus
 
 
+def function_with_gradient(equation: Any) -> tuple[str, str]:
+    """Returns name and file of the function, with a gradient of its own, that an equation calls; "" where it does not.
+
+    A line number follows the file.
+    """
+    if equation.primitive.name != "custom_jvp_call":
+        return "", ""
+    called = equation.params["call_jaxpr"]
+    name, _, file = str(getattr(called, "jaxpr", called).debug_info.func_src_info).partition(" at ")
+    return name, file
+
+
 def activation(equation: Any) -> Callable | None:
     """Returns the function of JAX, elementwise and with a gradient of its own, that an equation calls; None: another.
 
     The equation can be evaluated for operands of its own shapes only.
     """
-    if equation.primitive.name != "custom_jvp_call":
-        return None
-    called = equation.params["call_jaxpr"]
-    name, _, file = str(getattr(called, "jaxpr", called).debug_info.func_src_info).partition(" at ")
+    name, file = function_with_gradient(equation)
     return _ACTIVATIONS.get(name) if file.startswith(_JAX) else None
 
 

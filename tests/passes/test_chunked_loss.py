@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -255,6 +256,22 @@ def test_masked_language_model_of_keras_hub():
     x = {"token_ids": TOKENS, "segment_ids": TOKENS * 0, "padding_mask": TOKENS > -1, "mask_positions": places}
     y = np.take_along_axis(LABELS, places, axis=1)
     assert_chunks_change_nothing(build, x, y, fsdp, chunk=3, sample_weight=WEIGHTS[:, :6])
+
+
+def test_logits_with_a_gradient_of_their_own_are_not_chunked():
+    """A function that only changes the gradient looks like a change of layouts: it computes nothing."""
+
+    @jax.custom_jvp
+    def scaled(x):
+        return x
+
+    scaled.defjvp(lambda primals, tangents: (primals[0], 10.0 * tangents[0]))
+
+    def head(x, embedding):
+        return layers.Lambda(scaled)(dense(x, embedding))
+
+    with on_one_device(loss_chunk=7).scope(), pytest.raises(ValueError, match="custom_jvp_call uses it"):
+        language_model(head).fit(TOKENS, LABELS, 6, verbose=0)
 
 
 @pytest.mark.slow
