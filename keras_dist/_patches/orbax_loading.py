@@ -75,11 +75,22 @@ def _checkpoints(path: str) -> tuple[str, list[str]] | None:
     Without a distribution, Keras reads what its own callback saved.
     """
     is_other_format = path.endswith((".keras", ".h5", ".hdf5", ".weights.json"))
-    if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
+    if is_other_format:
+        return None
+    _require_step(path)
+    if not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
         return None
     directory, steps = _steps(path)
     is_of_training = any(file_utils.exists(file_utils.join(directory, step, PROGRESS)) for step in steps)
     return (directory, steps) if active_distribution() is not None or is_of_training else None
+
+
+def _require_step(path: str) -> None:
+    """Raises ValueError for a step without a checkpoint in a directory that has others."""
+    directory, step = os.path.split(path.rstrip("/"))
+    if step.isdecimal() and not file_utils.exists(path) and saving_api.is_orbax_checkpoint(directory):
+        saved = ", ".join(restore.steps(directory)) or "none that is complete"
+        raise ValueError(f"{directory} contains no checkpoint {step}. It contains {saved}. Check the path.")
 
 
 def _is_step(path: str) -> bool:

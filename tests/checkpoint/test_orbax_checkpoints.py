@@ -135,6 +135,8 @@ def test_a_checkpoint_of_one_of_several_steps_is_restored(tmp_path):
         assert int(model.optimizer.iterations) == 2
         keras.saving.load_weights(model, str(tmp_path))
         assert int(model.optimizer.iterations) == 4
+        with pytest.raises(ValueError, match="contains 1, 0"):
+            model.load_weights(str(tmp_path / "21"))
 
 
 def test_a_checkpoint_of_weights_only_is_restored(tmp_path):
