@@ -4,7 +4,6 @@ Each process describes what it has in a short message. All processes read all me
 """
 
 import contextlib
-import hashlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from keras_dist._report.units import counted
 from keras_dist.data.batch_placement import is_global, is_sparse
 from keras_dist.multihost import messaging
+from keras_dist.multihost.value_comparison import digest_of
 
 _SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 # The methods of a model by their steps; without one, a method reads the shapes of its first batch to build the model.
@@ -101,7 +101,8 @@ class BatchComparison:
         )
         _require_equal(messages, "steps_per_epoch", "steps_per_epoch differs between processes")
         where = "a single batch" if self._is_of_single_batches else f"batch {self._batches}"
-        _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes")
+        fix = _SAME_RUN if self._auto_shard_dataset else _SAME_SHAPES
+        _require_equal(messages, "spec", f"Structure, dtypes or shapes of {where} differ between processes", fix)
         if self._has_step and self._auto_shard_dataset:  # without a step, nothing is computed from the rows
             _require_equal(messages, "rows", f"Numbers of rows of {where} differ between processes", _SAME_DATASET)
             _require_equal(messages, "digest", f"Digests of the rows of {where} differ between processes", _SAME_ORDER)
@@ -125,6 +126,10 @@ class BatchComparison:
 
 
 _SAME_RUN = "Run the same program with the same arguments in all processes."
+_SAME_SHAPES = (
+    "With auto_shard_dataset=False the rows of all processes are joined to one batch, so only their number may differ. "
+    "Pad sequences to the same length in all processes."
+)
 _SAME_DATASET = (
     "With auto_shard_dataset=True every process must pass the same global dataset; use auto_shard_dataset=False if "
     "each passes its own rows."
@@ -156,15 +161,8 @@ def _spec(leaves: list, structure: Any) -> str:
 
 
 def _digest(leaves: Sequence[Any], limit: int | None) -> str:
-    """Returns a digest of all bytes of the arrays, or of about `limit` bytes of each, evenly spread."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in jax.tree.leaves(leaves):
-        if not is_global(array):
-            array = np.asarray(array)
-            if limit is not None and array.nbytes > limit:
-                array = array.reshape(-1)[:: -(-array.nbytes // limit)]
-            digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+    arrays = jax.tree.leaves(leaves)
+    return digest_of((np.asarray(array) for array in arrays if not is_global(array)), limit)
 
 
 # ------------------------------------------------------------------------------------------------- models and seeds

@@ -60,7 +60,7 @@ def warn_of_differences(plan: Plan, batch: BatchShape, devices: Sequence[Device]
     """Returns in what a plan differs from what runs, and warns if it does."""
     differences = differences_from_run(plan, batch, devices, distribution)
     if differences:
-        advice = "" if _is_planned_batch(plan, batch) else " A plan has the global batch, as fit gets it."
+        advice = "" if _is_planned_batch(plan, batch) else " A plan has the global batch: the rows of all processes."
         warn(
             f"StepMonitor does not compare with the plan of {plan.model!r}, which is of another run: "
             f"{'; '.join(differences)}. Plan what runs, or leave out plan=.{advice}",

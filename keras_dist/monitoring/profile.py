@@ -1,5 +1,6 @@
 """Writes a trace of some steps, for xprof and Perfetto."""
 
+import os
 import threading
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 
 from keras_dist._report.units import counted
 from keras_dist._report.user_warnings import warn
+from keras_dist.multihost import messaging
 
 
 def require_profile(profile: Any, directory: Any) -> None:
@@ -45,7 +47,9 @@ class StepProfile:
             if self._is_tracing or self._is_done or last < self._first or first > self._last:
                 return
             try:
-                jax.profiler.start_trace(self._directory)
+                # JAX names files by host and second, which processes of one host share.
+                own = f"process_{messaging.process_index()}" if messaging.is_multi_process() else ""
+                jax.profiler.start_trace(os.path.join(self._directory, own))
             except RuntimeError as error:
                 raise ValueError(
                     f"StepMonitor cannot profile steps {self._first} to {self._last}, because another profile is being "

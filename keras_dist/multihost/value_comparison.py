@@ -6,7 +6,7 @@ them differ. Nothing fails then: each device computes with what it has.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,18 +30,23 @@ class _Shard(NamedTuple):
     data: jax.Array  # on one device of this process
 
 
-def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]]) -> None:
-    """Raises a ValueError on all processes if shards that several of them hold differ.
+def require_same_values(
+    owner: str, place: str, values: Iterable[tuple[str, Any]], sources: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Raises a ValueError on all processes if shards that several of them hold differ, or what shards were taken from.
 
     Each process computes checksums of all bits on its own devices, and sends one message. Large arrays that differ by
     no more than rounding are a warning: GPUs add up some sums in any order. `owner` is the name of the model, and
-    `place` where in the program this is, for errors. The values are in the same order on all processes.
+    `place` where in the program this is, for errors. The values are in the same order on all processes. `sources` has
+    for each of them a digest of the host value that it was made of, empty where that is not known.
     """
     shards = [shard for name, array in values for shard in _shared_shards(name, array)]
     checksums = [int(checksum) for checksum in jax.device_get([_checksum(_on_device(shard.data)) for shard in shards])]
     digests = {}
     for shard, checksum in zip(shards, checksums, strict=True):
         digests.setdefault(shard.holders, hashlib.blake2b(digest_size=8)).update(checksum.to_bytes(4, "little"))
+    everyone = ",".join(map(str, range(messaging.process_count())))
+    digests.setdefault(everyone, hashlib.blake2b(digest_size=8)).update(repr(sources).encode())
     mine = {holders: digest.hexdigest() for holders, digest in digests.items()}
     messages = messaging.exchange("shared values", [place, mine], method="fit")
     for process, (other, _) in enumerate(messages):
@@ -58,7 +63,7 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
     rows = [
         [name, part, checksum, _text(data), _sums_of(data)]
         for (name, part, _, data), checksum in zip(shards, checksums, strict=True)
-    ]
+    ] + [[name, "host value", source, None, None] for name, source in sources]
     found, is_rounding = _differences(messaging.exchange("shared values in full", rows))
     named = ", ".join(found[:_MAX_NAMED] + [f"and {len(found) - _MAX_NAMED} more"] * (len(found) > _MAX_NAMED))
     if not is_rounding:
@@ -71,6 +76,16 @@ def require_same_values(owner: str, place: str, values: Iterable[tuple[str, Any]
         f"Values of {owner!r} that should be equal on all processes differ by rounding: {named}. The processes have "
         "hardware or kernels that round in other ways. On GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true."
     )
+
+
+def digest_of(arrays: Iterable[np.ndarray], limit: int | None) -> str:
+    """Returns a digest of all bytes of arrays, or of about `limit` bytes of each, evenly spread."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        if limit is not None and array.nbytes > limit:
+            array = array.reshape(-1)[:: -(-array.nbytes // limit)]
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _shared_shards(name: str, array: jax.Array) -> Iterator[_Shard]:

@@ -61,10 +61,10 @@ def plan(
         build_model: Function without arguments that returns a compiled model; or a model, deferred or not. With
             `depth`, a function of the number of blocks.
         distribution: The distribution to plan for. Its mesh determines the hardware.
-        batch: Global batch as `fit` gets it: `x`, `(x, y)` or `(x, y, sample_weight)`. Each of them is an array, a
-            `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the model's input;
-            int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be passed, if the
-            model's inputs have static shapes and its targets follow from its losses.
+        batch: Batch as `fit` gets it, but always the global one: `x`, `(x, y)` or `(x, y, sample_weight)`. Each of them
+            is an array, a `jax.ShapeDtypeStruct`, a shape, or a list or dict of these. A shape has the dtype of the
+            model's input; int32 for targets of a sparse loss; otherwise float32. Instead, the number of rows can be
+            passed, if the model's inputs have static shapes and its targets follow from its losses.
         step: `"train"`, `"test"`, `"predict"`, or `"generate"` for a language model of KerasHub: the memory of
             `generate()`, FLOP, traffic and times of one token, `plan.tokens_per_second`, and `plan.largest_batch`,
             for which another number of rows is compiled, too.

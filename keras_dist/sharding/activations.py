@@ -41,17 +41,17 @@ def distribute_tensors(
     gradient_layout = _gradient_layout(inputs_layout, layout)
     is_on_mesh = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is not None
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tensors, is_leaf=_is_symbolic)]
-    is_exact = is_on_mesh and len(layout.axes) in map(len, shapes)
-    if is_on_mesh and shapes and max(map(len, shapes)) < len(layout.axes):
-        _require_fit(layout.axes, max(shapes, key=len), layout, role)
+    ranks = set(map(len, shapes))  # of the tensors that are sharded
+    if is_on_mesh:
+        ranks = ranks & {len(layout.axes)} or {rank for rank in ranks if rank > len(layout.axes)}
+        if shapes and not ranks:
+            _require_fit(layout.axes, max(shapes, key=len), layout, role)
 
     def fit(leaf: Any, layout: Any) -> Any:
         return _fit(leaf, layout, batch_axes, sequence_axes, unequal, role)
 
     def distribute(leaf: Any) -> Any:
-        if _is_symbolic(leaf) or (is_on_mesh and np.ndim(leaf) < len(layout.axes)):
-            return leaf
-        if is_exact and np.ndim(leaf) > len(layout.axes):
+        if _is_symbolic(leaf) or np.ndim(leaf) not in ranks:
             return leaf
         fitted = fit(leaf, layout) if is_on_mesh else layout
         if not is_on_mesh or not isinstance(leaf, Tracer):

@@ -30,6 +30,7 @@ from keras_dist.steps.options import StepOptions
 from keras_dist.steps.step_state import step_state
 from keras_dist.steps.steps import Steps
 from keras_dist.steps.train_steps import TrainSteps
+from keras_dist.variables.host_to_device import source_of
 from keras_dist.variables.variable_layouts import describe_variable
 
 BatchDimName = str | Sequence[str] | None
@@ -402,4 +403,4 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         """Raises ValueError where values that several processes hold differ, or the places in training they are at."""
         values = [(variable.path, internals.variable_value(variable)) for variable in variables]
         on_mesh = [pair for pair in values if is_on_mesh(pair[1], self._device_mesh.backend_mesh)]
-        require_same_values(model.name, place, on_mesh)
+        require_same_values(model.name, place, on_mesh, [(path, source_of(array)) for path, array in on_mesh])

@@ -26,7 +26,7 @@ from keras_dist._report.units import counted
 from keras_dist.layout.tensor_layout import TensorLayout
 from keras_dist.mesh.devices import is_attached, is_on_mesh
 from keras_dist.variables.gather import gather
-from keras_dist.variables.host_to_device import reshard
+from keras_dist.variables.host_to_device import reshard, source_of
 
 ModelT = TypeVar("ModelT", bound=keras.Layer)
 
@@ -163,13 +163,17 @@ def is_on_attached_devices(variable: keras.Variable) -> bool:
 
 
 def describe_variable(variable: keras.Variable) -> str:
-    """Returns a variable's shape, dtype and layout, and where every device holds all of it its number or checksum."""
+    """Returns a variable's shape, dtype and layout, and where every device holds all of it its number or checksum.
+
+    Where each process has other shards of a host value, a checksum of that value.
+    """
     value, layout = internals.variable_value(variable), internals.variable_layout(variable)
     text = f"{tuple(variable.shape)} {variable.dtype} {getattr(layout, 'axes', layout)}"
     if isinstance(value, jax.Array) and value.is_fully_replicated and not isinstance(value, Tracer):
         array = np.asarray(value)
         text += f" {array.reshape(-1)[0]!s}" if array.size == 1 else f" checksum {zlib.crc32(array.tobytes()):08x}"
-    return text
+    source = source_of(value)
+    return f"{text} made of a host value with checksum {source}" if source else text
 
 
 def redistribute(model: ModelT, distribution: internals.KerasDistribution | None = None) -> ModelT:

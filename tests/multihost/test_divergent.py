@@ -66,6 +66,8 @@ DIFFERENT_CALLS = [
         ["rate' (0.01 on process 0 and 0.5 on process 1)", "kernel' (on process 0 and on process 1)"],
     ),
     ("values of shards", ["first/kernel' (on process 0 and on process 1)"]),
+    ("host values of shards", ["own/kernel", "on process 0", "made of a host value with checksum", "on process 1"]),
+    ("host values between fits", ["own/kernel' (on process 0 and on process 1)"]),
     ("values at the end", ["bias' (on process 0 and on process 1)"]),
     ("values in an epoch", ["bias' (on process 0 and on process 1)"]),
     ("epochs", ["process 0 is at the end of fit, process 1 at the start of an epoch"]),
@@ -73,6 +75,7 @@ DIFFERENT_CALLS = [
         "order of devices",
         ["[0, 1, ", "on process 0, [3, 2, 1, 0] on process 1|on process 0, [2049, 2048, 1, 0] on process 1"],
     ),
+    ("lengths", ["[..., 5, 4]", "[..., 6, 4]", "Pad sequences"]),
     ("single batches", ["[7, 7] on process 0", "[6, 6] on process 1"]),
     ("later single batches", ["rows of a single batch"]),
 ]

@@ -85,6 +85,8 @@ def test_errors_are_the_same_on_all_processes(values):
 def test_callbacks_write_once(tmp_path):
     found = [process.result for process in run_processes(state.callbacks, str(tmp_path), timeout=400, tensorflow=True)]
     alone = [each.pop("own backup") for each in found]
+    for traces in (each.pop("traces") for each in found):
+        assert len([name for name in traces if name.endswith("xplane.pb")]) == 1
     each = found[0]
     assert each == found[1]
     assert each["kept"] == "HeldShards"

@@ -10,7 +10,16 @@ import keras_dist as kd
 
 SHAPE = 8, 9, WIDTH
 NUM_ROWS = 8 * 9  # of one choice, on all devices
-BY_WIDTH = {"Mixtral", "Gemma 4", "GPT-OSS", "ThreeOperands", "MaskedProbabilities", "MaskedScores", "OneExpert"}
+BY_WIDTH = {
+    "Mixtral",
+    "Gemma 4",
+    "GPT-OSS",
+    "ThreeOperands",
+    "MaskedProbabilities",
+    "MaskedScores",
+    "OneExpert",
+    "ChoiceByChoice",
+}
 
 
 def distribution_with(name, dims, mesh="data:4,model:2"):

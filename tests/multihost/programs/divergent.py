@@ -96,6 +96,8 @@ def divergent():
         "rate of an epoch": lambda: model().fit(x, y, batch_size=7, epochs=3, verbose=0, callbacks=[rate]),
         "values between fits": lambda: fitted_twice(),
         "values of shards": lambda: fitted_twice_in_shards(),
+        "host values of shards": lambda: fitted_in_own_shards(before=1.0 + me),
+        "host values between fits": lambda: fitted_in_own_shards(between=2.0 if is_other else None),
         "values at the end": lambda: model().fit(x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_epoch_end")]),
         "values in an epoch": lambda: model().fit(
             x, y, batch_size=7, verbose=0, callbacks=[Assigned("on_train_batch_end"), noted]
@@ -162,6 +164,17 @@ def divergent():
                 made.layers[0].kernel.assign(made.layers[0].kernel + np.repeat([0.0, 1.0], 4).astype("float32"))
             made.fit(x, y, batch_size=7, verbose=0)
 
+    def fitted_in_own_shards(before=None, between=None):
+        """Each process holds its own shards of the kernel, of a value that is assigned before or between two fits."""
+        with kd.FullyShardedDataParallel(min_shard_bytes=0).scope():
+            keras.utils.set_random_seed(1)
+            made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, use_bias=False, name="own")])
+            made.compile("sgd", "mse")
+            for value in (before, between):
+                if value is not None:
+                    made.set_weights([np.full((4, 3), value, "float32")])
+                made.fit(x, y, batch_size=7, verbose=0)
+
     results = {}
     for name, case in cases.items():
         devices = np.array(kd.list_devices())
@@ -178,6 +191,15 @@ def divergent():
             results["auto_shard_dataset"] = f"no error: {model().fit(x, y, verbose=0)}"
         except Exception as error:
             results["auto_shard_dataset"] = f"{type(error).__name__}: {error}"
+
+    with kd.DataParallel(auto_shard_dataset=False).scope():
+        pooled = keras.layers.GlobalAveragePooling1D()
+        made = keras.Sequential([keras.Input((None, 4)), pooled, keras.layers.Dense(3)])
+        made.compile("sgd", "mse")
+        try:
+            results["lengths"] = f"no error: {made.fit(np.ones((7, 5 + me, 4)), y[:7], verbose=0)}"
+        except Exception as error:
+            results["lengths"] = f"{type(error).__name__}: {error}"
 
     with kd.DataParallel().scope():
         made = program()
