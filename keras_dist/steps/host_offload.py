@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_device_mesh
 from keras_dist.mesh.devices import is_attached
 from keras_dist.sharding.per_device import on_devices
 from keras_dist.steps.step_order import after, is_float, is_known, token_of
-from keras_dist.tracing.jaxpr_evaluation import Values, as_function
+from keras_dist.tracing.jaxpr_evaluation import Values, as_function, equations_in_place_of, with_equations
 
 MIN_OFFLOAD_BYTES = 64 * 2**10
 """Smaller arrays stay on the devices: fetching them would take longer than it is worth."""
@@ -187,6 +188,33 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
 
     block.defvjp(forward, backward)
     return jax.tree.unflatten(jax.tree.structure(shapes), block(*traced.consts))
+
+
+class KeptOnHost(NamedTuple):
+    """Marks what `jax.checkpoint` computes again in a program that passes change before `with_blocks_on_host`."""
+
+    policy: Callable | None
+    placer: BatchPlacer
+
+    def __call__(self, primitive: Any, *arguments: Any, **params: Any) -> Any:
+        return self.policy is not None and self.policy(primitive, *arguments, **params)
+
+
+def with_blocks_on_host(program: Any) -> Any:
+    """Returns a program, not yet differentiated, that keeps in host memory what marked blocks keep."""
+
+    def replaced(equation: Any) -> Sequence[Any] | None:
+        policy = equation.params.get("policy")
+        if not isinstance(policy, KeptOnHost):
+            return None
+        block = as_function(equation.params["jaxpr"])
+
+        def on_host(*operands: Any) -> Any:
+            return checkpoint_on_host(partial(block, *operands), policy.policy, policy.placer)
+
+        return equations_in_place_of(equation, on_host)
+
+    return with_equations(program, replaced)
 
 
 def _is_on_host(value: Any) -> bool:

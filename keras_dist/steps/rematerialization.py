@@ -10,10 +10,11 @@ import keras
 from keras_dist._keras import internals, model_structure
 from keras_dist.data.batch_placement import BatchPlacer
 from keras_dist.layout.tensor_layout import TensorLayout
-from keras_dist.steps.host_offload import checkpoint_on_host
+from keras_dist.steps.host_offload import KeptOnHost, checkpoint_on_host
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.repeated_blocks import RepeatedBlocks
 from keras_dist.steps.step_order import BackwardOrder
+from keras_dist.steps.step_state import step_state
 
 # Fused kernels of attention hold no logits, so computing them again would save little.
 _KERNELS = ("custom_vjp_call", "pallas_call", "shard_map")
@@ -54,7 +55,9 @@ class Rematerialization:
             if self._order is not None:
                 self._order.begin_block()
             try:
-                if self._is_offloaded:
+                if self._is_offloaded and step_state().is_improved:  # with_blocks_on_host follows
+                    outputs = jax.checkpoint(function, policy=KeptOnHost(self._policy, self._placer))()
+                elif self._is_offloaded:
                     outputs = checkpoint_on_host(function, self._policy, self._placer)
                 else:
                     outputs = jax.checkpoint(function, policy=self._policy)()

@@ -22,7 +22,7 @@ class RepeatedBlocks:
     """Finds the repeated blocks of a model.
 
     A block contains at least two layers with weights. In a functional graph, a block begins and ends where one tensor
-    is all that later operations need, apart from inputs of the model and what is computed from them without weights,
+    is all that later operations need, apart from inputs of integers and what is computed from inputs without weights,
     such as masks, and apart from what is carried past several blocks, such as the output of an encoder. Several equal
     blocks follow each other: equal operations with weights of equal shapes. Blocks of the same classes may have other
     shapes, such as layers with local and global attention. Elsewhere, a block is a layer whose parent has others of the
@@ -83,11 +83,14 @@ class _Search:
         self.last_use = dict.fromkeys((id(tensor) for node in nodes for tensor in node.outputs), -1)
         self.last_use |= {id(tensor): number for number, node in enumerate(nodes) for tensor in node.input_tensors}
         self.last_use |= {id(tensor): len(nodes) for tensor in graph.outputs}
-        self._made: dict[int, int] = {}  # which operation computes a tensor, of those that depend on weights
+        # Which operation computes a tensor, of those that depend on weights; inputs with features exist before.
+        self._made: dict[int, int] = {}
         for number, node in enumerate(nodes):
             has_weights = isinstance(node.operation, keras.Layer) and node.operation.weights
             if has_weights or any(id(tensor) in self._made for tensor in node.input_tensors):
                 self._made.update(dict.fromkeys(map(id, node.outputs), number))
+        features = (id(tensor) for tensor in graph.inputs if "float" in tensor.dtype)
+        self._made |= {tensor: -1 for tensor in features if tensor in self.last_use}
 
     def groups(self, start: int, stop: int, carried: frozenset[int]) -> Iterator[tuple[bool, list]]:
         """Yields operations in groups of segments, each with whether it is a block.
@@ -120,7 +123,7 @@ class _Search:
             segments[-1].append(node)
             live.update(id(tensor) for tensor in node.outputs if id(tensor) in made)
             live = {tensor for tensor in live if self.last_use[tensor] > number}
-            if len(live) == 1:
+            if len(live) == 1 and made[next(iter(live))] >= 0:
                 segments.append([])
         return [segment for segment in segments if segment]
 

@@ -18,7 +18,6 @@ from keras_dist.mixtures.recognition import MixtureCall
 from keras_dist.passes.registry import ForwardPass
 from keras_dist.passes.token_part import LossCall
 from keras_dist.steps.loss_parts import LossParts
-from keras_dist.steps.rematerialization import Rematerialization
 from keras_dist.tracing.traced_values import TracedWeights
 
 Call = AttentionCall | MixtureCall | LossCall
@@ -34,7 +33,7 @@ class StepState:
     kept_gradients: Collection[int] = ()  # ids of the weights whose gradients are not reduced
     are_weights_gathered: bool = False  # for all microbatches
     losses: LossParts | None = None  # those of a microbatch
-    rematerialization: Rematerialization | None = None
+    rematerialization: Any = None  # a `Rematerialization`, or None
     is_update_unconditional: bool = False  # whether the update of the weights is that of accumulated gradients
     with_options: list[bool] | None = None  # filled by train steps that are computed with the options
     calls: list[Call] | None = None  # filled with how attention, mixtures and losses are computed, if somebody asks

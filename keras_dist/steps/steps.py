@@ -28,6 +28,7 @@ from keras_dist.passes.rewriting import Pass, rewritten, rewritten_before_gradie
 from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
 from keras_dist.steps.effect_checks import check_expert_axes, check_expert_options, check_loss_chunk
+from keras_dist.steps.host_offload import with_blocks_on_host
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
@@ -243,6 +244,7 @@ class Steps:
         """Returns what passes make of a program. `checked`: the model whose step has to have what options name."""
         for each in passes:
             program = replace(program, jaxpr=each.improve(program))
+        program = replace(program, jaxpr=with_blocks_on_host(program.jaxpr))
         if (calls := step_state().calls) is not None:
             calls.extend((*program.mixtures, *(each for each in program.losses if each.chunk)))
         self._warn_of_dense(program.mixtures)

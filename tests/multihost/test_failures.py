@@ -41,8 +41,8 @@ TABLE = [
     ("fit", "ends without cleanup", 1, 3, ENDS, "process 1 ("),
     ("fit", "stalls", 1, 70, ENDS, "waited 5 seconds"),
     ("last batches", "stalls", 1, 70, ENDS, "Process 1 ("),
-    ("single batches", "stalls", 0, 70, ENDS, "has not begun step 4 of this program"),
-    ("single batches", "stalls", 1, 70, ENDS, "has not begun step 4 of this program"),
+    ("single batches", "stalls", 0, 70, ENDS, "has not begun step 5 of this program"),
+    ("single batches", "stalls", 1, 70, ENDS, "has not begun step 5 of this program"),
     ("fit", "stops after an epoch", 0, 1, ENDS, "different numbers of epochs"),
 ]
 # One case of each way to detect a failure; the others are marked slow.

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support.expert_layers import ThreeOperands
 from support.keras_scenarios import OLDER_KERAS
 from support.slow_cases import slow, slow_unless
 from support.strategy_models import OwnStep, assert_same_numbers, scope
@@ -216,6 +217,15 @@ def nested():
     return compiled(keras.Model(outer, layers.Dense(4)(inner(outer))))
 
 
+def mixtures():
+    """Blocks with a mixture of experts each."""
+    inputs = x = keras.Input((8, 16))
+    for number in range(3):
+        x = layers.Add()([x, ThreeOperands(name=f"experts{number}")(layers.LayerNormalization()(x))])
+        x = layers.Add()([x, layers.Dense(16, "tanh", name=f"dense{number}")(x)])
+    return compiled(keras.Model(inputs, layers.Dense(4)(x)))
+
+
 def compiled(model):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
@@ -234,6 +244,7 @@ BUILDS = {
     "subclassed": (lambda: compiled(Subclassed()), VECTORS),
     "nested": (nested, VECTORS),
     "looping": (looping, VECTORS),
+    "mixtures": (mixtures, VECTORS),
 }
 
 
@@ -290,6 +301,7 @@ def test_each_mode_changes_no_number(name, remat):
     [
         *(slow_unless(name == "nested", name, {}) for name in BUILDS),
         slow("layers", {"reduce_dtype": "float32"}),
+        ("mixtures", {"experts": "sparse"}),
     ],
     ids=str,
 )

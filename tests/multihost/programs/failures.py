@@ -52,8 +52,10 @@ def fail(work, failure, who, wait_seconds):
         epochs = 2 if failure == "stops after an epoch" and messaging.process_index() != who else 1
         _fit(act, epochs, 3 if work == "fit" else 14)
         return
-    for step in range(5):
-        if step == 3:
+    # The first, second, fourth ... of single batches are compared, before a step waits.
+    last = 4 if work == "single batches" else 3
+    for step in range(last + 2):
+        if step == last:
             act()
         {"messages": _exchange, "devices": _sum_over_devices, "single batches": _train_on_batch}[work](step)
 
