@@ -20,6 +20,7 @@ def _load_weights(original, model, filepath, skip_mismatch=False, **kwargs):
     """Without it, checkpoints of `TrainingCheckpoint` cannot be read on other devices; while a distribution of
     keras_dist is active: nothing, or only a part, of a checkpoint is restored silently.
     """
+    _require_step(str(filepath))
     found = _checkpoints(str(filepath))
     if found is None:
         return original(model, filepath, skip_mismatch=skip_mismatch, **kwargs)
@@ -75,10 +76,7 @@ def _checkpoints(path: str) -> tuple[str, list[str]] | None:
     Without a distribution, Keras reads what its own callback saved.
     """
     is_other_format = path.endswith((".keras", ".h5", ".hdf5", ".weights.json"))
-    if is_other_format:
-        return None
-    _require_step(path)
-    if not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
+    if is_other_format or not (saving_api.is_orbax_checkpoint(path) or _is_step(path)):
         return None
     directory, steps = _steps(path)
     is_of_training = any(file_utils.exists(file_utils.join(directory, step, PROGRESS)) for step in steps)

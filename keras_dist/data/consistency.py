@@ -15,9 +15,8 @@ import numpy as np
 from keras_dist._report.units import counted
 from keras_dist.data.batch_placement import is_global, is_sparse
 from keras_dist.multihost import messaging
-from keras_dist.multihost.value_comparison import digest_of
+from keras_dist.multihost.value_comparison import SAMPLE, digest_of
 
-_SAMPLE = 4096  # bytes of an array that are compared in batches after the first
 # The methods of a model by their steps; without one, a method reads the shapes of its first batch to build the model.
 METHODS = {"train": "fit", "test": "evaluate", "predict": "predict", None: "the start of fit, evaluate or predict"}
 
@@ -55,7 +54,7 @@ class BatchComparison:
         """
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_sparse)
         rows = [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves]
-        digest = _digest(leaves, _SAMPLE if self._batches else None)
+        digest = _digest(leaves, SAMPLE if self._batches else None)
         return self._compare({"spec": _spec(leaves, structure), "rows": rows, "digest": digest})
 
     def compare_some(self, batch: Any) -> None:

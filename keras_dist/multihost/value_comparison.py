@@ -6,7 +6,7 @@ them differ. Nothing fails then: each device computes with what it has.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 
 from keras_dist._report.user_warnings import warn
 from keras_dist.multihost import messaging
+
+SAMPLE = 4096
+"""Bytes of an array that are compared where there are too many to compare all of them."""
 
 _MAX_NAMED = 3  # values in an error
 _ROUNDING = 1e-3  # relative to the norm of an array: far more than a step adds, and less than what code assigns
@@ -30,21 +33,20 @@ class _Shard(NamedTuple):
     data: jax.Array  # on one device of this process
 
 
-def require_same_values(
-    owner: str, place: str, values: Iterable[tuple[str, Any]], sources: Sequence[tuple[str, str]] = ()
-) -> None:
+def require_same_values(owner: str, place: str, values: Collection[tuple[str, Any, str]]) -> None:
     """Raises a ValueError on all processes if shards that several of them hold differ, or what shards were taken from.
 
     Each process computes checksums of all bits on its own devices, and sends one message. Large arrays that differ by
     no more than rounding are a warning: GPUs add up some sums in any order. `owner` is the name of the model, and
-    `place` where in the program this is, for errors. The values are in the same order on all processes. `sources` has
-    for each of them a digest of the host value that it was made of, empty where that is not known.
+    `place` where in the program this is, for errors. The values are in the same order on all processes, each with its
+    name and a digest of the host value that it was made of, empty where that is not known.
     """
-    shards = [shard for name, array in values for shard in _shared_shards(name, array)]
+    shards = [shard for name, array, _ in values for shard in _shared_shards(name, array)]
     checksums = [int(checksum) for checksum in jax.device_get([_checksum(_on_device(shard.data)) for shard in shards])]
     digests = {}
     for shard, checksum in zip(shards, checksums, strict=True):
         digests.setdefault(shard.holders, hashlib.blake2b(digest_size=8)).update(checksum.to_bytes(4, "little"))
+    sources = [(name, source) for name, _, source in values]
     everyone = ",".join(map(str, range(messaging.process_count())))
     digests.setdefault(everyone, hashlib.blake2b(digest_size=8)).update(repr(sources).encode())
     mine = {holders: digest.hexdigest() for holders, digest in digests.items()}

@@ -145,7 +145,7 @@ def _fetched_after(token: Any, value: Any, layout: TensorLayout) -> Any:
 # ---------------------------------------------------------------------------------------------------- activations
 
 
-def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, placer: BatchPlacer) -> Any:
+def checkpoint_on_host(function: Callable[[], Any], policy: Callable, placer: BatchPlacer) -> Any:
     """Calls a function, and keeps what a policy of `jax.checkpoint` saves in host memory until the backward pass.
 
     The outputs are there once all of it is in host memory: compilers would copy it when it is fetched again. On a mesh
@@ -193,11 +193,11 @@ def checkpoint_on_host(function: Callable[[], Any], policy: Callable | None, pla
 class KeptOnHost(NamedTuple):
     """Marks what `jax.checkpoint` computes again in a program that passes change before `with_blocks_on_host`."""
 
-    policy: Callable | None
+    policy: Callable
     placer: BatchPlacer
 
-    def __call__(self, primitive: Any, *arguments: Any, **params: Any) -> Any:
-        return self.policy is not None and self.policy(primitive, *arguments, **params)
+    def __call__(self, *arguments: Any, **params: Any) -> Any:
+        return self.policy(*arguments, **params)
 
 
 def with_blocks_on_host(program: Any) -> Any:

@@ -40,7 +40,8 @@ class Rematerialization:
     """
 
     def __init__(self, model: keras.Model, mode: str, placer: BatchPlacer, is_offloaded: bool):
-        self._policy, self._placer, self._is_offloaded = _POLICIES[mode], placer, is_offloaded
+        self._policy: Any = _POLICIES[mode]  # None only where nothing is offloaded
+        self._placer, self._is_offloaded = placer, is_offloaded
         self.blocks = None if mode == "attention" else RepeatedBlocks(model)
         self.count, self.is_in_block = 0, False  # how many blocks, or attentions, have been traced; whether one is now
         # Others than XLA:GPU compute gradients in the order of the blocks, unless activations are copied to hosts.

@@ -244,7 +244,8 @@ class Steps:
         """Returns what passes make of a program. `checked`: the model whose step has to have what options name."""
         for each in passes:
             program = replace(program, jaxpr=each.improve(program))
-        program = replace(program, jaxpr=with_blocks_on_host(program.jaxpr))
+        if step_state().rematerialization is not None:
+            program = replace(program, jaxpr=with_blocks_on_host(program.jaxpr))
         if (calls := step_state().calls) is not None:
             calls.extend((*program.mixtures, *(each for each in program.losses if each.chunk)))
         self._warn_of_dense(program.mixtures)

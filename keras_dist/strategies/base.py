@@ -402,5 +402,6 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
     def check_values_agree(self, model: keras.Model, variables: Iterable[keras.Variable], place: str) -> None:
         """Raises ValueError where values that several processes hold differ, or the places in training they are at."""
         values = [(variable.path, internals.variable_value(variable)) for variable in variables]
-        on_mesh = [pair for pair in values if is_on_mesh(pair[1], self._device_mesh.backend_mesh)]
-        require_same_values(model.name, place, on_mesh, [(path, source_of(array)) for path, array in on_mesh])
+        mesh = self._device_mesh.backend_mesh
+        on_mesh = [(path, array, source_of(array)) for path, array in values if is_on_mesh(array, mesh)]
+        require_same_values(model.name, place, on_mesh)

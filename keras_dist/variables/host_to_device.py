@@ -16,12 +16,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from keras_dist._keras.training_state import own_copy
 from keras_dist.mesh.devices import require_attached
-from keras_dist.multihost.value_comparison import digest_of
+from keras_dist.multihost.value_comparison import SAMPLE, digest_of
 from keras_dist.variables.layout_change import changed
 from keras_dist.variables.lazy_hdf5 import lazy_tensor
 from keras_dist.variables.lazy_tensor import Bounds, LazyTensor, slices_of
 
-_SAMPLE = 4096  # bytes of a host value that are compared among processes
 _sources: dict[int, tuple[weakref.ref, str]] = {}  # arrays, by id, with digests of the host values they were made of
 
 
@@ -56,13 +55,13 @@ def place(value: Any, sharding: Sharding, dtype: Any = None) -> jax.Array:
     placed = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
     if isinstance(value, np.ndarray) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
         key = id(placed)
-        _sources[key] = weakref.ref(placed, lambda _: _sources.pop(key, None)), digest_of([value], _SAMPLE)
+        _sources[key] = weakref.ref(placed, lambda _: _sources.pop(key, None)), digest_of([value], SAMPLE)
     return placed
 
 
 def source_of(array: Any) -> str:
     """Returns a digest of the host value that an array over several processes was made of, empty if it is unknown."""
-    return _sources[id(array)][1] if id(array) in _sources else ""
+    return _sources.get(id(array), (None, ""))[1]
 
 
 def reshard(value: Any, sharding: Any) -> Any:
