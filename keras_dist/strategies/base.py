@@ -104,6 +104,8 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
                 f"one of {list(EXCHANGES)}, and needs an axis that sequences are sharded over. By default the exchange "
                 "that sends the fewest bytes is used."
             )
+        if isinstance(auto_shard_dataset, str):  # each text would be true
+            raise TypeError(f"auto_shard_dataset={auto_shard_dataset!r} is text. Pass True or False.")
         if added := tuple(name for name in expert_axes if name not in batch_axes + sequence_axes):
             batch_dim_name = batch_axes = batch_axes + added
         self._step_options = StepOptions() if step_options is None else _checked_options(step_options)

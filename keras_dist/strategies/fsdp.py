@@ -59,8 +59,9 @@ class FullyShardedDataParallel(ModelParallel):
 
     Raises:
         ValueError: An axis that the mesh does not have or that a rule for a weight uses, a mesh whose axes leave open
-            which one to shard over, or an expert axis that shards no weights. When a step is traced: an expert axis
-            that does not divide the number of experts, or under which no mixture of experts is found.
+            which one to shard over, an expert axis that shards no weights, or a negative `min_shard_bytes`. When a
+            step is traced: an expert axis that does not divide the number of experts, or under which no mixture of
+            experts is found.
 
     Example:
 
@@ -96,6 +97,8 @@ class FullyShardedDataParallel(ModelParallel):
             layout_map = LayoutMap(mesh)
         if not isinstance(min_shard_bytes, numbers.Real):
             raise TypeError(f"min_shard_bytes={min_shard_bytes!r} must be a number of bytes, for example 2**16.")
+        if not min_shard_bytes >= 0:  # nor is NaN
+            raise ValueError(f"min_shard_bytes={min_shard_bytes!r} must be at least 0, which shards all weights.")
         layout_map, _ = self._map_and_mesh(layout_map, device_mesh)
         replica_axes, shard_axes = _replica_and_shard_axes(
             layout_map, shard_axis, replica_axis, sequence_dim_name, expert_dim_name

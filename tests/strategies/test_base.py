@@ -257,12 +257,19 @@ def test_a_data_layout_of_a_subclass_is_that_of_batches():
     [
         (lambda: kd.DataParallel().with_step_options({"remat": "full"}), "step_options must be a keras_dist.StepOpt"),
         (lambda: kd.FullyShardedDataParallel(min_shard_bytes="64k"), "min_shard_bytes='64k' must be a number of bytes"),
+        (lambda: kd.DataParallel(auto_shard_dataset="False"), "auto_shard_dataset='False' is text"),
         (lambda: kd.FullyShardedDataParallel(shard_axis=0), "Mesh axes 0 must be None, the name of an axis"),
     ],
 )
 def test_arguments_of_another_type(make, says):
     with pytest.raises(TypeError, match=says):
         make()
+
+
+@pytest.mark.parametrize("number", [-1, float("nan")])
+def test_a_size_of_shards_that_is_no_size(number):
+    with pytest.raises(ValueError, match=f"min_shard_bytes={number} must be at least 0"):
+        kd.FullyShardedDataParallel(min_shard_bytes=number)
 
 
 @pytest.mark.parametrize("make", [kd.ModelParallel, kd.FullyShardedDataParallel])
