@@ -47,6 +47,7 @@ def seconds(way: str, blocks: int) -> dict[str, float]:
     """Returns the figures of `measure`, from a process in which `way` is one of the ways or the folder of another."""
     folder, name = (ROOT, way) if way in WAYS else (Path(way), "keras_dist")
     settings = {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "jax"}
+    settings["PYTHONDONTWRITEBYTECODE"] = ""  # an installed package has its bytecode
     command = [sys.executable, __file__, "--measure", name, str(blocks)]
     output = subprocess.run(command, env=os.environ | settings, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])
