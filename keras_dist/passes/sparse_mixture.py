@@ -304,10 +304,11 @@ class SparseMixture:
         return value
 
     def _with_experts_sharded(self, gather: Any, expert: int, value: Any) -> Any:
-        """Gathers a weight as an equation does, but not over the expert axes."""
+        """Gathers a weight as an equation does, but not over the expert axes, which shard no other dim of it."""
         stored, compute = layouts(gather)
-        entries = list(compute.axes)
-        entries[expert] = self._shards.expert_axes
+        expert_axes = self._shards.expert_axes
+        entries = [[name for name in axis_tuple(entry) if name not in expert_axes] for entry in compute.axes]
+        entries[expert] = [*expert_axes]
         summed_axes = [name for name in self._batch_axes if name not in self._shards.expert_axes]
         return to_compute_layout(value, stored, TensorLayout(entries, compute.device_mesh), stored, summed_axes)
 

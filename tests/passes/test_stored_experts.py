@@ -10,6 +10,8 @@ from support.keras_scenarios import start_anew
 from support.slow_cases import slow_unless
 from support.strategy_models import fsdp
 
+import keras_dist as kd
+
 MESH = "replica:4,fsdp:2"
 FAST = {("ThreeOperands", (1, 1))}
 
@@ -45,3 +47,21 @@ def test_other_experts_do_not_count():
             values[others] = np.nan
             weight.assign(values)
         np.testing.assert_array_equal(model.predict(x, verbose=0), expected)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "shape"),
+    [
+        ((None, "model", None), ("model", None, None), (6, 1)),
+        ((None, "model", None), (None, None, "model"), (6, 3)),
+        ((None, "model", None), (None, None, "model"), (1, 1)),
+    ],
+)
+def test_dims_that_rules_shard_and_devices_cannot_follow(up, down, shape):
+    """The experts are sharded over the axis of the rules, too."""
+    expected, _ = computed(LAYERS["ThreeOperands"], (*shape, WIDTH), "dense")
+    start_anew()
+    layout_map = kd.LayoutMap(kd.create_device_mesh("data:3,model:2", devices=6))
+    layout_map[".*up"], layout_map[".*down"] = up, down
+    found, _ = computed(LAYERS["ThreeOperands"], (*shape, WIDTH), "auto", distribution=fsdp(layout_map=layout_map))
+    assert_same_numbers(found, expected)
