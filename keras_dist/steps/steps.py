@@ -29,6 +29,7 @@ from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
 from keras_dist.steps.effect_checks import check_expert_axes, check_expert_options, check_loss_chunk
 from keras_dist.steps.host_offload import with_blocks_on_host
+from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
@@ -175,9 +176,16 @@ class Steps:
         passes = step_state().forward_passes
 
         def improve(function: Callable, state: Any, batch: Any) -> Any:
+            losses = step_state().losses
+            totals = None if losses is None else losses.totals  # inputs as well: they are values of another trace
+
+            def function_of_totals(state: Any, batch: Any, totals: Any) -> Any:
+                with changed(losses=None if losses is None else LossParts(losses.fraction, totals)):
+                    return function(state, batch)
+
             with changed(is_improved=True):
-                traced = _Traced(function, state, batch)
-            arrays = jax.tree.leaves(batch)  # of a microbatch, for example
+                traced = _Traced(function_of_totals, state, batch, totals)
+            arrays = jax.tree.leaves((batch, totals))  # of a microbatch, for example
             axes = self.axes_in_step("train", _num_rows(arrays))
             capacity = self._options.expert_capacity
             figures = [] if step_state().is_monitored or capacity is not None else None
@@ -186,8 +194,8 @@ class Steps:
             program = self._improved(program, passes, model)
             check_loss_chunk(program.losses, self._options)
             if not (names := program.figures):
-                return traced.evaluate(program.jaxpr, state, batch)
-            outputs, figures = traced.evaluate(program.jaxpr, state, batch, further=len(names))
+                return traced.evaluate(program.jaxpr, state, batch, totals)
+            outputs, figures = traced.evaluate(program.jaxpr, state, batch, totals, further=len(names))
             loss, (logs, *others) = outputs
             return loss, (logs | summed_up(zip(names, figures, strict=True)), *others)
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from support.slow_cases import slow_unless
+from support.slow_cases import slow, slow_unless
 from support.strategy_models import LENGTH, MODELS, STRATEGIES, assert_same_numbers, scope
 
 import keras_dist as kd
@@ -184,6 +184,12 @@ def test_each_strategy_has_equal_numbers(strategy):
         return plain.with_step_options(kd.StepOptions(**options))
 
     assert_chunks_change_nothing(functools.partial(build, "sgd"), x, y, distribution, chunk=3, batch_size=16)
+
+
+@pytest.mark.parametrize("distribution", [on_one_device, slow(fsdp)])
+def test_microbatches_whose_divisor_is_that_of_the_batch(distribution):
+    """The chunks read the number of unmasked tokens of the batch, which is an input of a microbatch's program."""
+    assert_chunks_change_nothing(distribution=functools.partial(distribution, microbatches=2), chunk=3, **case("mask"))
 
 
 @pytest.mark.slow

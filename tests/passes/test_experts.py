@@ -239,6 +239,19 @@ def test_a_plan_lists_the_mixtures_of_a_microbatch_once(reduced):
     assert (mixtures.calls, mixtures.rows) == (1, 9)  # 16 sequences in two parts, on eight devices
 
 
+@pytest.mark.parametrize("reduced", ["update", slow("microbatch")])
+def test_microbatches_whose_divisor_is_that_of_the_batch(reduced):
+    x, y, weights = np.ones((16, 9, WIDTH)), np.ones((16, 9, 2)), np.linspace(0.1, 1, 16 * 9).reshape(16, 9)
+    losses = []
+    for options in {"microbatches": 2, "reduce_gradients": reduced, "experts": "sparse"}, {"experts": "dense"}:
+        start_anew()
+        with kd.DataParallel(step_options=kd.StepOptions(**options)).scope():
+            model = model_of(SPARSE["OneExpert"]())
+            model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+            losses.append(model.fit(x, y, 16, 3, verbose=0, sample_weight=weights).history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 class Quantized(keras.layers.Layer):
     """Experts whose weights are stored as int8."""
 
