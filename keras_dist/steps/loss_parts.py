@@ -23,7 +23,7 @@ class LossParts:
     """
 
     def __init__(self, fraction: float = 1.0, totals: Sequence[Any] | None = None):
-        self.fraction, self.totals = fraction, totals
+        self._fraction, self._totals = fraction, totals
         self.divisors: list = []  # of the losses so far
 
     def corrected(self, loss: Any, reduction: str | None, divisor: Any) -> Any:
@@ -32,9 +32,9 @@ class LossParts:
         `reduction` is Keras's name. `divisor` is what the loss was divided by, None if that is known while tracing.
         """
         total = self._total_of(divisor)
-        if self.totals is not None and reduction == "sum":
-            return loss / self.fraction
-        return loss if total is None else loss * jnp.nan_to_num(divisor / total) / self.fraction
+        if self._totals is not None and reduction == "sum":
+            return loss / self._fraction
+        return loss if total is None else loss * jnp.nan_to_num(divisor / total) / self._fraction
 
     def corrected_sum(self, loss: Any, size: int) -> Any:
         """Returns the sum of the `size` numbers of a loss that a layer adds.
@@ -48,10 +48,10 @@ class LossParts:
     def _total_of(self, divisor: Any) -> Any:
         """Returns what has this divisor's place for the undivided batch; None where no loss is corrected by it."""
         self.divisors.append(divisor)
-        if self.totals is None or divisor is None:
+        if self._totals is None or divisor is None:
             return None
-        if not self.totals:
+        if not self._totals:
             raise TotalsNeededError
-        if len(self.divisors) > len(self.totals):  # that of a metric, which come after all losses
+        if len(self.divisors) > len(self._totals):  # that of a metric, which come after all losses
             return None
-        return self.totals[len(self.divisors) - 1]
+        return self._totals[len(self.divisors) - 1]

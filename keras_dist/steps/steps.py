@@ -29,7 +29,6 @@ from keras_dist.passes.step_program import DimAxes, StepProgram, batch_axes
 from keras_dist.sharding.resharding import weight_layouts
 from keras_dist.steps.effect_checks import check_expert_axes, check_expert_options, check_loss_chunk
 from keras_dist.steps.host_offload import with_blocks_on_host
-from keras_dist.steps.loss_parts import LossParts
 from keras_dist.steps.options import AUTO, OptionWithoutEffectError, StepOptions
 from keras_dist.steps.step_state import changed, nothing_alive, step_state
 from keras_dist.tracing.traced_values import TracedWeights, root_of
@@ -176,16 +175,9 @@ class Steps:
         passes = step_state().forward_passes
 
         def improve(function: Callable, state: Any, batch: Any) -> Any:
-            losses = step_state().losses
-            totals = None if losses is None else losses.totals  # inputs as well: they are values of another trace
-
-            def function_of_totals(state: Any, batch: Any, totals: Any) -> Any:
-                with changed(losses=None if losses is None else LossParts(losses.fraction, totals)):
-                    return function(state, batch)
-
             with changed(is_improved=True):
-                traced = _Traced(function_of_totals, state, batch, totals)
-            arrays = jax.tree.leaves((batch, totals))  # of a microbatch, for example
+                traced = _Traced(function, state, batch)
+            arrays = jax.tree.leaves(batch)  # of a microbatch, for example
             axes = self.axes_in_step("train", _num_rows(arrays))
             capacity = self._options.expert_capacity
             figures = [] if step_state().is_monitored or capacity is not None else None
@@ -194,8 +186,8 @@ class Steps:
             program = self._improved(program, passes, model)
             check_loss_chunk(program.losses, self._options)
             if not (names := program.figures):
-                return traced.evaluate(program.jaxpr, state, batch, totals)
-            outputs, figures = traced.evaluate(program.jaxpr, state, batch, totals, further=len(names))
+                return traced.evaluate(program.jaxpr, state, batch)
+            outputs, figures = traced.evaluate(program.jaxpr, state, batch, further=len(names))
             loss, (logs, *others) = outputs
             return loss, (logs | summed_up(zip(names, figures, strict=True)), *others)
 
@@ -350,6 +342,8 @@ class _Traced:
         with changed(calls=self._calls):
             traced = self._function.trace(*arguments)
         self.jaxpr, self._structure = traced.jaxpr, jax.tree.structure(traced.out_info)
+        if len(self.jaxpr.in_avals) > len(jax.tree.leaves(arguments)):  # it reads values of a trace around it, too
+            self.jaxpr = jax.make_jaxpr(self._function)(*arguments)  # has these as constants, not as inputs
 
     def evaluate(self, program: Any, *arguments: Any, further: int = 0) -> Any:
         """Returns what a program computes: the function's own, or one that was made of it.
@@ -358,11 +352,9 @@ class _Traced:
         """
         if (calls := step_state().calls) is not None:
             calls.extend(self._calls or ())
-        leaves = jax.tree.leaves(arguments)
-        # A program that takes more values reads some that leaked from another trace. JAX explains that error.
-        if program is self.jaxpr or len(program.in_avals) > len(leaves):
+        if program is self.jaxpr:
             return self._function(*arguments)
-        values = jaxpr_as_fun(program)(*leaves)
+        values = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
         count = len(values) - further
         outputs = jax.tree.unflatten(self._structure, values[:count])
         return (outputs, values[count:]) if further else outputs
