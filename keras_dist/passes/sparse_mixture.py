@@ -309,7 +309,7 @@ class SparseMixture:
         expert_axes = self._shards.expert_axes
         entries = [[name for name in axis_tuple(entry) if name not in expert_axes] for entry in compute.axes]
         entries[expert] = [*expert_axes]
-        summed_axes = [name for name in self._batch_axes if name not in self._shards.expert_axes]
+        summed_axes = [name for name in self._batch_axes if name not in expert_axes]
         return to_compute_layout(value, stored, TensorLayout(entries, compute.device_mesh), stored, summed_axes)
 
     def _tokens(self, shared_axes: Collection[str]) -> tuple[list[int], list[tuple[str, ...]]]:
