@@ -23,7 +23,7 @@ from keras_dist.mixtures.shards import UNSHARDED, Shards, read_shards, row_flops
 from keras_dist.passes.step_program import StepProgram
 from keras_dist.passes.weight_reads import Scope, gathers, layouts
 from keras_dist.sharding.per_device import call_per_device, in_shard_map, pad_with_first
-from keras_dist.sharding.resharding import to_compute_layout
+from keras_dist.sharding.resharding import to_compute_layout, without_axes
 from keras_dist.tracing.jaxpr_evaluation import as_function, equations_in_place_of, equations_of, scope_of
 from keras_dist.tracing.kept_dims import inverse_order
 
@@ -307,8 +307,8 @@ class SparseMixture:
         """Gathers a weight as an equation does, but not over the expert axes, which shard no other dim of it."""
         stored, compute = layouts(gather)
         expert_axes = self._shards.expert_axes
-        entries = [[name for name in axis_tuple(entry) if name not in expert_axes] for entry in compute.axes]
-        entries[expert] = [*expert_axes]
+        entries = list(without_axes(compute, expert_axes).axes)
+        entries[expert] = expert_axes
         summed_axes = [name for name in self._batch_axes if name not in expert_axes]
         return to_compute_layout(value, stored, TensorLayout(entries, compute.device_mesh), stored, summed_axes)
 

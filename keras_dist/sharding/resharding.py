@@ -109,14 +109,14 @@ def unsharded_along(dims: Collection[int], rank: int, mesh: Mesh | AbstractMesh)
 
 def sharding_of_summands(compute: TensorLayout, axes: Sequence[str]) -> NamedSharding:
     """Returns the sharding of an array of summands of a gradient: dim 0 over `axes`, the others as each summand has."""
-    sharding = _layout_of_summand(compute, axes).backend_layout
+    sharding = without_axes(compute, axes).backend_layout
     return NamedSharding(sharding.mesh, PartitionSpec(tuple(axes), *sharding.spec))
 
 
-def _layout_of_summand(compute: TensorLayout, axes: Sequence[str]) -> TensorLayout:
-    """Returns the layout of compute, without axes over which there are summands."""
-    others = [tuple(name for name in axis_tuple(entry) if name not in axes) or None for entry in compute.axes]
-    return TensorLayout(others, compute.device_mesh)
+def without_axes(layout: TensorLayout, axes: Collection[str]) -> TensorLayout:
+    """Returns a layout that shards no dim over those axes. That of a summand has none over which there are summands."""
+    others = [tuple(name for name in axis_tuple(entry) if name not in axes) or None for entry in layout.axes]
+    return TensorLayout(others, layout.device_mesh)
 
 
 def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, update: TensorLayout) -> Any:
@@ -124,7 +124,7 @@ def reduce_summands(summands: Any, axes: Sequence[str], compute: TensorLayout, u
 
     They are sharded as `sharding_of_summands` says.
     """
-    compute = _layout_of_summand(compute, axes)
+    compute = without_axes(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _scattered_dim(compute, update, axes)
     num_parts = math.prod(device_mesh.axis_sizes[name] for name in shard_axes)
@@ -151,7 +151,7 @@ def as_summands(value: Any, axes: Sequence[str], compute: TensorLayout, update: 
     Each device's summand has the shard that the device holds in the layout of the update, and zeros elsewhere. So
     nothing is sent. Among devices that hold the same shard, the first has it.
     """
-    compute = _layout_of_summand(compute, axes)
+    compute = without_axes(compute, axes)
     device_mesh = as_device_mesh(compute.device_mesh)
     dim, shard_axes = _scattered_dim(compute, update, axes)
     others = [name for name in axes if name not in shard_axes]

@@ -97,7 +97,7 @@ class FullyShardedDataParallel(ModelParallel):
             layout_map = LayoutMap(mesh)
         if not isinstance(min_shard_bytes, numbers.Real):
             raise TypeError(f"min_shard_bytes={min_shard_bytes!r} must be a number of bytes, for example 2**16.")
-        if not min_shard_bytes >= 0:  # nor is NaN
+        if not min_shard_bytes >= 0:  # NaN is not, either
             raise ValueError(f"min_shard_bytes={min_shard_bytes!r} must be at least 0, which shards all weights.")
         layout_map, _ = self._map_and_mesh(layout_map, device_mesh)
         replica_axes, shard_axes = _replica_and_shard_axes(

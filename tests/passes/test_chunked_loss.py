@@ -188,7 +188,7 @@ def test_each_strategy_has_equal_numbers(strategy):
 
 @pytest.mark.parametrize("distribution", [on_one_device, slow(fsdp)])
 def test_microbatches_whose_divisor_is_that_of_the_batch(distribution):
-    """The chunks read the number of unmasked tokens of the batch, which is an input of a microbatch's program."""
+    """The chunks read the number of unmasked tokens of the batch, a value of the trace around that of a microbatch."""
     assert_chunks_change_nothing(distribution=functools.partial(distribution, microbatches=2), chunk=3, **case("mask"))
 
 

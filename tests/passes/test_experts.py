@@ -252,26 +252,18 @@ def test_microbatches_whose_divisor_is_that_of_the_batch(reduced):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-class Scales(keras.layers.Layer):
-    """Multiplies by a number that a function sets while it is traced."""
-
-    scale = 1.0
-
-    def call(self, x):
-        return x * self.scale
-
-
 def test_a_model_that_reads_a_value_of_the_function_that_calls_it():
     def outputs(experts):
         start_anew()
         with kd.DataParallel(step_options=kd.StepOptions(experts=experts)).scope(), recorded_calls() as calls:
             x, layer = inputs_and_layer(SPARSE["OneExpert"], (8, 9, WIDTH))
-            scales = Scales()
-            model = keras.Sequential([keras.Input((9, WIDTH)), layer, scales])
+            scale = [1.0]  # set while the function is traced
+            scaled = keras.layers.Lambda(lambda x: x * scale[0])
+            model = keras.Sequential([keras.Input((9, WIDTH)), layer, scaled])
 
             @jax.jit
             def called(weights, x):
-                scales.scale = jnp.max(x)
+                scale[0] = jnp.max(x)
                 return model.stateless_call(weights, [], x)[0]
 
             return called([each.value for each in model.trainable_variables], x), calls
