@@ -5,15 +5,18 @@ import sys
 import weakref
 from collections import UserList
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
-from keras_dist._keras.internals import StatelessScope
 from keras_dist._keras.thread_value import ThreadValue
 
-NOTHING_LEFT = ()  # instead of an iterator over batches: training resumes after the last batch of an epoch
+
+class NothingLeft(NamedTuple):
+    """Instead of an iterator over batches: training resumes after the last batch of an epoch, which had these logs."""
+
+    logs: dict[str, float]
 
 
 # The models whose steps have taken values from variables.
@@ -107,9 +110,8 @@ def step_function(
                 state = from_variables(state)
             else:  # from the step before
                 state = tuple([part.data if type(part) is _Leaves else part for part in state])
-            if iterator is NOTHING_LEFT:
-                with StatelessScope(state_mapping=list(zip(model.metrics_variables, state[-1], strict=True))):
-                    return model.get_metrics_result(), between_steps(state, given)
+            if isinstance(iterator, NothingLeft):
+                return iterator.logs, between_steps(state, given)
             outputs, new_state = keras_function(state, iterator)
         except BaseException:
             _fill_parts(variables, given)

@@ -24,7 +24,7 @@ from keras_dist._keras.data_adapters import (
     set_finished_epochs,
 )
 from keras_dist._keras.internals import compiles_steps, trainer
-from keras_dist._keras.training_state import NOTHING_LEFT, put_values_back, state_variables
+from keras_dist._keras.training_state import NothingLeft, put_values_back, state_variables
 from keras_dist._patches.resumable_iterator import (
     ResumableIterator,
     begin_finished_epoch,
@@ -101,8 +101,8 @@ class EpochIterator(trainer.JAXEpochIterator):
                 if not self._is_in_epoch:
                     self._is_in_epoch = True
                     check_values_agree(self._model(), "the start of an epoch")
-                    begun = self._current_iterator if pipeline is NOTHING_LEFT else pipeline
-                    self._begin_epoch(begun, 0 if start is None else start[0])
+                    begun = self._current_iterator if isinstance(pipeline, NothingLeft) else pipeline
+                    self._begin_epoch(begun, 0 if start is None else start.batches)
                 yield first, last, pipeline
         except GeneratorExit:
             # A callback has stopped the run. Other processes may not prepare the next batch, so do not wait for it.
@@ -136,7 +136,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             size = self.steps_per_execution
             pipeline.allow(-(-self.steps_per_epoch // size) * size - start)
 
-    def _enumerate_from(self, start: int, data_position: DataPosition | None, epochs: int):
+    def _enumerate_from(self, start: int, data_position: DataPosition | None, epochs: int, logs: dict[str, float]):
         """Does what Keras's `_enumerate_iterator` does, from a batch on, after epochs of an earlier run."""
         if data_position is not None:
             self._require_rows(data_position)
@@ -153,7 +153,7 @@ class EpochIterator(trainer.JAXEpochIterator):
             self._steps_seen = start if data_position is None else data_position.batches
         pipeline = self._current_iterator
         if is_finished or (start > 0 and limit is None and pipeline.is_exhausted()):
-            yield start, start - 1, NOTHING_LEFT
+            yield start, start - 1, NothingLeft(logs)
         else:
             for step in itertools.count(start, size) if limit is None else range(start, limit, size):
                 if self._num_batches and self._steps_seen >= self._num_batches:

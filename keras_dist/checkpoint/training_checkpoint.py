@@ -21,7 +21,7 @@ from keras_dist.checkpoint import restore
 from keras_dist.checkpoint.checkpoint_files import CheckpointFiles
 from keras_dist.checkpoint.preemption import Preemption, valid_signals
 from keras_dist.data import prefetch
-from keras_dist.data.position import DataPosition, RandomState, current_position, resume_next_epoch
+from keras_dist.data.position import DataPosition, RandomState, Start, current_position, resume_next_epoch
 from keras_dist.multihost import messaging
 from keras_dist.multihost.launcher import STATUS_VARIABLE, STOP_SIGNALS
 
@@ -35,9 +35,9 @@ class TrainingCheckpoint(keras.callbacks.Callback):
     of an epoch: with the same batches in the same order, the same random numbers and the same losses. It may restart
     on another mesh, with another strategy or with another number of processes; each device then reads its own shards.
 
-    Saved are all variables of the model, its optimizer and its metrics, the states of random generators, the epoch, and
-    the position in the data; not the state of other callbacks. The seed of a shuffle in `tf.data` or PyTorch must be
-    fixed. A checkpoint counts only when it is complete and undamaged. `model.load_weights(directory)` and
+    Saved are all variables of the model, its optimizer and its metrics, the states of random generators, the epoch, its
+    logs, and the position in the data; not the state of other callbacks. The seed of a shuffle in `tf.data` or PyTorch
+    must be fixed. A checkpoint counts only when it is complete and undamaged. `model.load_weights(directory)` and
     `keras.saving.load_model(directory)` read it, too.
 
     When a process receives SIGTERM (schedulers, clouds and `kill` send it) or SIGUSR1 (Slurm, if a job asks for it),
@@ -129,6 +129,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._batches_before_epoch = self._saved_at = 0  # batches in all: before this epoch, and at the last save
         self._progress: dict | None = None  # what was restored and is not used yet
         self._trained: _Place | None = None  # after the last batch, while an epoch is not at its end
+        self._logs: dict[str, float] = {}  # of that batch; for an own `train_step`, they are not what metrics contain
 
     @property
     def waiting_time(self) -> float:
@@ -199,14 +200,15 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         self._epoch, self._batches = epoch, 0
         progress, self._progress = self._progress, None
         if progress is None:
-            resume_next_epoch(self.model, 0)
+            resume_next_epoch(self.model, Start(0, None, 0, {}))
             return
         if progress["batches"]:
             for variable, value in progress["metrics"]:  # Keras has reset them
                 variable.assign(value)
         RandomState.from_json(progress["random"]).restore()
         position = None if progress["data"] is None else DataPosition.from_json(progress["data"])
-        resume_next_epoch(self.model, progress["batches"], position, epoch)
+        logs = progress.get("logs", {})  # older checkpoints have none
+        resume_next_epoch(self.model, Start(progress["batches"], position, epoch, logs))
 
     def on_train_batch_begin(self, batch, logs=None):
         """Leaves if the batch before was the last one, since only now have all callbacks seen its end."""
@@ -217,6 +219,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
         assert self._files is not None
         self._files.raise_failure()
         self._trained = _Place.now()
+        self._logs = {name: value for name, value in (logs or {}).items() if isinstance(value, float)}
         self._batches = self._trained.batches
         model: Any = self.model
         if not self._batches:
@@ -332,6 +335,7 @@ class TrainingCheckpoint(keras.callbacks.Callback):
             "batches_of_epoch": self.params["steps"],
             "data": None if place.data is None else place.data.as_json(),
             "random": place.random.as_json(),
+            "logs": self._logs,
             "seed": global_seed(),
         }
         assert self._files is not None

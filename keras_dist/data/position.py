@@ -37,11 +37,20 @@ class DataPosition(NamedTuple):
         return cls(**values | states)
 
 
+class Start(NamedTuple):
+    """Where an epoch of training is to start."""
+
+    batches: int  # of the epoch that are done
+    position: DataPosition | None
+    epochs: int  # before it, that an earlier run of the program has trained
+    logs: dict[str, float]  # of the last batch that is done
+
+
 class _Tracking(NamedTuple):
     """Where a model's next epoch of training is to start, and a reference to the iterator that is tracked."""
 
     model: Callable[[], Any] = lambda: None  # a reference
-    start: tuple[int, DataPosition | None, int] | None = None
+    start: Start | None = None
     iterator: Callable[[], Any] = lambda: None
 
 
@@ -49,15 +58,12 @@ _NOTHING = _Tracking()
 _tracking: ContextVar[_Tracking] = ContextVar("tracking", default=_NOTHING)
 
 
-def resume_next_epoch(model: Any, batches: int, position: DataPosition | None = None, epochs: int = 0) -> None:
-    """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator.
-
-    `epochs` is the number of epochs before it that an earlier run of the program has trained.
-    """
-    _tracking.set(_Tracking(weakref.ref(model), (batches, position, epochs), _tracking.get().iterator))
+def resume_next_epoch(model: Any, start: Start) -> None:
+    """Makes this thread's next epoch of training a model start at a `current_position`, and tracks its iterator."""
+    _tracking.set(_Tracking(weakref.ref(model), start, _tracking.get().iterator))
 
 
-def begin_tracking(iterator: Any, model: Any) -> tuple[int, DataPosition | None, int] | None:
+def begin_tracking(iterator: Any, model: Any) -> Start | None:
     """Returns the place of `resume_next_epoch`, and tracks the iterator, if that was called for this epoch."""
     tracking = _tracking.get()
     if tracking.start is None or tracking.model() is not model:

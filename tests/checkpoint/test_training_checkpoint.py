@@ -5,6 +5,7 @@ import json
 import random
 import re
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ class Losses(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if logs:
-            self.losses[self.epoch, batch] = float(logs["loss"]), float(logs["mae"])
+            self.losses[self.epoch, batch] = tuple(float(logs[name]) for name in ("loss", "mae") if name in logs)
         if self.after is not None and len(self.losses) == self.after:
             raise Interrupted
 
@@ -183,6 +184,41 @@ def test_training_resumes_after_the_last_batch_of_an_epoch(source, tmp_path):
     found = train(tmp_path, source, **arguments)
     assert found[0].epochs == uninterrupted[0].epochs
     assert_resumes(found, uninterrupted, (0, batches - 1))  # callbacks see the end of the last batch once more
+
+
+class OwnLogs(keras.Sequential):
+    """Has a train step that returns what no metric contains."""
+
+    def train_step(self, state, data):
+        weights, *others = state
+
+        def loss(weights):
+            outputs, _ = self.stateless_call(weights, others[0], data[0])
+            return keras.ops.mean((outputs - data[1]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        weights, others[1] = self.optimizer.stateless_apply(others[1], gradients, weights)
+        return {"loss": value, "largest": keras.ops.max(data[0])}, (weights, *others)
+
+
+def test_an_epoch_that_resumes_after_its_last_batch_has_the_logs_of_that_batch(tmp_path):
+    """Metrics do not contain those of a train step of the user."""
+
+    def train_own(directory, after=None):
+        losses = Losses(after)
+        with kd.DataParallel(devices=kd.list_devices()[:2]).scope():
+            keras.utils.set_random_seed(7)
+            model = OwnLogs([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd")
+            callbacks = [kd.TrainingCheckpoint(directory, save_freq=1), losses]
+            with contextlib.suppress(Interrupted):
+                model.fit(X, Y, BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        return losses.epochs
+
+    uninterrupted = train_own(tmp_path / "uninterrupted")
+    train_own(tmp_path / "resumed", after=6)
+    assert train_own(tmp_path / "resumed") == uninterrupted
+    assert list(uninterrupted[0]) == ["largest", "loss"]
 
 
 @pytest.mark.parametrize("source", ["arrays", "tf.data", "torch"])
