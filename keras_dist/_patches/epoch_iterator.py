@@ -15,7 +15,12 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras.active_distribution import INSTALLED, active_distribution, no_distribution_in_this_thread
+from keras_dist._keras.active_distribution import (
+    INSTALLED,
+    active_distribution,
+    distribution_of_model,
+    no_distribution_in_this_thread,
+)
 from keras_dist._keras.data_adapters import (
     COUNT_EPOCHS,
     data_adapters,
@@ -74,7 +79,7 @@ class EpochIterator(trainer.JAXEpochIterator):
         self._distribution = distribution
         self._step: str | None = None  # what the batches are for, once that is known
         self._is_compiled = False  # whether that step is
-        self._model: Callable[[], Any] = lambda: None  # the model that is trained
+        self._model: Callable[[], Any] = lambda: None  # the model that they are for
         self._pipeline: InputPipeline | None = None
         self._start = self._delivered_before = 0
         self._is_in_epoch = self._has_begun = False
@@ -92,7 +97,27 @@ class EpochIterator(trainer.JAXEpochIterator):
             makes_arrays(adapter),
         )
 
+    def _moved_to(self) -> Any:
+        """Returns the active distribution if a callback has moved the model to it, None if it has not."""
+        active, model = active_distribution(), self._model()
+        is_moved = active is not self._distribution and model is not None and distribution_of_model(model) is active
+        return active if is_moved else None
+
+    def _require_same_devices(self) -> None:
+        """Raises ValueError if a callback has moved the model to other devices than those of the next batches."""
+        if (moved_to := self._moved_to()) is None:
+            return
+        before, now = (set(each.device_mesh.backend_mesh.devices.flat) for each in (self._distribution, moved_to))
+        if before != now:
+            raise ValueError(
+                f"{self._model().name!r} was moved from {self._distribution} to {moved_to} while the next batches were "
+                "placed on the devices of the first. Move a model to other devices at the start or the end of an "
+                "epoch, and without steps_per_epoch, or between two calls of fit."
+            )
+
     def _enumerate_iterator(self) -> Any:
+        if self.steps_per_epoch is None:  # else a pass through the data goes on
+            self._distribution = self._moved_to() or self._distribution
         start = position.begin_tracking(self, self._model()) if self._step == "train" else None
         steps: Any = super()._enumerate_iterator() if start is None else self._enumerate_from(*start)
         self._is_in_epoch = False
@@ -100,9 +125,10 @@ class EpochIterator(trainer.JAXEpochIterator):
             for first, last, pipeline in steps:
                 if not self._is_in_epoch:
                     self._is_in_epoch = True
-                    check_values_agree(self._model(), "the start of an epoch")
+                    self._check_values_agree("the start of an epoch")
                     begun = self._current_iterator if isinstance(pipeline, NothingLeft) else pipeline
                     self._begin_epoch(begun, 0 if start is None else start.batches)
+                self._require_same_devices()
                 yield first, last, pipeline
         except GeneratorExit:
             # A callback has stopped the run. Other processes may not prepare the next batch, so do not wait for it.
@@ -128,7 +154,11 @@ class EpochIterator(trainer.JAXEpochIterator):
 
     def _end_epoch(self) -> None:
         self._is_in_epoch = False
-        check_values_agree(self._model(), "the end of an epoch")  # before callbacks save them
+        self._check_values_agree("the end of an epoch")  # before callbacks save them
+
+    def _check_values_agree(self, place: str) -> None:
+        if self._step == "train":
+            check_values_agree(self._model(), place)
 
     def _begin_epoch(self, pipeline: InputPipeline, start: int) -> None:
         self._pipeline, self._start, self._delivered_before = pipeline, start, pipeline.delivered
@@ -218,9 +248,7 @@ def announce_step(step: str, model: keras.Model) -> None:
     """Tells the newest iterator in this thread what its batches are for."""
     newest = _newest_iterator.get()()
     if newest is not None and newest._step is None:
-        newest._step, newest._is_compiled = step, compiles_steps(model)
-        if step == "train":
-            newest._model = weakref.ref(model)
+        newest._step, newest._model, newest._is_compiled = step, weakref.ref(model), compiles_steps(model)
 
 
 def check_values_agree(model: keras.Model | None, place: str) -> None:

@@ -55,7 +55,7 @@ def _fit(original, distribution, self, *args, **kwargs):
             raise TypeError(f"callbacks has the class {callback.__name__}. Call it: {callback.__name__}(...).")
     with running_fit():
         history = original(self, *args, **kwargs)
-    if active_distribution() is not distribution:
+    if active_distribution() not in (distribution, distribution_of_model(self)):
         warn(
             f"The distribution was changed while fit of {self.name!r} ran, from {distribution} to "
             f"{current_distribution()}, and fit kept the first one to its end. Change it between two calls of fit, and "

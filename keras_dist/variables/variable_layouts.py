@@ -181,8 +181,9 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
 
     Every variable gets the layout that it would have if the model had been created under the distribution. Values do
     not change. Functions are compiled for the new layouts at their next use; those of the last four distributions are
-    kept for when the model returns. A callback may call this in the middle of `fit`, which then continues under the
-    active distribution.
+    kept for when the model returns. A callback may call `set_distribution` and this in the middle of `fit`, which then
+    continues under the new distribution; if that has other devices, at the start or the end of an epoch only, and not
+    with `steps_per_epoch`.
 
     Args:
         model: A model or layer.
@@ -194,7 +195,8 @@ def redistribute(model: ModelT, distribution: internals.KerasDistribution | None
 
     Raises:
         TypeError: The arguments are not a model and a distribution.
-        ValueError: A rule does not fit a variable. In this case, no variable is moved.
+        ValueError: A rule does not fit a variable. In this case, no variable is moved. Later, in `fit`: a callback has
+            moved the model to other devices in the middle of an epoch.
 
     Example:
 

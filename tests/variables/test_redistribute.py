@@ -378,12 +378,13 @@ FAST_MOMENTS = [
 ]
 
 
-def moving(moment, to, model):
-    """A callback that moves a model at the first of some moments."""
-    callback = keras.callbacks.Callback()
+def moving(moment, to, model, calls=1):
+    """A callback that moves a model at the first of some moments, or a later one."""
+    callback, seen = keras.callbacks.Callback(), []
 
     def move(*args, **kwargs):
-        if kd.distribution() is not to:
+        seen.append(args)
+        if len(seen) == calls:
             kd.set_distribution(to)
             kd.redistribute(model)
 
@@ -407,6 +408,48 @@ def test_a_model_that_runs_can_be_moved_and_goes_on(moment, begin):
     result = CALLS[verb](model, callbacks=[moving(moment, to, model)], **more)
     assert shard_shape(model.weights[0]) == (4, 2)
     assert_same_numbers([result, fit(model)], expected)
+
+
+def first_devices():
+    return kd.DataParallel(devices=kd.list_devices()[:4])
+
+
+def other_devices():
+    return kd.FullyShardedDataParallel(
+        kd.create_device_mesh("fsdp:4", devices=kd.list_devices()[4:]), min_shard_bytes=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("moment", "calls"),
+    [("on_epoch_end", 1), slow("on_epoch_begin", 2), slow("on_train_begin", 1), slow("on_test_begin", 2)],
+)
+def test_a_model_can_be_moved_to_other_devices_between_epochs(moment, calls):
+    validation = {"validation_data": (X[:11], Y[:11])}
+    expected = on_one_device(lambda model: model.fit(X, Y, 8, epochs=3, verbose=0, **validation).history, fit)
+
+    start_anew()
+    kd.set_distribution(first_devices())
+    model = dense_model()
+    move = moving(moment, other_devices(), model, calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = model.fit(X, Y, 8, epochs=3, verbose=0, callbacks=[move], **validation).history
+    assert {device for variable in model.variables for device in devices_of(variable)} == set(jax.devices()[4:])
+    assert_same_numbers([result, fit(model)], expected)
+
+
+@pytest.mark.parametrize(
+    ("moment", "arguments"), [("on_train_batch_end", {}), slow("on_epoch_end", {"steps_per_epoch": 1})]
+)
+def test_a_model_that_is_moved_to_other_devices_within_a_pass_through_the_data_is_an_error(moment, arguments):
+    start_anew()
+    kd.set_distribution(first_devices())
+    model = dense_model()
+    with pytest.raises(ValueError, match="at the start or the end of an epoch"):
+        model.fit(X, Y, 8, epochs=3, verbose=0, callbacks=[moving(moment, other_devices(), model)], **arguments)
+    kd.redistribute(model)
+    assert np.isfinite(fit(model)).all()
 
 
 @pytest.mark.parametrize(
