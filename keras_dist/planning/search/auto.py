@@ -196,12 +196,18 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
             middle = more if too_many is None else (rows + too_many) // 2
             middle -= middle % granularity
             try:
-                smallest = choose(least, place, batch_of(middle), is_final=False)
-                rows = middle
+                with_more = choose(least, place, batch_of(middle), is_final=False)
             except Exception as error:  # too many rows, or one of XLA, JAX, Keras or the model: fewer rows remain
                 too_many = middle
                 if not isinstance(error, NothingFitsError):
                     notes.append(f"{middle} rows could not be compiled. {error_line(error)}")
+                continue
+            if with_more.plan.batch == smallest.plan.batch:
+                raise ValueError(
+                    f"The function that was passed as batch returns the same batch for {rows} and for {middle} rows. "
+                    "Pass one whose batch has as many rows as its argument says, such as lambda rows: (rows, 128)."
+                )
+            smallest, rows = with_more, middle
         notes.insert(0, f"{counted(rows, 'row', 'fits', 'fit')}, {too_many} do not.")
         choice = smallest
         for wanted, quality in ((task, "fastest"), (least, "smallest")):

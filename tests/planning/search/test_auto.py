@@ -191,6 +191,11 @@ def test_most_rows(monkeypatch):
     assert of_function.plan.fits
 
 
+def test_a_function_that_ignores_the_number_of_rows_is_an_error():
+    with pytest.raises(ValueError, match=r"returns the same batch for 8 and for .* rows"):
+        kd.auto(wide, lambda rows: ((8, 16), (8, 16)), strategies=["dp"], trials=1)
+
+
 def raise_at_compilation(monkeypatch, number, error):
     """Returns a list with an item for each compilation that has begun; the one of this number raises an error."""
     original, calls = compilation._compile, []
