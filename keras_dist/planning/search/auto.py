@@ -202,7 +202,7 @@ def _choose_with_most_rows(task: Task, place: Place, batch: Any) -> Choice:
                 if not isinstance(error, NothingFitsError):
                     notes.append(f"{middle} rows could not be compiled. {error_line(error)}")
                 continue
-            if with_more.plan.batch == smallest.plan.batch:
+            if too_many is None and with_more.plan.batch == smallest.plan.batch:
                 raise ValueError(
                     f"The function that was passed as batch returns the same batch for {rows} and for {middle} rows. "
                     "Pass one whose batch has as many rows as its argument says, such as lambda rows: (rows, 128)."
