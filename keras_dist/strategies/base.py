@@ -24,6 +24,7 @@ from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
 from keras_dist.mesh.devices import is_on_mesh, num_processes, process_id, require_attached
 from keras_dist.multihost.initialize import warn_unless_joined
 from keras_dist.multihost.value_comparison import require_same_values
+from keras_dist.sharding.resharding import without_axes
 from keras_dist.sharding.sequences import SequenceSharding
 from keras_dist.steps.layer_calls import LayerCalls
 from keras_dist.steps.options import StepOptions
@@ -221,14 +222,20 @@ class Distribution(PackageDistribution, internals.KerasDistribution):
         return self._stored_layout(variable) if layout is None else layout
 
     def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable, by default the stored one.
+        """Returns the layout in which layers compute with a variable, by default the stored one without batch axes.
 
-        A variable is resharded to it when a layer reads it.
+        A variable is resharded to it when a layer reads it, in the dtype that the layer computes in. Devices with other
+        rows of the batch need the same weight. Left to XLA, some products with one that is sharded over batch axes are
+        wrong, and so are some gradients. Experts stay on their devices, and so do the rows of an embedding table.
 
         Args:
             variable: A `keras.Variable`.
         """
-        return self.get_variable_layout(variable)
+        layout, kept = self.get_variable_layout(variable), [*axis_tuple(self._expert_dim_name)]
+        if internals.is_embedding_table(variable.path):
+            kept += axis_names(layout.axes[:1])
+        shared = set(axis_names(layout.axes)).intersection(self._placer.batch_axes).difference(kept)
+        return without_axes(layout, shared) if shared else layout
 
     def get_update_layout(self, variable) -> TensorLayout:
         """Returns the layout of a variable's gradient and of its optimizer state, by default that of the variable.

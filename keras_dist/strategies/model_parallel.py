@@ -5,12 +5,10 @@ from typing import Any
 
 import keras
 
-from keras_dist._keras import internals
 from keras_dist.layout.layout_map import LayoutMap, as_layout_map
 from keras_dist.layout.rule_matching import is_for_activations
-from keras_dist.layout.tensor_layout import TensorLayout, axis_names, axis_tuple
+from keras_dist.layout.tensor_layout import axis_names, axis_tuple
 from keras_dist.mesh.device_mesh import DeviceMesh, as_auto_mesh
-from keras_dist.sharding.resharding import without_axes
 from keras_dist.steps.options import StepOptions
 from keras_dist.strategies.base import BatchDimName, Distribution
 
@@ -109,19 +107,6 @@ class ModelParallel(Distribution, keras.distribution.ModelParallel):
                 f"{self._num_processes} processes cannot share {replicas} batch shards (the product of the batch axes "
                 f"{self._placer.batch_axes}) evenly. Choose batch axes whose product divides {self._num_processes}."
             )
-
-    def get_compute_layout(self, variable) -> TensorLayout:
-        """Returns the layout in which layers compute with a variable: the stored one, without axes of the batch.
-
-        Devices with other rows of the batch need the same weight, so a step gathers it over these axes, in the dtype
-        that layers compute in. Left to XLA, some products with such a weight are wrong, and so are some gradients.
-        Experts stay on their devices, and so do the rows of an embedding table.
-        """
-        layout, kept = super().get_compute_layout(variable), [*axis_tuple(self.expert_dim_name)]
-        if internals.is_embedding_table(variable.path):
-            kept += axis_names(layout.axes[:1])
-        shared = set(axis_names(layout.axes)).intersection(self._placer.batch_axes).difference(kept)
-        return without_axes(layout, shared) if shared else layout
 
     @classmethod
     def _map_and_mesh(cls, layout_map: Any, device_mesh: Any) -> tuple[LayoutMap, DeviceMesh]:

@@ -42,9 +42,7 @@ ATTENTION_RULES = {
 
 
 def distribution(rules, batch_dim_name, **options):
-    layout_map = kd.LayoutMap(kd.create_device_mesh("data:2,x:2,y:2"))
-    for key, axes in rules.items():
-        layout_map[key] = axes
+    layout_map = kd.LayoutMap.from_rules(list(rules.items()), kd.create_device_mesh("data:2,x:2,y:2"))
     return kd.ModelParallel(layout_map=layout_map, batch_dim_name=batch_dim_name, **options)
 
 
@@ -70,6 +68,22 @@ def numbers(build, make_distribution=None):
 @pytest.mark.parametrize(("build", "rules"), [(dense_layers, DENSE_RULES), (attention, ATTENTION_RULES)])
 def test_numbers_are_those_of_one_device(build, rules, batch_axes):
     assert_same_numbers(numbers(build, lambda: distribution(rules, batch_axes)), numbers(build), 1e-5)
+
+
+class OwnStrategy(kd.Distribution):
+    """A strategy of a user, which says no more than where variables are stored."""
+
+    def __init__(self, rules, batch_dim_name):
+        self._chooser = distribution(rules, batch_dim_name)
+        super().__init__(self._chooser.device_mesh, batch_dim_name)
+
+    def get_variable_layout(self, variable):
+        return self._chooser.get_variable_layout(variable)
+
+
+def test_a_strategy_of_a_user_gives_the_numbers_of_one_device():
+    found = numbers(dense_layers, lambda: OwnStrategy(DENSE_RULES, ("data", "x")))
+    assert_same_numbers(found, numbers(dense_layers), 1e-5)
 
 
 def assert_compute_axes(active, weight, stored, expected):
